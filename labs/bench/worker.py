@@ -25,7 +25,8 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import Adapters, add_adapters, join_layers
+from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.structure import count_parameters, vocab_size

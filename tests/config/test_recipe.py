@@ -290,7 +290,7 @@ def test_a_missing_recipe_names_its_likely_neighbour(recipe: Path):
         ("recipes/qwen3_1_7b.yaml", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
         (
             "smoke",
-            ': no such file. Did you mean "recipes/smoke/base.yaml" or "recipes/smoke/mid.yaml" or "recipes/smoke/sft.yaml"?',
+            ': no such file. Did you mean "recipes/smoke/base.yaml" or "recipes/smoke/lora.yaml" or "recipes/smoke/mid.yaml" or "recipes/smoke/sft.yaml"?',
         ),
         ("recipes/qwen3_1_7b", ": a folder; name one of the recipes in it: recipes/qwen3_1_7b/sft.yaml"),
         (".", ": a folder without recipes in it; name a recipe, a .yaml file"),
@@ -410,6 +410,10 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
         (["train.pipeline_stages=2"], "train.pipeline_stages: only goes with train.engine pipeline, not blocks"),
         (["train.pipeline_schedule=gpipe"], "train.pipeline_schedule: only goes with train.engine pipeline"),
+        (
+            [*PIPELINE, "train.freeze=[lm_head.*]"],
+            "train.freeze: does not go with train.engine pipeline, which trains all",
+        ),
         ([*PIPELINE, "data.layout=bucketed"], "rows of data.layout bucketed have several: take packed or fixed"),
         ([*PIPELINE, "train.fp8=rowwise"], "train.fp8: does not go with train.engine pipeline"),
         ([*PIPELINE, "compile.mode=reduce-overhead"], "which CUDA graphs would overwrite"),

@@ -44,6 +44,27 @@ train: {max_steps: 1}
 """
 
 
+def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_before_torch(here: Path) -> None:
+    names = [*(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)), "model.embed_tokens.weight"]
+    folder = model(here / "start")
+    entries = {
+        name: {"dtype": "BF16", "shape": [1], "data_offsets": [2 * i, 2 * i + 2]} for i, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    (folder / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
+    start = ("model.scratch=null", "model.path=start")
+    assert problems(*start, "train.freeze=[lm_head.*,'model.layers.[01].*']") == []
+    (told,) = problems(*start, "train.freeze=['model.layers.[23].*']")
+    assert told.startswith(
+        'train.freeze: "model.layers.[23].*" matches no parameter of the model: did you mean "model.l'
+    )
+    (told,) = problems(*start, "train.freeze=[model.layer.*,lm_head.*]")
+    assert told.startswith('train.freeze: "model.layer.*" matches no parameter')
+    (told,) = problems(*start, "train.freeze=[model.*,lm_head.*]")
+    assert told.startswith("train.freeze: freezes every parameter")
+
+
 def write(path: Path, *records: object) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

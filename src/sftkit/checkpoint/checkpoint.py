@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_identity, check_recipe, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
-from sftkit.checkpoint.states import copies_done, load_states, snapshot_states, snapshot_weights
+from sftkit.checkpoint.states import copies_done, load_common_states, load_states, snapshot_states, snapshot_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
@@ -230,7 +230,11 @@ class Checkpoints:
         load_checkpoint(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
-        load_states(tensors, folder / rundir.OPTIMIZER, *([stages.elsewhere] if stages else []))
+        states = folder / rundir.OPTIMIZER
+        if "train.freeze" in changes:
+            load_common_states(tensors, states)
+        else:
+            load_states(tensors, states, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)

@@ -23,7 +23,7 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.models.adapters import adapters_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
@@ -154,6 +154,7 @@ CHANGED = {
     "learning rate follows the schedule of the steps that there are now",
     "run.seed": "the documents that this epoch still has to take come in another order",
     **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
+    "train.freeze": "newly trained weights start without optimizer states, those of frozen ones are dropped",
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }
 "What a change of such a key does, where that is not plain."

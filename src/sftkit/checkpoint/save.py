@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
-from sftkit.models.adapters import adapters_of
+from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, flush, replace_text
 from sftkit.rundir.manifest import BASE, sha256_of

@@ -30,10 +30,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import PREFIX, adapters_of, factors, peft_config_text
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sftkit.rundir.status import describe_error
@@ -232,6 +232,12 @@ def load_states(
             raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
 
 
+def load_common_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Read those states that the checkpoint has, after a change of what is trained; the others stay as they are."""
+    saved = SafeReader(folder).read_metadata().state_dict_metadata
+    load_states({name: t for name, t in tensors.items() if name in saved}, folder, lambda name: name not in tensors)
+
+
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
     """Refuse states that do not fit: torch would skip what is only in the checkpoint, and cast another dtype."""
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
@@ -327,7 +333,9 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads; of
     a model with adapters these alone, under the names of peft."""
     if adapters_of(orig_model) is not None:
-        return {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+        from sftkit.models.adapters import PEFT_PREFIX
+
+        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
     # save_pretrained.
@@ -424,6 +432,8 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     Of a model with adapters write adapter_config.json and no config.json: beside one, transformers would look for the
     whole model in this folder."""
     if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import peft_config_text
+
         (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
     else:
         orig_model.save_pretrained(folder, state_dict={})

@@ -215,7 +215,7 @@ class TrainConfig:
     pipeline_layers: tuple[Positive, ...] | None = None
     "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
     freeze: tuple[str, ...] = ()
-    "Parameters that are not trained, as glob patterns of their names: [model.embed_tokens.*, model.layers.[0-3].*]. They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both."
+    'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -233,14 +233,14 @@ def num_stages(train: TrainConfig) -> int | None:
     return train.pipeline_stages if train.engine == "pipeline" else 1
 
 
-def listed(value: Any) -> Any:
+def one_or_several(value: Any) -> Any:
     """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @settings
 class AdapterConfig:
-    """Low-rank adapters on a frozen model (docs/adapters.md): only they are trained and saved. null: all weights are."""
+    """Low-rank adapters on a frozen model (docs/adapters.md). null: all weights are trained."""
 
     rank: Positive = 16
     "Columns of the factors, at most the smaller dimension of each target."
@@ -248,12 +248,16 @@ class AdapterConfig:
     "Scale of what an adapter adds, see scaling."
     scaling: Literal["standard", "rslora"] = "standard"
     "What an adapter adds is multiplied by alpha / rank (standard) or alpha / sqrt(rank) (rslora)."
-    targets: Annotated[tuple[str, ...], BeforeValidator(listed)] = ("all-linear",)
+    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ("all-linear",)
     "The layers with an adapter: all-linear, attention or mlp of every block, or names or their last parts: [q_proj, v_proj, layers.0.mlp.up_proj]. Never the head."
     experts: bool = True
     "false: all-linear and mlp leave out the experts of a mixture."
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    "Share of an adapter's inputs that is dropped in training."
+    "lora: share of an adapter's inputs that is dropped in training."
+    method: Literal["lora", "dora"] = "lora"
+    "lora: add the product of the factors to a weight; dora: also scale each row of the sum to a trained length, which costs speed."
+    lr_ratio_b: Annotated[float, Field(gt=0.0)] = 1.0
+    "Learning rate of the second factor, B, over optim.lr (LoRA+ suggests up to 16)."
 
 
 ADAPTER_GROUPS = ("all-linear", "attention", "mlp")

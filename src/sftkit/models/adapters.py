@@ -1,19 +1,17 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model of transformers, and their files in the format of peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353) in a model of transformers, and their files in
+the format of peft.
 
-The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the two factors are
-new. They are fp32 whatever the weights are, and rounded where they are multiplied.
+The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the factors are new.
+They are fp32 whatever the weights are, and rounded where they are multiplied.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP
 
-from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.files import AdapterFiles, reading_files
+from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, output_projection
-from sftkit.ops.gated_mlp import gated_mlp
+from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import low_rank
-from sftkit.ops.tensors import local, local_part
+from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
-_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
-"Routers: an adapter would change which experts a token visits."
-_ADAPTERS = "sftkit_adapters"
-"Attribute of a model that has adapters."
 
 
 @dataclass(frozen=True)
@@ -70,6 +62,7 @@ class Adapters:
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
         return {
+            "method": self.config.method,
             "rank": self.config.rank,
             "scale": self.scale,
             "modules": list(self.modules),
@@ -88,12 +81,12 @@ class Factor(torch.nn.Module):
 class LoraLinear(torch.nn.Linear):
     """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
 
-    lora_A: Factor  # noqa: N815 - the name in peft's files
-    lora_B: Factor  # noqa: N815
+    lora_A: Factor
+    lora_B: Factor
     lora_dropout: torch.nn.Module | None
     lora_scale: float
     joint: tuple[Tensor, Tensor] | None = None
-    "an input, and its product with A, computed together with those of other layers (JointInputs)"
+    "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
@@ -105,93 +98,53 @@ class LoraLinear(torch.nn.Linear):
         return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Return whether the kernels of ops/gated_mlp.py are for this input."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+class DoraLinear(LoraLinear):
+    """The same with each row of the sum, V = W + scale * B A, scaled to a trained length: y = m / |V| V x + b."""
 
-
-class GatedMlp(torch.nn.Module):
-    """An MLP down(silu(gate(x)) * up(x)) whose layers have adapters, in front of its own class (ops/gated_mlp.py)."""
+    lora_magnitude_vector: torch.nn.Parameter
+    "m: [out], fp32"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, [..., H]."""
-        layers = [self.gate_proj, self.up_proj, self.down_proj]
-        if not (has_kernel(x) and all(type(layer) is LoraLinear for layer in layers)):
-            return super().forward(x)  # type: ignore[no-any-return,misc]
-        a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
-        b = tuple(layer.lora_B.weight.to(x.dtype) for layer in layers)
-        return gated_mlp(x, tuple(layer.weight for layer in layers), a, b, self.gate_proj.lora_scale)
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
+        4.3, leaves it out of the gradient."""
+        weight, s = self.weight.detach(), self.lora_scale
+        squared = weight.float().square().sum(1)
+        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
-class JointInputs(torch.nn.Module):
-    """An attention module in front of its own class: A of queries, keys and values meet their common input in one
-    product, and so do its gradients."""
+class PlainLora(LoraLinear):
+    """A layer with an adapter as its paper writes it, without our operators: what the others are compared with."""
 
-    def forward(self, *args: Any, **named: Any) -> Any:
-        """Compute the module's own forward pass."""
-        x = args[0] if args else named["hidden_states"]
-        layers = [self.q_proj, self.k_proj, self.v_proj]
-        if not all(type(layer) is LoraLinear for layer in layers):
-            return super().forward(*args, **named)
-        joint = linear(x, torch.cat([layer.lora_A.weight for layer in layers]).to(x.dtype))
-        for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
-            layer.joint = (x, part)
-        output = super().forward(*args, **named)
-        for layer in layers:
-            layer.joint = None
-        return output
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        added = self.lora_scale * linear(linear(dropped, a.to(x.dtype)), b.to(x.dtype))
+        lengths = getattr(self, "lora_magnitude_vector", None)
+        if lengths is None:
+            return linear(x, self.weight, self.bias) + added
+        norms = (self.weight.float() + self.lora_scale * (b @ a)).norm(dim=1).detach()
+        y = (linear(x, self.weight) + added) * (lengths / norms).to(x.dtype)
+        return y if self.bias is None else y + self.bias
 
 
-@lru_cache
-def _in_front(front: type, own: type) -> type:
-    """Return a class that computes as `front` says and is `own` in all else."""
-    return type(own.__name__, (front, own), {})
-
-
-def join_layers(orig_model: PreTrainedModel) -> None:
-    """Have layers that read the same input compute their adapters together, in the modules that are known."""
-    for module in orig_model.modules():
-        parts = dict(module.named_children())
-        if is_gated_mlp(module) and all(_plain_adapter(parts[f"{name}_proj"]) for name in ("gate", "up", "down")):
-            module.__class__ = _in_front(GatedMlp, type(module))
-        elif all(_plain_adapter(parts.get(f"{name}_proj")) for name in "qkv"):
-            module.__class__ = _in_front(JointInputs, type(module))
-
-
-def _plain_adapter(layer: torch.nn.Module | None) -> bool:
-    return type(layer) is LoraLinear and layer.lora_dropout is None
-
-
-def is_gated_mlp(module: torch.nn.Module) -> bool:
-    """Return whether a module computes what Llama's MLP does, with silu and without biases: by its code, as every
-    architecture has a class of its own."""
-    code, known = (getattr(cls.forward, "__code__", None) for cls in (type(module), LlamaMLP))
-    same = code is not None and (code.co_code, code.co_names) == (known.co_code, known.co_names)
-    return (
-        same
-        and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
-        and all(layer.bias is None for layer in (module.gate_proj, module.up_proj, module.down_proj))
-    )
-
-
-def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
-    """Return the adapters of a model; None: it has none."""
-    return getattr(orig_model, _ADAPTERS, None)
+def as_written(orig_model: torch.nn.Module) -> None:
+    """Let the layers with an adapter compute as their paper writes it."""
+    for layer in adapted(orig_model).values():
+        layer.__class__ = PlainLora
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     """Return the layers that have an adapter, by name."""
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
-
-
-def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the adapters by name."""
-    return {
-        f"{name}.{inner}": parameter
-        for name, module in adapted(orig_model).items()
-        for inner, parameter in module.named_parameters()
-        if inner.startswith("lora_")
-    }
 
 
 def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
@@ -202,83 +155,49 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         ConfigError: a target that is no layer of the model, or a rank above a layer's size.
     """
     config = adapters.config
-    targets = target_layers(orig_model, config)
-    orig_model.requires_grad_(False)
+    targets = _targets(orig_model, config)
+    orig_model.requires_grad_(requires_grad=False)
     for layer in targets.values():
-        layer.__class__ = LoraLinear
+        layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
         layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
         layer.lora_B = Factor(layer.out_features, config.rank, layer.weight.device)
         layer.lora_dropout = torch.nn.Dropout(config.dropout) if config.dropout else None
         layer.lora_scale = adapters.scale
+        if isinstance(layer, DoraLinear):
+            lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
+            layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
         layer.train(orig_model.training)
     found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
-    setattr(orig_model, _ADAPTERS, found)
+    setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
     return found
 
 
-def target_layers(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
+def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
     """Return the layers that get an adapter, by name.
 
     Raises:
-        ConfigError: a target is no layer of the model, the head, or smaller than the rank; or the model has experts,
-            which have no adapters here.
+        ConfigError: as target_layers; or the model has experts, which get no adapters here.
     """
-    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    # torch's own Linear and no subclass, which may compute something else.
-    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
-    common = {name: layer for name, layer in linears.items() if not _ROUTER.search(name)}
-    found: dict[str, torch.nn.Linear] = {}
-    for target in config.targets:
-        if target in ("all-linear", "mlp"):
-            _check_experts(orig_model, target, config)
-        if target in ADAPTER_GROUPS:
-            chosen = {
-                name: layer
-                for name, layer in common.items()
-                if target == "all-linear" or bool(_ATTENTION.search(name)) == (target == "attention")
-            }
-        else:
-            chosen = {name: layer for name, layer in linears.items() if f".{name}".endswith(f".{target}")}
-        if not chosen:
-            raise _no_target(orig_model, target, linears)
-        found |= chosen
-    for name, layer in found.items():
-        if config.rank > min(layer.weight.shape):
-            raise ConfigError(
-                f"adapter.rank={config.rank}: {name} has {layer.in_features} inputs and {layer.out_features} outputs, "
-                f"and no factor can have more columns than the smaller of the two: set adapter.rank="
-                f"{min(min(one.weight.shape) for one in found.values())} or less, or leave it out of adapter.targets"
-            )
-    return {name: found[name] for name in linears if name in found}
-
-
-def _no_target(orig_model: PreTrainedModel, target: str, linears: Mapping[str, object]) -> ConfigError:
-    """Return the error of a target that is no layer of the blocks."""
-    name = type(orig_model).__name__
-    head = next((n for n, m in orig_model.named_modules() if m is output_projection(orig_model)), "")
-    if target == head:
-        return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
-    last = sorted({layer.rpartition(".")[2] for layer in linears})
-    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *linears], n=1)
-    hint = f'Did you mean "{near[0]}"?' if near else f"They have {', '.join(last) or 'none'}"
-    return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of {name}. {hint}")
-
-
-def _check_experts(orig_model: PreTrainedModel, target: str, config: AdapterConfig) -> None:
-    """Reject experts whose weights lie in one tensor: no layer of torch, so they would be left out in silence."""
+    # Experts whose weights lie in one tensor are no layers of torch: they would be left out in silence.
     stacked = [
         name
         for name, module in orig_model.named_modules()
         if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
     ]
-    if stacked and config.experts:
+    if stacked and config.experts and {"all-linear", "mlp"} & {*config.targets}:
         raise ConfigError(
-            f"adapter.targets: {target} has the experts {first_of(stacked)}, whose weights are three-dimensional and "
-            "get no adapters yet: set adapter.experts=false, which adapts the other layers"
+            f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
+            "yet: set adapter.experts=false, which adapts the other layers"
         )
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    # torch's own Linear and no subclass, which may compute something else.
+    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
+    head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
+    return {name: linears[name] for name in target_layers(shapes, config, head)}
 
 
 def fill_factors(orig_model: PreTrainedModel) -> None:
@@ -300,6 +219,8 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
+            if isinstance(layer, DoraLinear):  # shards are of rows
+                local(layer.lora_magnitude_vector).copy_(local(layer.weight).float().norm(dim=1))
 
 
 @torch.no_grad()
@@ -310,14 +231,14 @@ def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
         ConfigError: the files hold other adapters than the model has.
     """
     path = folder / ADAPTER_WEIGHTS
-    own = {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
             raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge it "
-                "into its model first and start from that"
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
+                "it into its model first and start from that"
             )
         for name, parameter in own.items():
             source = file.get_slice(name)
@@ -350,24 +271,27 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
                 local(weight).copy_(before[name])
 
 
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
     """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
 
     Args:
-        weight: [out, in], whole or this rank's shard.
+        weight: [out, in], whole or this rank's shard of rows. lengths: of DoRA, of the rows, [out].
     """
     added = scale * (b.float() @ a.float())
-    return (local(weight).float() + local_part(added, weight)).to(weight.dtype)
+    merged = local(weight).float() + local_part(added, weight)
+    if lengths is not None:
+        (start, size), _ = local_region(weight)
+        merged = merged * (lengths[start : start + size] / merged.norm(dim=1))[:, None]
+    return merged.to(weight.dtype)
 
 
 def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
     for name, layer in adapted(orig_model).items():
-        weight, a, b = (
-            p.full_tensor() if isinstance(p, DTensor) else p.detach()
-            for p in (layer.weight, layer.lora_A.weight, layer.lora_B.weight)
-        )
-        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale)
+        own = [layer.weight, layer.lora_A.weight, layer.lora_B.weight]
+        own += [layer.lora_magnitude_vector] if isinstance(layer, DoraLinear) else []
+        weight, a, b, *lengths = (p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in own)
+        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale, *lengths)
 
 
 @torch.no_grad()
@@ -381,17 +305,18 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     owners = dict(orig_model.named_modules())
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
-            name, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
+            name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             layer = owners.get(name)
-            if factor not in ("A.weight", "B.weight") or not isinstance(layer, torch.nn.Linear):
+            if factor not in ("A.weight", "B.weight", "magnitude_vector") or not isinstance(layer, torch.nn.Linear):
                 raise ConfigError(
                     f"{path}: {key}: {files.base.path} has no layer with such an adapter here: merge it with peft "
                     "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
                 )
             if factor == "B.weight":
-                a, b = (file.get_tensor(f"{PREFIX}{name}.lora_{one}.weight") for one in "AB")
+                a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
                 device = local(layer.weight).device
-                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale)
+                lengths = [file.get_tensor(f"{PEFT_PREFIX}{name}.lora_magnitude_vector")] if files.dora else []
+                merged = merged_weight(layer.weight, *(t.to(device) for t in (a, b)), files.scale, *lengths)
                 if isinstance(layer.weight, DTensor):
                     layer.weight.to_local().copy_(merged)
                 else:  # not in place: the weights of files that are mapped into memory stay as they are
@@ -412,7 +337,7 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
         # rsLoRA is folded into alpha: programs that know alpha / r only compute the same.
         "lora_alpha": adapters.scale * config.rank,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": config.method == "dora",
         "target_modules": _suffixes(orig_model, adapters.modules),
         "lora_dropout": config.dropout,
         "bias": "none",

@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
-from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS
+from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
-from sftkit.rundir.manifest import digest_of_files, read_base_digest
-from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, latest_checkpoint, resolve
+from sftkit.models.trained import frozen_names
+from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
 from sftkit.runtime.hub import hub_answers
+
+if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
 
 CAUSAL = "AutoModelForCausalLM"
 CAPTIONS = "AutoModelForImageTextToText"
@@ -37,7 +41,9 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def auto_class_in(folder: Path) -> str:
-    """Return the same for the model in a folder, such as a checkpoint of a run."""
+    """Return the same for the model in a folder, such as a checkpoint of a run; only causal models get adapters."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return CAUSAL
     return auto_class(json.loads((folder / "config.json").read_text()))
 
 
@@ -253,66 +259,17 @@ def header_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
-@dataclass(frozen=True)
-class AdapterFiles:
-    """A folder with an adapter: one of our runs', or of peft."""
-
-    folder: Path
-    base: ModelConfig
-    "the model that it belongs to"
-    rank: int
-    scale: float
-    "factor of what it adds"
-    digest: str | None
-    "of the weights of its model, as our manifest has it; None: not known"
-
-
-def adapter_files(model: ModelConfig) -> AdapterFiles | None:
+def adapter_at(model: ModelConfig) -> AdapterFiles | None:
     """Return the adapter at model.path; None: there is a whole model, or none.
 
     Raises:
-        ConfigError: an adapter that is not loaded here.
+        ConfigError: nothing is there, or an adapter that is not loaded here.
     """
-    return None if model.path is None else adapter_in(Path(resolve(model.path)), model)
-
-
-def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
-    """Return the adapter in a folder; None: there is none. `model`: whose other settings its base takes over.
-
-    Raises:
-        ConfigError: an adapter that is not loaded here.
-    """
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file() or (folder / "config.json").is_file():
+    if model.path is None or not (Path(resolve(model.path)) / ADAPTER_CONFIG).is_file():
         return None
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
-    found = json_object(path)
-    kind = str(found.get("peft_type"))
-    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
-    if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
-    odd = {
-        "bias": found.get("bias", "none") != "none",
-        **{
-            name: bool(found.get(name))
-            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_dora")
-        },
-        **{name: bool(found.get(name)) for name in ("target_parameters", "trainable_token_indices", "lora_bias")},
-    }
-    if wrong := [name for name, given in odd.items() if given]:
-        raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
-    rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
-        raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
-    scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
-    changes = {"path": base, "revision": found.get("revision"), "tokenizer": None}
-    return AdapterFiles(folder, replace(model, **changes), rank, scale, read_base_digest(folder))
+    from sftkit.models.adapter_files import adapter_in  # most models have none
 
-
-def base_digest(folder: Path) -> str:
-    """Return the digest of the weights of a model's folder."""
-    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))
+    return adapter_in(Path(resolve(model.path)), model)
 
 
 T = TypeVar("T")
@@ -334,6 +291,9 @@ class ModelSize(NamedTuple):
     parameters: int
     ends: int
     "those of embedding and head, which are not matrices of a block; 0 where unknown"
+    frozen: int = 0
+    "of all, without gradients and states; 0 where the names in the files are not known"
+    frozen_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -356,9 +316,11 @@ class Replica:
         )
 
 
-def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
+def replica_of(
+    model: ModelConfig, optim: OptimConfig, train: TrainConfig, adapter: AdapterConfig | None = None
+) -> Replica | None:
     """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
-    size = size_of(model)
+    size = size_of(model, train.freeze, adapter)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
@@ -378,18 +340,31 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     in_blocks, elsewhere = (
         int(spec.training_width(precision, block_matrix=block_matrix)) for block_matrix in (True, False)
     )
-    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
+    weight = BYTES[precision]
+    frozen = (in_blocks - weight) * (size.frozen - size.frozen_ends) + (elsewhere - weight) * size.frozen_ends
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
 
 
-def size_of(model: ModelConfig) -> ModelSize | None:
+def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSize | None:
     """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
 
     It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the
     hub where the local cache lacks it.
+
+    Args:
+        freeze: train.freeze.
+        adapter: all of the model is frozen. Its factors are not counted: they are a hundredth or less.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
-    return _read(model, _of_folder)
+    size = _read(model, _of_folder)
+    if size is not None and adapter is not None:
+        return size._replace(frozen=size.parameters, frozen_ends=size.ends)
+    frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
+    if size is None or frozen is None:
+        return size
+    ends = sum(count for name, count in frozen.items() if END_NAMES.search(name))
+    return size._replace(frozen=sum(frozen.values()), frozen_ends=ends)
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
@@ -421,7 +396,11 @@ def _folder(path: str, revision: str | None) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     if (newest := latest_checkpoint(folder)) is not None:
-        return newest
+        return _folder(str(newest), revision)
+    if (folder / ADAPTER_CONFIG).is_file():  # the model that it belongs to
+        found = json_object(folder / ADAPTER_CONFIG)
+        base = Path(found["base_model_name_or_path"])
+        return None if (base / ADAPTER_CONFIG).is_file() else _folder(str(base), found.get("revision"))
     if folder.is_dir():
         return None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -464,6 +443,31 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     if not (isinstance(vocab, int) and isinstance(hidden, int)):
         return 0
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
+
+
+END_NAMES = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
+"Names of embedding and head."
+HEAD_NAME = "lm_head.weight"
+
+
+def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Return name -> elements of each tensor in the safetensors files of a model, and the name that a tied head has in
+    the live model -> that in the files.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    headers = [header_of(path) for path in weight_files(folder)]
+    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    embedding = next((name for name in sizes if END_NAMES.search(name)), None)
+    return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
+
+
+def frozen_in_files(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return name -> elements of the tensors of a model's files that train.freeze freezes."""
+    sizes, tied = stored_sizes(folder)
+    names = {tied.get(name, name) for name in frozen_names([*sizes, *tied], patterns)}
+    return {name: sizes[name] for name in names}
 
 
 def num_elements(path: Path) -> int:

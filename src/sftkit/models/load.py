@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -31,12 +31,9 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import Adapters, add_adapters, join_layers, merge_files
 from sftkit.models.files import (
-    AdapterFiles,
-    adapter_files,
+    adapter_at,
     auto_class,
-    base_digest,
     check_model_files,
     check_unquantized,
     files_of_weights,
@@ -52,6 +49,10 @@ from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
+
+if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
+    from sftkit.models.adapters import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +127,15 @@ def load_model(
         with working("making a new model"):
             orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
-        files = adapter_files(model)
+        files = adapter_at(model)
         source = model if files is None else files.base
         path = checked_folder(model, files)
         load = empty_model if empty else full_model
         with nullcontext() if empty else working(f"loading {path}"), loading(path):
             orig_model = load(path, precision, load_options(path, source))
         if files is not None and adapter is None and not empty:
+            from sftkit.models.adapters import merge_files
+
             merge_files(orig_model, files)
     # The vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
@@ -173,6 +176,8 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     if os.path.isdir(path):
         check_model_files(Path(path))
     if files is not None and files.digest is not None:
+        from sftkit.models.adapter_files import base_digest
+
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
             raise ConfigError(
@@ -199,6 +204,10 @@ def _adapt(
     Raises:
         ConfigError: adapters that the model cannot have, or other ones than those of the files.
     """
+    from sftkit.models.adapter_files import base_digest
+    from sftkit.models.adapters import Adapters, add_adapters
+    from sftkit.models.joined_adapters import join_layers
+
     if model.path is None:
         raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
     if orig_model.config.is_encoder_decoder:
@@ -222,12 +231,13 @@ def _adapt(
         digest = base_digest(local_folder(path, options))
     base = replace(base, path=path)
     adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
-    if files is not None and (files.rank, files.scale) != (config.rank, adapters.scale):
+    method = "dora" if files is not None and files.dora else "lora"
+    if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
         raise ConfigError(
-            f"adapter: {files.folder} holds an adapter of rank {files.rank} with the scale {files.scale:g}, and the "
-            f"recipe asks for rank {config.rank} with {adapters.scale:g}: set adapter.rank={files.rank} and "
-            f"adapter.alpha={files.scale * files.rank:g} with adapter.scaling=standard to continue it, or merge it "
-            "into its model first"
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {adapters.scale:g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or merge it into its model first"
         )
     add_adapters(orig_model, adapters)
     join_layers(orig_model)
@@ -359,11 +369,15 @@ def model_of_files(
         return None
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
-    files = adapter_files(model)
+    files = adapter_at(model)
     source = model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
         orig_model = full_model(path, "auto", load_options(path, source))
+    if adapters is None and files is None:
+        return orig_model
+    from sftkit.models.adapters import add_adapters, merge_files
+
     if adapters is not None:
         add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
     elif files is not None:

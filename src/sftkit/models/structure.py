@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
-from sftkit.models.trained import Passes, passes_of
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
@@ -157,12 +156,12 @@ class ParameterCount:
     "of the blocks and norms; of routed experts only the share that a token visits"
     head: int
     "of the output projection, which may be the input embedding too"
-    encoder: int = 0
+    encoder: int
     """those of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys and
     values"""
-    trained: int = 0
+    trained: int
     "of the total"
-    unneeded: Unneeded = Unneeded()
+    unneeded: Unneeded
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
@@ -198,26 +197,32 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
-    if trained == total:
-        return ParameterCount(total, body, in_head, in_encoder, trained)
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
     met = {key: size for key, size in numel.items() if key not in (tables - head) | unused}
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}
-    return ParameterCount(total, body, in_head, in_encoder, trained, _unneeded(orig_model, met, set(encoding)))
+    frozen = any(not p.requires_grad for p in orig_model.parameters() if id(p) in met)
+    unneeded = _unneeded(orig_model, met, set(encoding)) if frozen else Unneeded()
+    return ParameterCount(total, body, in_head, in_encoder, trained, unneeded)
 
 
-def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], Passes, torch.nn.Module]]:
+def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], bool, torch.nn.Module]]:
     """Return the parameters that a step uses before the head, in the order of the forward pass as modules are
-    registered, by blocks and what is between them, with what a backward pass computes of each and the module of
-    `called` that holds it."""
+    registered, by blocks and what is between them; whether gradients of their inputs are needed; and the module of
+    `called` that holds them.
+
+    They are needed if something before the part is trained, and by a block if something in it is: the norm that it
+    begins with is trained, or the engine asks for its inputs' gradients (compile.contract.inputs_with_gradient).
+    """
     block_of = {id(p): i for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
-    parts = [
-        (list(group), module)
-        for module in called(orig_model)
-        for _, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p)))
-    ]
-    passes = passes_of(parameters for parameters, _ in parts)
-    return [(parameters, found, module) for (parameters, module), found in zip(parts, passes, strict=True)]
+    parts, before = [], False
+    for module in called(orig_model):
+        for block, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p))):
+            parameters = list(group)
+            trains = any(p.requires_grad for p in parameters)
+            # A model that names no blocks, such as Marian, counts as one.
+            parts.append((parameters, before or (trains and (block is not None or not block_of)), module))
+            before = before or trains
+    return parts
 
 
 def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set[int]) -> Unneeded:
@@ -231,21 +236,21 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
     head = list(output_projection(orig_model).parameters())
     in_head = set(map(id, head))
     decoder_module = called(orig_model)[-1]
-    encoded = any(found.inputs for _, found, module in parts if module is not decoder_module)
+    encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)
     body = in_encoder = 0
     through: dict[bool, list[bool]] = {True: [], False: []}
     "of the decoder (True) and before it, of each part with matrices: whether a backward pass goes through it"
-    for parameters, found, module in parts:
+    for parameters, needed, module in parts:
         matrices = [p for p in parameters if id(p) in met and id(p) not in in_head]
         for p in matrices:
             # Keys and values of encoded positions are computed in the decoder.
-            inputs = encoded if module is decoder_module and id(p) in encoding else found.inputs
+            inputs = encoded if module is decoder_module and id(p) in encoding else needed
             products = met[id(p)] * ((not p.requires_grad) + (not inputs))
             body += 0 if id(p) in encoding else products
             in_encoder += products if id(p) in encoding else 0
         if any(p.ndim >= 2 for p in matrices):
-            through[module is decoder_module].append(found.inputs)
-    inputs = any(found.inputs for _, found, _ in parts)
+            through[module is decoder_module].append(needed)
+    inputs = any(p.requires_grad for parameters, *_ in parts for p in parameters)
     of_head = sum(met[id(p)] * ((not p.requires_grad) + (not inputs)) for p in head)
     shares = [1 - sum(layers) / len(layers) if layers else 0.0 for layers in (through[True], through[False])]
     return Unneeded(body, of_head, in_encoder, *shares)

@@ -8,13 +8,30 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sftkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
     from transformers import PreTrainedModel
+
+    from sftkit.models.adapters import Adapters
+
+ADAPTERS = "sftkit_adapters"
+"Attribute of a model that has adapters (models/adapters.py)."
+
+
+def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
+    """Return the adapters of a model; None: it has none."""
+    return getattr(orig_model, ADAPTERS, None)
+
+
+def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the adapters by name."""
+    if adapters_of(orig_model) is None:
+        return {}
+    return {name: parameter for name, parameter in orig_model.named_parameters() if ".lora_" in name}
 
 
 def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
@@ -31,17 +48,15 @@ def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | No
     for pattern in patterns:
         if frozen_names(names, [pattern]):
             continue
-        # A name in its full length is nearest to most slips; a prefix without its star matches nothing either.
-        near = [name for name in names if name.startswith(f"{pattern.rstrip('.')}.")][:1]
-        hint = f'"{pattern.rstrip(".")}.*"' if near else _quoted(difflib.get_close_matches(pattern, names, 3, 0.3))
+        # A prefix without its star matches nothing.
+        prefix = f"{pattern.rstrip('.')}."
+        inside = any(name.startswith(prefix) for name in names)
+        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.3)
+        hint = " or ".join(f'"{name}"' for name in near)
         return f'"{pattern}" matches no parameter of the model' + (f": did you mean {hint}?" if hint else "")
     if patterns and len(frozen_names(names, patterns)) == len(names):
         return "freezes every parameter, so nothing is left to train: take a pattern out"
     return None
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return " or ".join(f'"{name}"' for name in names)
 
 
 def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -60,38 +75,6 @@ def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
     if problem := pattern_problem(named, patterns):
         raise ConfigError(f"train.freeze: {problem}")
     for name in frozen_names(named, patterns):
-        named[name].requires_grad_(False)
+        named[name].requires_grad = False
     if not any(p.requires_grad for p in orig_model.parameters()):
         raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")
-
-
-class Passes(NamedTuple):
-    """The products of a backward pass that a part of the model needs, a module with its parameters."""
-
-    weight: bool
-    "gradients of parameters: some are trained"
-    inputs: bool
-    "gradients of its inputs: something before it is trained, or within it"
-
-    @property
-    def any(self) -> bool:
-        """Return whether there is a backward pass through the part at all."""
-        return self.weight or self.inputs
-
-
-def passes_of(parts: Iterable[Iterable[Tensor]], *, before: bool = False) -> list[Passes]:
-    """Return of each part of a model, in the order of its forward pass, what its backward pass computes.
-
-    Within a part that trains some parameters its inputs need gradients: the norm that a block begins with is trained,
-    or the engine asks for them (see one_graph_for_blocks).
-
-    Args:
-        parts: the parameters of each.
-        before: whether something before all of them is trained.
-    """
-    found = []
-    for parameters in parts:
-        weight = any(p.requires_grad for p in parameters)
-        before = before or weight
-        found.append(Passes(weight, before))
-    return found

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import adapters_of, factors, fill_factors, load_factors, merge_files
 from sftkit.models.files import (
     INDEX_FILE,
     SINGLE_FILE,
-    adapter_files,
+    adapter_at,
     check_model_files,
     files_of_weights,
     json_object,
@@ -25,6 +24,7 @@ from sftkit.models.files import (
 )
 from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_options, local_folder
 from sftkit.models.structure import plain_class
+from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.tensors import local, local_part
 from sftkit.runtime.script import first_of, working
@@ -68,15 +68,18 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     """Load the weights of the recipe's model.path into the live model; rows of tokens that were added are the mean."""
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
-        files = adapter_files(model)
+        files = adapter_at(model)
         path = checked_folder(model, files)
         folder = local_folder(path, load_options(path, model if files is None else files.base))
         check_model_files(folder)
         load_weights(orig_model, folder, new_rows(orig_model))
-        if adapters_of(orig_model) is not None:
-            fill_factors(orig_model)
-        elif files is not None:
-            merge_files(orig_model, files)
+        if adapters_of(orig_model) is not None or files is not None:
+            from sftkit.models.adapters import fill_factors, merge_files
+
+            if files is None or adapters_of(orig_model) is not None:
+                fill_factors(orig_model)
+            else:
+                merge_files(orig_model, files)
 
 
 def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
@@ -86,6 +89,8 @@ def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
         ConfigError: it does not fit the model.
     """
     if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import load_factors
+
         load_factors(orig_model, folder)
     else:
         load_weights(orig_model, folder)

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import ModelConfig
-from sftkit.models.adapters import LoraLinear, adapted, adapters_of, add_adapters
 from sftkit.models.load import from_config, model_of_files
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks, stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_padding
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.tensors import local, local_part, local_region
@@ -83,8 +83,10 @@ class PlainModel:
         files = None if start is None else model_of_files(start.model, start.checkpoint, adapters)
         self.has_files = files is not None
         self.orig_model = _skeleton(live, start) if files is None else files
-        for layer in adapted(self.orig_model).values():
-            layer.__class__ = PlainLora
+        if adapters is not None:
+            from sftkit.models.adapters import as_written
+
+            as_written(self.orig_model)
         if self.orig_model._can_set_experts_implementation():
             # Private, as in models.load: experts by the trained model's operator, whose choice is transformers' own.
             self.orig_model.set_experts_implementation(live.config._experts_implementation)
@@ -240,17 +242,6 @@ class PlainModel:
         self._listener(self._first[id(live)], gradient)
 
 
-class PlainLora(LoraLinear):
-    """A layer with an adapter as its paper writes it, without the operator of the trained model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer, [..., out]."""
-        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        inner = torch.nn.functional.linear(dropped, self.lora_A.weight.to(x.dtype))
-        added = torch.nn.functional.linear(inner, self.lora_B.weight.to(x.dtype))
-        return torch.nn.functional.linear(x, self.weight, self.bias) + self.lora_scale * added
-
-
 class _Gathered(torch.autograd.Function):
     """A weight that exists while it is used."""
 
@@ -273,6 +264,8 @@ def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
         fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
     fresh.tie_weights()
     if (adapters := adapters_of(live)) is not None:
+        from sftkit.models.adapters import add_adapters
+
         add_adapters(fresh, adapters)
     # Those of the state dict only: the others follow from the config, and are checked by the result.
     theirs = live.state_dict()

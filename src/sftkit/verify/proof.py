@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.watch import Records
@@ -18,8 +20,8 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
-from sftkit.models.adapters import factors_moved
 from sftkit.models.structure import decoder_blocks, from_last
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.optim.protocol import parameters_of
@@ -65,7 +67,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     # Before anything is compiled: does the forward pass compute what the plain model does? No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
     # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
-    with factors_moved(orig_model):
+    with _factors_moved(orig_model):
         documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
         # Within the context no graph may be new, so gradients are compared through those that the steps run.
         with engine.warm_up(print_line) as losses:
@@ -80,6 +82,15 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
         same,
     ]
     return WarmUp(engine.compiled, seconds, checks)
+
+
+def _factors_moved(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which adapters have a B that is not zero; nothing for a model without adapters."""
+    if adapters_of(orig_model) is None:
+        return nullcontext()
+    from sftkit.models.adapters import factors_moved
+
+    return factors_moved(orig_model)
 
 
 def report_checks(report: EngineReport, error: BaseException | None = None) -> list[Check]:
