@@ -50,7 +50,11 @@ from sftkit.optim.build import build_optimizer, parameter_groups
 from sftkit.verify.documents import check_documents
 from sftkit.verify.plain import PlainModel
 
-peft = pytest.importorskip("peft")
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -99,7 +103,7 @@ def loss_of(model: Any) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_every_gradient_are_those_of_peft(
-    name: str, scaling: str, method: str, tolerance: float, tmp_path: Path
+    name: str, scaling: str, method: str, tolerance: float, tmp_path: Path, peft: Any
 ) -> None:
     """Our files in peft's modules: names, orders, scales and the sum itself."""
     ours = adapted_model(family(name), rank=3, alpha=5.0, scaling=scaling, method=method, experts=False)
@@ -138,7 +142,7 @@ def tokenizer_of(base: Path) -> Any:
 
 @pytest.mark.parametrize(("use_rslora", "use_dora"), [(False, False), (True, False), (False, True)])
 def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
-    base: Path, use_rslora: bool, use_dora: bool, tmp_path: Path
+    base: Path, use_rslora: bool, use_dora: bool, tmp_path: Path, peft: Any
 ) -> None:
     kind = {"use_rslora": use_rslora, "use_dora": use_dora}
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], **kind)
@@ -177,7 +181,7 @@ def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
 
 
 def test_transformers_opens_the_folder_as_the_model_with_its_adapter_or_not_at_all(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: Any
 ) -> None:
     ours = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=2)
     folder = write_adapter(ours, tmp_path / "a")
