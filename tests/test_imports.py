@@ -78,6 +78,7 @@ TORCH_FREE = (
         "launch",
         "reports",
         "models/files.py",
+        "models/adapter_files.py",
         "models/trained.py",
         "generation/repl.py",
         "preflight/inputs.py",

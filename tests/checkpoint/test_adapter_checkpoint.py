@@ -42,6 +42,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
+from sftkit.verify.rows import verify_checkpoint
 
 
 @pytest.fixture
@@ -178,6 +179,8 @@ def test_a_compiled_run_builds_a_graph_for_its_blocks_and_all_rows_are_green(
     assert rows["The step is compiled"]["found"] == "2 graphs"  # of the blocks, and of the final norm
     assert rows["Same gradients as the plain model"]["ok"] is True
     assert rows["FLOPs are those that torch counts"]["ok"] is True
+    recorded = json.loads((tmp_path / "run" / "proof.json").read_text())["logits"]
+    assert verify_checkpoint(tmp_path / "run" / "step-000003", recorded).ok is True
     # As a model: what the run has computed with its factors, merged.
     again = load_model(ModelConfig(path=str(tmp_path / "run" / "step-000003")), tokenizer, 0)
     assert adapters_of(again) is None

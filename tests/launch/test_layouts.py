@@ -167,6 +167,8 @@ def test_a_partly_frozen_model_takes_less_and_sends_fewer_gradients(topology: To
     assert whole.estimate.weights == frozen.estimate.weights
     # fp32 masters and two moments of the ends alone, on each GPU or shared by eight.
     assert frozen.estimate.optimizer == 12 * size.ends // (8 if topology.sharded else 1) < whole.estimate.optimizer
+    # bf16 gradients, of DDP its buckets, when the backward pass begins.
+    assert frozen.estimate.gradients == 2 * size.ends // (8 if topology.sharded else 1) < whole.estimate.gradients
     assert frozen.sent < whole.sent
 
 

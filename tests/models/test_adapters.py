@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from transformers import (
 from sftkit.compile.contract import compile_model, small_modules
 from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
+from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.errors import ConfigError
+from sftkit.memory.plan import checkpoint_bytes
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
     Adapters,
@@ -36,17 +38,23 @@ from sftkit.models.adapters import (
     merged_weights,
     peft_config_text,
 )
-from sftkit.models.files import adapter_at
+from sftkit.models.files import adapter_at, replica_of
 from sftkit.models.load import load_model
+from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
+from sftkit.models.vocabulary import add_tokens
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer, parameter_groups
 from sftkit.verify.documents import check_documents
 from sftkit.verify.plain import PlainModel
 
-peft = pytest.importorskip("peft")
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -95,7 +103,7 @@ def loss_of(model: Any) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_every_gradient_are_those_of_peft(
-    name: str, scaling: str, method: str, tolerance: float, tmp_path: Path
+    name: str, scaling: str, method: str, tolerance: float, tmp_path: Path, peft: Any
 ) -> None:
     """Our files in peft's modules: names, orders, scales and the sum itself."""
     ours = adapted_model(family(name), rank=3, alpha=5.0, scaling=scaling, method=method, experts=False)
@@ -134,7 +142,7 @@ def tokenizer_of(base: Path) -> Any:
 
 @pytest.mark.parametrize(("use_rslora", "use_dora"), [(False, False), (True, False), (False, True)])
 def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
-    base: Path, use_rslora: bool, use_dora: bool, tmp_path: Path
+    base: Path, use_rslora: bool, use_dora: bool, tmp_path: Path, peft: Any
 ) -> None:
     kind = {"use_rslora": use_rslora, "use_dora": use_dora}
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], **kind)
@@ -173,7 +181,7 @@ def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
 
 
 def test_transformers_opens_the_folder_as_the_model_with_its_adapter_or_not_at_all(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: Any
 ) -> None:
     ours = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=2)
     folder = write_adapter(ours, tmp_path / "a")
@@ -382,3 +390,35 @@ def test_b_learns_at_its_own_rate() -> None:
     for name, p in factors(model).items():  # the first step of Adam is the learning rate
         moved = (p.detach() - before[name]).abs().max()
         torch.testing.assert_close(float(moved), 4e-3 if ".lora_B." in name else 1e-3, rtol=1e-3, atol=0)
+
+
+def test_rows_that_a_template_would_add_are_an_error_as_they_would_stay_frozen(base: Path) -> None:
+    tokenizer = tokenizer_of(base)
+    add_tokens(tokenizer, ["<|new|>"])
+    with pytest.raises(ConfigError, match=r"<\|new\|> would get rows of embedding and head, which stay frozen"):
+        load_model(ModelConfig(path=str(base)), tokenizer, 0, adapter=AdapterConfig(rank=2))
+
+
+def test_a_model_with_adapters_counts_them_and_its_checkpoint_alone() -> None:
+    model = adapted_model(tiny_llama(), rank=4)
+    size = sum(p.numel() for p in factors(model).values())
+    assert size == 4 * sum(sum(layer.weight.shape) for layer in adapted(model).values())
+    assert count_parameters(model).trained == size
+    plan = SimpleNamespace(optim=OptimConfig(name="adamw"))
+    assert checkpoint_bytes(model, plan) == 12 * size  # type: ignore[arg-type]
+    # 4 a token for a frozen weight, 6 for a factor; a head only 4 a target.
+    length = 16
+    frozen = sum(p.numel() for block in model.model.layers for p in block.parameters() if not p.requires_grad)
+    pairs = 2 * length**2
+    attention = train_flops(model, Work(0, 0, pairs))
+    found = train_flops(model, Work(tokens=length, targets=0, layer_pairs=pairs)) - attention
+    assert found == pytest.approx(length * (4 * frozen + 6 * size), rel=0.01)  # the final norm
+
+
+def test_a_launch_counts_no_gradients_of_a_frozen_model(base: Path) -> None:
+    model, train = ModelConfig(path=str(base)), TrainConfig()
+    whole = replica_of(model, OptimConfig(), train)
+    adapter = replica_of(model, OptimConfig(), train, AdapterConfig())
+    assert whole is not None
+    assert adapter is not None
+    assert adapter.held_bytes == 2 * adapter.parameters < whole.held_bytes / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import subprocess
@@ -63,6 +64,29 @@ def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_befo
     assert told.startswith('train.freeze: "model.layer.*" matches no parameter')
     (told,) = problems(*start, "train.freeze=[model.*,lm_head.*]")
     assert told.startswith("train.freeze: freezes every parameter")
+
+
+def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -> None:
+    shapes = {f"model.layers.0.{name}.weight": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
+    shapes |= {"model.norm.weight": [4], "lm_head.weight": [16, 4], "model.layers.0.input_layernorm.weight": [4]}
+    folder, entries, end = model(here / "start"), {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    start = ("model.scratch=null", "model.path=start")
+    assert problems(*start, "adapter.rank=4", "adapter.targets=[attention,up_proj]") == []
+    (told,) = problems(*start, "adapter.rank=5")
+    assert "adapter.rank=5: model.layers.0.self_attn.q_proj has 4 inputs and 8 outputs" in told
+    (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[q_prj]")
+    assert 'adapter.targets: q_prj is no linear layer in the blocks of the model. Did you mean "q_proj"?' in told
+    (told,) = problems(*start, "adapter.rank=4", "adapter.targets=lm_head")
+    assert "lm_head is the head, which gets no adapter" in told
+    (told,) = problems("adapter={}")
+    assert "adapter: does not go with model.scratch" in told
 
 
 def write(path: Path, *records: object) -> Path:
@@ -188,6 +212,7 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
         ("sft", {"conversations": [{"from": "gpt", "value": " "}]}, "messages[0]: empty answer"),
         ("mid", {"messages": [{"role": "bot", "content": "x"}]}, 'role "bot" is not one of'),
         (None, {"x": 1}, "columns x are none of the accepted ones"),
+        ("a stage of their own", {"x": 1}, "columns x are none of the accepted ones"),
         ("mid", [1], "the row is a list, expected an object"),
     ],
 )

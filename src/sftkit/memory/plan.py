@@ -29,15 +29,8 @@ from sftkit.memory.estimate import (
     held_bytes,
 )
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
+from sftkit.models import structure
 from sftkit.models.kind import kind_of
-from sftkit.models.structure import (
-    backward_parts,
-    decoder,
-    decoder_blocks,
-    encoder,
-    output_projection,
-    vocab_size,
-)
 from sftkit.models.trained import adapters_of, factors
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
@@ -51,12 +44,12 @@ def shape_of(orig_model: PreTrainedModel) -> Shape | None:
 
     None if the config lacks one, or has several values for it.
     """
-    return _shape(orig_model, orig_model.config.get_text_config(), decoder(orig_model))
+    return _shape(orig_model, orig_model.config.get_text_config(), structure.decoder(orig_model))
 
 
 def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
     """Return the sizes of the model's encoder; None if it has none, or one whose config does not name them."""
-    inner = encoder(orig_model)
+    inner = structure.encoder(orig_model)
     return _shape(orig_model, inner.config, inner) if isinstance(inner, PreTrainedModel) else None
 
 
@@ -85,10 +78,12 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
     parameters = sum(p.numel() for p in orig_model.parameters())
-    in_blocks = [p for b in decoder_blocks(orig_model) for p in b.parameters()]
+    in_blocks = [p for b in structure.decoder_blocks(orig_model) for p in b.parameters()]
     frozen = sum(p.numel() for p in orig_model.parameters() if not p.requires_grad)
     of_blocks = {id(p) for p in in_blocks}
-    own = [inputs for p, inputs, module in backward_parts(orig_model) if module is part and id(p[0]) in of_blocks]
+    own = [
+        inputs for p, inputs, module in structure.backward_parts(orig_model) if module is part and id(p[0]) in of_blocks
+    ]
     return Shape(
         parameters=parameters,
         ends=parameters - sum(p.numel() for p in in_blocks),
@@ -99,11 +94,11 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
         key=key_heads * head_dim,
         inner=inner,
         head_dim=head_dim,
-        vocab=vocab_size(orig_model),
+        vocab=structure.vocab_size(orig_model),
         frozen=frozen,
         frozen_ends=frozen - sum(p.numel() for p in in_blocks if not p.requires_grad),
         frozen_matrices=sum(p.numel() for p in in_blocks if p.ndim == 2 and not p.requires_grad),
-        frozen_head=not output_projection(orig_model).weight.requires_grad,
+        frozen_head=not structure.output_projection(orig_model).weight.requires_grad,
         forward_blocks=sum(not inputs for inputs in own),
     )
 

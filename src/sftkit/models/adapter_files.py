@@ -123,9 +123,13 @@ def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
-    changes = {"path": base, "revision": found.get("revision"), "tokenizer": None}
     return AdapterFiles(
-        folder, replace(model, **changes), rank, scale, bool(found.get("use_dora")), read_base_digest(folder)
+        folder,
+        replace(model, path=base, revision=found.get("revision"), tokenizer=None),
+        rank,
+        scale,
+        bool(found.get("use_dora")),
+        read_base_digest(folder),
     )
 
 

@@ -271,6 +271,20 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
                 local(weight).copy_(before[name])
 
 
+def adapters_in(files: AdapterFiles) -> Adapters:
+    """Return the adapters that a model gets which computes with those of a folder, not merged."""
+    path = files.folder / ADAPTER_WEIGHTS
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys()]  # noqa: SIM118
+    config = AdapterConfig(
+        rank=files.rank,
+        alpha=files.scale * files.rank,
+        targets=tuple(dict.fromkeys(keys)),
+        method="dora" if files.dora else "lora",
+    )
+    return Adapters(config, 0, files.base, files.digest or "", files.folder)
+
+
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
     """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
 
@@ -288,10 +302,10 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: T
 def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
     for name, layer in adapted(orig_model).items():
-        own = [layer.weight, layer.lora_A.weight, layer.lora_B.weight]
-        own += [layer.lora_magnitude_vector] if isinstance(layer, DoraLinear) else []
-        weight, a, b, *lengths = (p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in own)
-        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale, *lengths)
+        own = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in layer.named_parameters()}
+        a, b = own["lora_A.weight"], own["lora_B.weight"]
+        lengths = own.get("lora_magnitude_vector")
+        yield f"{name}.weight", merged_weight(own["weight"], a, b, layer.lora_scale, lengths)
 
 
 @torch.no_grad()
@@ -315,8 +329,9 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
             if factor == "B.weight":
                 a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
                 device = local(layer.weight).device
-                lengths = [file.get_tensor(f"{PEFT_PREFIX}{name}.lora_magnitude_vector")] if files.dora else []
-                merged = merged_weight(layer.weight, *(t.to(device) for t in (a, b)), files.scale, *lengths)
+                key = f"{PEFT_PREFIX}{name}.lora_magnitude_vector"
+                lengths = file.get_tensor(key).to(device) if files.dora else None
+                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale, lengths)
                 if isinstance(layer.weight, DTensor):
                     layer.weight.to_local().copy_(merged)
                 else:  # not in place: the weights of files that are mapped into memory stay as they are

@@ -51,7 +51,7 @@ def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | No
         # A prefix without its star matches nothing.
         prefix = f"{pattern.rstrip('.')}."
         inside = any(name.startswith(prefix) for name in names)
-        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.3)
+        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
         hint = " or ".join(f'"{name}"' for name in near)
         return f'"{pattern}" matches no parameter of the model' + (f": did you mean {hint}?" if hint else "")
     if patterns and len(frozen_names(names, patterns)) == len(names):
