@@ -148,9 +148,8 @@ def expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         name = path.partition("/")[0]
-        raise ConfigError(
-            f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
-        )
+        problem = f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
+        raise ConfigError(problem)
     return found
 
 

@@ -311,10 +311,8 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
 
 def no_experts(model_type: str) -> Iterator[Problem]:
     """Yield what is wrong with graph.token_dispatcher=alltoall for an architecture without experts."""
-    yield (
-        "graph.token_dispatcher",
-        f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out",
-    )
+    problem = f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out"
+    yield "graph.token_dispatcher", problem
 
 
 def unshared_experts(topology: Topology) -> Iterator[Problem]:
@@ -338,10 +336,8 @@ def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterat
         device: its type, such as cpu.
     """
     if "cuda_graphs" in passes:
-        yield (
-            "graph.passes",
-            f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here",
-        )
+        problem = f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here"
+        yield "graph.passes", problem
     if "full_inductor" in passes and attention == "flex":
         yield (
             "graph.passes",
@@ -544,10 +540,8 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
             yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{hint}'
     code = [task for task in tasks if task in CODE]
     if code and backend == "lm_eval":
-        yield (
-            "eval.tasks",
-            f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit",
-        )
+        problem = f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit"
+        yield "eval.tasks", problem
     elif code and not allow_code_execution:
         yield (
             "eval.allow_code_execution",

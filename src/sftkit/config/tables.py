@@ -1,8 +1,8 @@
 """The things that a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph
 engine, optimizers, stages of training; where the code of each is, what it needs, what it excludes.
 
-A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer is a file in optim/ whose `build` returns an
-optim.protocol.Optimizer, and its entry in OPTIMIZERS.
+A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer is a file in optim/ whose `build`
+returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Pass:
 _SUMMARIES = {
     "joint": {
         "reshard_after_forward": "weights are gathered again in the backward pass and not kept for it",
-        "full_checkpointing": "of a decoder block what goes in is kept for the backward pass, the rest is computed again",
+        "full_checkpointing": "of a decoder block what goes in is kept for the backward pass, the rest is computed "
+        "again",
         "selective_checkpointing": "the outputs of its matrix products and attention are kept, too",
     },
     "fork": {

@@ -232,9 +232,8 @@ def resolve(path: str) -> str:
     if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))
     if folder.is_dir():
-        raise ConfigError(
-            f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
-        )
+        problem = f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
+        raise ConfigError(problem)
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
         meant = similar_paths(path)
         hint = (

@@ -161,9 +161,8 @@ def find_model(path: str, revision: str | None = None) -> str:
     """
     resolved = resolve(path)
     if Path(resolved).is_file():
-        raise ConfigError(
-            f"{path}: a file, but a model is a folder or a hub id. For a recipe name its run directory (run.dir)"
-        )
+        problem = f"{path}: a file, but a model is a folder or a hub id. For a recipe name its run directory (run.dir)"
+        raise ConfigError(problem)
     if Path(resolved).is_dir() or (reason := unavailable_reason(resolved, "model", revision)) is None:
         return resolved
     raise ConfigError(f"{path}: {not_found(path, 'model', reason, download_help(path))}")

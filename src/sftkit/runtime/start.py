@@ -433,9 +433,8 @@ def resolve_precision(wanted: str) -> str:
         return wanted
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16"):
-        raise ConfigError(
-            f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
-        )
+        problem = f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
+        raise ConfigError(problem)
     use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 

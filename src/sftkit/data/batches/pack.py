@@ -220,9 +220,8 @@ def make_layout(
         if buckets is None:
             buckets = choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, max_length, rows_in_batch=first.rows)
         elif buckets[-1] != max_length:
-            raise ConfigError(
-                f"data.bucket_lengths: the last one, {buckets[-1]}, must be data.max_length, {max_length}"
-            )
+            problem = f"data.bucket_lengths: the last one, {buckets[-1]}, must be data.max_length, {max_length}"
+            raise ConfigError(problem)
         return replace(plain, row_lengths=buckets)
     if data.layout == "dynamic":
         if max_length % plain.pad_multiple:

@@ -114,10 +114,8 @@ def named(found: JsonObject, where: str) -> JsonObject:
         known = standard_name(name)
         if known in result and not is_empty(result[known]):
             if not is_empty(value) and value != result[known]:
-                raise DataError(
-                    f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one",
-                    reason="one column in two spellings",
-                )
+                problem = f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one"
+                raise DataError(problem, reason="one column in two spellings")
             continue
         result[known] = value
     return result
@@ -194,10 +192,8 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
     """
     for name in ("label", "kto_tag"):
         if understood(name, row.get(name)) and _cell(row[name]) is False:
-            raise DataError(
-                f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true",
-                reason="answer labelled false",
-            )
+            problem = f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true"
+            raise DataError(problem, reason="answer labelled false")
     mask = row.get("mask")
     if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
         raise DataError(

@@ -116,9 +116,8 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
         if suffix_of(root) is None:
             raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
         if split not in ("train", split_of(Path(root.name))):
-            raise ConfigError(
-                f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
-            )
+            problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
+            raise ConfigError(problem)
         return [root], ""
     present = sorted(_walk(root))  # sorted: the order of documents must not depend on the file system
     if configured := configurations(root):
@@ -139,9 +138,8 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
         if split not in SPLITS and split in (*path.relative_to(root).parts[:-1], path.name.partition(".")[0])
     ]
     if not chosen:
-        raise ConfigError(
-            f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
-        )
+        problem = f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
+        raise ConfigError(problem)
     left_out = [path for path in present if path not in splits and not _is_silent(path, root)]
     said = [_splits_text(splits, chosen, root), *_doubts(chosen, root)]
     if left_out:

@@ -201,10 +201,8 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         if found is None and max(head[0::2].count(0), head[1::2].count(0)) > len(head) / 4 > 1:
             found = "UTF-16"
         if found is not None:
-            raise DataError(
-                f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}",
-                reason="not UTF-8",
-            )
+            problem = f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}"
+            raise DataError(problem, reason="not UTF-8")
         yield cast(IO[bytes], file)
 
 
@@ -261,9 +259,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     if isinstance(value, dict):
         lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
         if "data" in lists and len(lists) > 1:
-            raise DataError(
-                f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
-            )
+            problem = f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
+            raise DataError(problem)
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")

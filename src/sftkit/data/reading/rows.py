@@ -67,10 +67,8 @@ def convert(raw: object, where: str) -> Row:
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         shapes = " ".join(ACCEPTED.split())
-        raise DataError(
-            f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
-            reason="unknown columns",
-        )
+        problem = f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}"
+        raise DataError(problem, reason="unknown columns")
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
@@ -223,10 +221,8 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
         if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
-            raise DataError(
-                f"{where}: the column history is for a question that is a text: put its turns into the messages",
-                reason="malformed history",
-            )
+            problem = f"{where}: the column history is for a question that is a text: put its turns into the messages"
+            raise DataError(problem, reason="malformed history")
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
         messages, context = [*_history(raw["history"], where), *messages], 0
     # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
@@ -252,9 +248,8 @@ def _system_text(raw: Raw, where: str) -> str:
     texts = {name: _text(raw, name, where) for name in columns.SYSTEM if name in raw}
     different = list(dict.fromkeys(text for text in texts.values() if text.strip()))
     if len(different) > 1:
-        raise DataError(
-            f"{where}: {' and '.join(texts)} are different system texts: keep one", reason="two system texts"
-        )
+        problem = f"{where}: {' and '.join(texts)} are different system texts: keep one"
+        raise DataError(problem, reason="two system texts")
     return different[0] if different else ""
 
 
@@ -263,10 +258,8 @@ def _history(history: object, where: str) -> list[JsonObject]:
     turns: list[JsonObject] = []
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise DataError(
-                f"{where}: history is not a list of pairs of texts, a question and its answer",
-                reason="malformed history",
-            )
+            problem = f"{where}: history is not a list of pairs of texts, a question and its answer"
+            raise DataError(problem, reason="malformed history")
         turns += _turns(*pair)
     return turns
 
@@ -277,10 +270,8 @@ def _template_args(raw: Raw, where: str) -> JsonObject | None:
     if args is not None and not isinstance(args, dict):
         raise wrong_kind(f"{where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
-        raise DataError(
-            f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
-            reason="malformed template arguments",
-        )
+        problem = f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself"
+        raise DataError(problem, reason="malformed template arguments")
     if columns.is_empty(documents):
         return args or None
     if not isinstance(documents, list):
@@ -344,9 +335,8 @@ def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
         choices = given.get("text") if isinstance(given, dict) else given
         labels: Any = given.get("label") if isinstance(given, dict) else None
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-            raise DataError(
-                f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
-            )
+            problem = f"{where}: choices is not a list of texts, or an object with text and label"
+            raise DataError(problem, reason="malformed choices")
         labelled = isinstance(labels, list)
         if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
             said = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
@@ -384,9 +374,8 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
             + ("Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"),
             reason="answer names several choices",
         )
-    raise DataError(
-        f"{where}: answer {key!r} is none of the {len(choices)} choices", reason="answer is none of the choices"
-    )
+    problem = f"{where}: answer {key!r} is none of the {len(choices)} choices"
+    raise DataError(problem, reason="answer is none of the choices")
 
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:

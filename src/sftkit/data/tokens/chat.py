@@ -317,9 +317,8 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
-        raise DataError(
-            f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop", reason="too long"
-        )
+        problem = f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop"
+        raise DataError(problem, reason="too long")
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest

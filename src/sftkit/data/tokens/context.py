@@ -69,9 +69,8 @@ def check_context(
         reason, name, rendered, taken = _LEFT_OUT[what]
         at = f"messages[{i}]" if i >= 0 else "tools"
         advice = _ADVICE.format(rendered, taken)
-        raise DataError(
-            f"{where}: {at}: the chat template leaves out {name}, which the answers depend on. {advice}", reason=reason
-        )
+        problem = f"{where}: {at}: the chat template leaves out {name}, which the answers depend on. {advice}"
+        raise DataError(problem, reason=reason)
     if not odd:
         template.whole_shapes.add(shape)
     return odd

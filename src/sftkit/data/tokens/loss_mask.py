@@ -146,14 +146,11 @@ def _marked(message: Message, where: str) -> bool | None:
         if name in TRUTH_MARKS and not isinstance(value, bool):
             raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
         if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
-            raise DataError(
-                f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
-            )
+            problem = f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not"
+            raise DataError(problem, reason="bad weight")
     if message["role"] != "assistant" and any(marks.values()):
-        raise DataError(
-            f"{where}: a message of role {message['role']} is marked as learned: only answers are",
-            reason="bad train mark",
-        )
+        problem = f"{where}: a message of role {message['role']} is marked as learned: only answers are"
+        raise DataError(problem, reason="bad train mark")
     return all(marks.values()) if marks else None
 
 

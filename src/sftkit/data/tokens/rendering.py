@@ -87,9 +87,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     except _Ended:
         _running.pop(thread, None)
         _take_back(thread)
-        raise ConfigError(
-            f"the chat template does not end: {run.exceeded}. Take another template: model.chat_template"
-        ) from None
+        problem = f"the chat template does not end: {run.exceeded}. Take another template: model.chat_template"
+        raise ConfigError(problem) from None
 
 
 def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:

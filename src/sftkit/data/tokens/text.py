@@ -86,10 +86,8 @@ def tokenize_captions(
     if size > max_length:
         asked = f"the text for the encoder has {size} tokens, but data.max_length holds {max_length}"
         if too_long == "error":
-            raise DataError(
-                f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop",
-                reason="too long",
-            )
+            problem = f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop"
+            raise DataError(problem, reason="too long")
         if too_long == "drop":
             counts[chat.TOO_LONG] = len(whole)
             return Tokenized([], "dropped_too_long", counts, asked)
