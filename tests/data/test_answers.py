@@ -560,8 +560,8 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
-    monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
-    monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
+    monkeypatch.setattr(answers.AnswerLocator, "_after_header", lambda self, text, start: start)
+    monkeypatch.setattr(answers.AnswerLocator, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
     tokenizer = make("qwen3")
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     found = chat.check_prompted_targets(tokenize, tokenizer, chat.ANSWERS)

@@ -24,10 +24,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import Message, special_pattern
 from sftkit.data.tokens import loss_mask
-from sftkit.data.tokens.context import Tools, check_context
 from sftkit.data.tokens.loss_mask import Thinking, fault
 from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import Template, render_conversation, template_of
+from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 
@@ -151,7 +150,7 @@ class _LastAnswer(NamedTuple):
     end: int
 
 
-class Finder:
+class AnswerLocator:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:

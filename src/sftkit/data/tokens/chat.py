@@ -19,12 +19,13 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
-from sftkit.data.tokens.answers import HISTORY, Finder
-from sftkit.data.tokens.context import Tools, check_context
+from sftkit.data.tokens.answers import HISTORY, AnswerLocator
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
 from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import (
+    Tools,
+    check_context,
     render_conversation,
     renders_key,
     special_tokens_of,
@@ -57,7 +58,7 @@ class Learning:
     targets: Targets = "assistant"
     "assistant: every answer; last_turn: those after the last user message; all: every token but the first"
     thinking: Thinking = "auto"
-    "see answers.Finder"
+    "see answers.AnswerLocator"
     split_turns: bool = True
     """Answers that the template renders differently in the middle of a conversation end documents of their own; if
     every token is learned, only answers whose reasoning is left out there do."""
@@ -90,29 +91,29 @@ def tokenize(
     if not row.learned:
         counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
-    finder = Finder(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
-    unused = unused_arguments(row, finder.template)
+    locator = AnswerLocator(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
+    unused = unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
-    counts = Counter(answers=len(finder.answers))
+    counts = Counter(answers=len(locator.answers))
     counts.update(skipped.values())
-    conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
+    conversation.require_answer(locator.messages, row.where)  # without reasoning that is left out
     # documents before they are cut to max_length
-    learnable = set(finder.answers) - skipped.keys()
+    learnable = set(locator.answers) - skipped.keys()
     if learning.targets == "all":
-        texts = _everything(finder, skipped, max_length, counts, split=learning.split_turns)
+        texts = _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
-    counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
+        texts = _answers(locator, learnable, max_length, counts, split=learning.split_turns)
+    counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or rejected, as too_long says; what is left is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
-    counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
+    counts[THINKING_OFF] = int(bool(learnable) and locator.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
-    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, finder.template))
+    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, locator.template))
     if examples:
-        odd = {**conversation.oddities(messages, row.where), **unused, **finder.odd}
+        odd = {**conversation.oddities(messages, row.where), **unused, **locator.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
@@ -132,26 +133,26 @@ class Text(NamedTuple):
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
 
-def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool) -> list[Text]:
+def _answers(locator: AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
-    tokenizer = finder.tokenizer
+    tokenizer = locator.tokenizer
     found: list[Text] = []
     left = set(learnable)
     while left:
         # From the end: the document of the last answer holds most of the others as well.
         last = max(left)
-        document = finder.document(last, left)
+        document = locator.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         # An answer that shares a token with its prompt is no target: a server never sees that token.
         answers = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items() if k not in shared}
-        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded), end=finder.end_token(last))
+        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded), end=locator.end_token(last))
         rest = None if encoded.complete else bool(spans)
         places = _places(answers, encoded, last, len(learned[0]))
-        found.append(Text(*learned, places, finder.reasoned(last, document.spans), rest))
+        found.append(Text(*learned, places, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
@@ -160,10 +161,10 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
             # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is
             # lost by it.
-            reach = _reach(finder.messages, tokenizer, max_length + 1)
+            reach = _reach(locator.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
-            found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & finder.reasons))
+            found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & locator.reasons))
             left -= beyond
     counts[HISTORY] = len(left)
     return found[::-1]
@@ -182,7 +183,7 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 
 def _everything(
-    finder: Finder, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
+    locator: AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
@@ -190,13 +191,13 @@ def _everything(
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
     own; these come first.
     """
-    tokenizer = finder.tokenizer
-    last = finder.answers[-1]
-    document = finder.everything(last, skipped)
-    reasoned = finder.reasoned(last, document.spans)
+    tokenizer = locator.tokenizer
+    last = locator.answers[-1]
+    document = locator.everything(last, skipped)
+    reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
-    apart = finder.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(finder, apart, max_length, counts, split=split)
+    apart = locator.reasons - reasoned - skipped.keys() if split else set()
+    before = _answers(locator, apart, max_length, counts, split=split)
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
@@ -205,7 +206,7 @@ def _everything(
     # An answer after no prompt has no place but that of its text.
     whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
     answers = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
-    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=finder.end_token(last))
+    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=locator.end_token(last))
     places = _places(answers, encoded, last, len(learned[0]))
     return [*before, Text(*learned, places, reasoned, None if encoded.complete else True)]
 
@@ -289,8 +290,8 @@ def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
-    finder = Finder(tokenizer, replace(row, messages=messages), thinking)
-    return replace(row, messages=finder.messages, template_args=finder.arguments(k) or None)
+    locator = AnswerLocator(tokenizer, replace(row, messages=messages), thinking)
+    return replace(row, messages=locator.messages, template_args=locator.arguments(k) or None)
 
 
 def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Tokenized], max_length: int) -> None:
