@@ -106,9 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except FileNotFoundError as error:
-        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
-    except UNREADABLE as error:
+    except (FileNotFoundError, *UNREADABLE) as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
 
 
@@ -174,22 +172,18 @@ def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
     with _alone(kept.with_suffix(".json.lock")):
         known = _read(kept)
-        stamps = [_stamp(path) for path in paths]
-        unknown = [path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
+        stamps = {path: _stamp(path) for path in paths}
+        unknown = [path for path in paths if stamps[path] not in known]
         began = time.time()
-        computed = dict(zip(unknown, sha256_of(unknown), strict=True))
-        found = [computed.get(path) or known[stamp] for path, stamp in zip(paths, stamps, strict=True)]
-        if computed:
-            # Kept is what did not change while it was read, and is old enough that a change would have shown
-            # in its times.
-            lines = [
-                [*stamp, value]
-                for path, stamp, value in zip(paths, stamps, found, strict=True)
-                if _stamp(path) == stamp and max(stamp[-2:]) < (began - SETTLED_SECONDS) * 1e9
-            ]
+        known.update(zip((stamps[path] for path in unknown), sha256_of(unknown), strict=True))
+        if unknown:
+            # A file that did not change while it was read, and is old enough for a change to show in its times.
+            settled = (began - SETTLED_SECONDS) * 1e9
+            unchanged = [one for path, one in stamps.items() if _stamp(path) == one and max(one[-2:]) < settled]
             with suppress(OSError):  # a full disk costs time at the next start
+                lines = [[*stamp, known[stamp]] for stamp in unchanged]
                 replace_shared(kept, json.dumps({"folder": str(place), "files": lines}))
-    return found
+    return [known[stamps[path]] for path in paths]
 
 
 def _stamp(path: Path) -> Stamp:

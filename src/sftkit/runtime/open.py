@@ -11,7 +11,6 @@ import json
 import os
 import random
 import secrets
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,31 +138,25 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     status.open(place)
     # Known before anything can fail: by their process ids a rank finds out which one was killed without a word.
     status.neighbours = neighbours(rt)
-    rt.from_main(lambda: _written(run_dir, lambda: status.begin(os.environ)))
+
+    def write() -> None:
+        try:
+            status.begin(os.environ)
+            replace_text(place / CONFIG, recipe)
+            replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
+        except OSError as error:
+            raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
+
+    rt.from_main(write)
     rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
     # There is a status now for a signal to be written to, and nothing yet that would be worth saving.
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
-    found = json.dumps(environment(rt.device, rt.world_size), indent=1) if rt.is_main else ""
-    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / CONFIG, recipe)))
-    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / ENVIRONMENT, found)))
     if rt.is_main:
         if warning := check_launcher(os.environ):
             rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
             rt.print(f"{run_dir} holds an earlier run, which is renamed after the first step of this one")
     return place
-
-
-def _written(run_dir: str, write: Callable[[], object]) -> None:
-    """Write a file of the run directory.
-
-    Raises:
-        ConfigError: the disk takes none, say because it is full.
-    """
-    try:
-        write()
-    except OSError as error:
-        raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
 
 
 def claim_run_dir(rt: Runtime) -> None:

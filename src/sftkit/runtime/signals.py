@@ -21,13 +21,8 @@ from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.rundir.lock import process_age, release_all
 
 SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGINT,
+    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+    *(signal.SIGHUP, signal.SIGQUIT, signal.SIGINT),
 )
 """Signals that request a stop; queues announce a preemption or a limit by each of the first four. Of several that came,
 the first in this order is the one that is written down."""

@@ -133,7 +133,9 @@ class Text(NamedTuple):
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
 
-def _answers(locator: AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool) -> list[Text]:
+def _answers(
+    locator: AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
+) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
