@@ -691,7 +691,7 @@ def test_what_a_template_cannot_do_with_a_record_is_a_refusal(make_tokenizer) ->
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + (m.name or '') + '<|im_end|>\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    with pytest.raises(DataError, match="the chat template refuses this conversation: TypeError"):
+    with pytest.raises(DataError, match="the chat template rejects this conversation: TypeError"):
         documents(tokenizer, [{**U, "name": 5}, PLAIN])
 
 

@@ -95,7 +95,7 @@ def _kind(prop: JsonSchema) -> str:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
         return " | ".join(json.dumps(value).strip('"') for value in prop.get("enum") or [prop["const"]])
-    # pydantic writes `gt` as exclusiveMinimum; an upper bound is told of fractions alone, others have LARGEST.
+    # pydantic writes `gt` as exclusiveMinimum; only fractions show an upper bound, others have LARGEST.
     low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
     if "minimum" in prop and "maximum" in prop and prop["type"] == "number":
         return f"number {prop['minimum']:g} to {prop['maximum']:g}"
@@ -221,7 +221,7 @@ _BOUNDS = {
 
 
 def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
-    """Return what to say of an unknown key, and the keys that were probably meant."""
+    """Return the message about an unknown key, and the keys that were probably meant."""
     name = str(keys[-1])
     parent = row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
@@ -232,8 +232,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     if instead := names()["removed"].get(row_of(keys)):
         return f"was removed: {instead}", []
-    # What was meant, best first: what other trainers call it, the same name elsewhere, a name like it here, a name like
-    # it anywhere. An item of a list, or a module, has settings of its own, which no other trainer has.
+    # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
+    # similar name anywhere. No other trainer has the settings of an item of a list or of a module.
     others = own_names(name) if len(keys) <= 2 else ()
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     section = [name] if name in section_classes() else []

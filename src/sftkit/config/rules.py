@@ -73,7 +73,7 @@ def _implementation(get: Get) -> Iterator[Problem]:
 
 def _inductor_only(get: Get) -> Iterator[Problem]:
     backend = get("compile.backend")
-    # With the graph engine they have no effect at all: see _graph.
+    # The graph engine ignores them: see _graph.
     if backend == "inductor" or get("train.engine") == "graph":
         return
     wrong = f"only goes with compile.backend inductor, not {backend}"
@@ -103,7 +103,7 @@ def _engine(get: Get) -> Iterator[Problem]:
         return
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
-    # Refused, not ignored: a setting without effect in the run that others are judged by would be believed.
+    # Rejected, not ignored: other runs are judged by this one, and a setting without effect would be believed.
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
@@ -181,7 +181,7 @@ def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
         *itertools.islice(filter(fits, range(rows - 1, 0, -1)), 1),
         next(filter(fits, itertools.count(rows + 1))),
     ]
-    # Of the sizes that divide the rows the next smaller one, else the next larger one.
+    # The next smaller size that divides the rows, else the next larger one.
     low = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
     sizes = [n for n in (*low, *(rows // n for n in low)) if _in_rounds(rows // n, topology.stages)]
     size = max((n for n in sizes if n < micro_batch_size), default=min(sizes))
@@ -192,7 +192,7 @@ def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
 
 
 def _in_rounds(count: int, stages: int) -> bool:
-    """Return whether torch's interleaved schedule divides so many micro-batches into rounds of one size."""
+    """Return whether torch's interleaved schedule divides `count` micro-batches into rounds of one size."""
     return count % max(1, count // stages) == 0
 
 
@@ -200,7 +200,7 @@ def _graph(get: Get) -> Iterator[Problem]:
     passes = get("graph.passes")
     dispatcher = "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
-    # How a recipe is freed of a key of graph that another one may have set.
+    # How to undo a key of graph that a recipe may have inherited.
     resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
         resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
@@ -240,7 +240,7 @@ PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_size: int) -> int:
-    """Return the number of stages on so many ranks.
+    """Return the number of stages on `pipeline_size` ranks.
 
     Args:
         layers: train.pipeline_layers. Interleaved stages may be more than two a rank where it lists them.
@@ -251,7 +251,7 @@ def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_siz
 def split_problems(
     schedule: str, layers: Sequence[int] | None, pipeline_size: int, model_type: str, num_layers: int | None
 ) -> Iterator[Problem]:
-    """Yield why a pipeline of so many ranks cannot have this model's layers in its stages; at most one problem.
+    """Yield why a pipeline of `pipeline_size` ranks cannot have this model's layers in its stages; at most one problem.
 
     Args:
         schedule, layers: train.pipeline_schedule and train.pipeline_layers.
@@ -348,7 +348,7 @@ def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterat
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 STEP_PATH = re.compile(r"/|\\|^step-")
-"What looks like the path of a step directory."
+"A text that looks like the path of a step directory."
 
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ TASKS = (
 )
 "Published tasks, in the order in which messages list them."
 EVAL_TASKS = ("families", *TASKS)
-"What eval.tasks takes with backend sftkit; families: the held-out built-in ones."
+"Values of eval.tasks with backend sftkit; families: the held-out built-in tasks."
 CODE = ("humaneval", "mbpp")
 "Tasks that run what the model writes."
 WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")

@@ -137,7 +137,7 @@ def take_topology(environ: MutableMapping[str, str], world_size: int, stages: in
     Args:
         stages: of a pipeline, which is the recipe's; None: as many as there are processes.
 
-    Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, refuse tensor parallelism, and
+    Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, reject tensor parallelism, and
     shard after a compile of its own. Without these variables it only starts the process group.
 
     Raises:
@@ -170,12 +170,12 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
-    # Before any size: what is refused here has no effect however large the mesh is.
-    _refuse(environ)
+    # Before any size: these settings have no effect however large the mesh is.
+    _reject_ignored(environ)
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
-    if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first, as no number of processes would mend it
+    if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first: no number of processes would fix it
         raise ConfigError(
             "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them "
             "to 1, or take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
@@ -213,7 +213,7 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     try:
         config = yaml.safe_load(config_file.read_text())
         sections = [config.get(name) or {} for name in ("fsdp_config", "parallelism_config")]
-        # As accelerate launch passes the file on: FSDP_*, PARALLELISM_CONFIG_*.
+        # accelerate launch passes the file on in such variables: FSDP_*, PARALLELISM_CONFIG_*.
         environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -228,12 +228,12 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
 
 
 def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
-    """Return a warning of the config for pipelines where a run is none; None: there is nothing to say.
+    """Return a warning if a run that is no pipeline uses the config for pipelines; else None.
 
     Args:
         engine: train.engine.
     """
-    # By its name: the recipe alone makes stages of processes, so the file has nothing in it that ddp.yaml has not.
+    # The name decides: only the recipe makes stages of processes, so the file's content is that of ddp.yaml.
     if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
         return None
     return (
@@ -247,8 +247,8 @@ def machines_of(config_file: Path) -> int:
     return int(yaml.safe_load(config_file.read_text()).get("num_machines") or 1)
 
 
-def _refuse(environ: Mapping[str, str]) -> None:
-    """Refuse settings of an accelerate config that would silently have no effect."""
+def _reject_ignored(environ: Mapping[str, str]) -> None:
+    """Reject settings of an accelerate config that would silently have no effect."""
     instead = {
         "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or "
         "train.memory",
@@ -273,7 +273,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
     """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
 
     Args:
-        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
+        layer, head, embedding: cost of a layer, and further costs of the last and the first stage.
     """
     # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
     costs = [layer] * (stages - 1) + [layer + head]
@@ -287,7 +287,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
 
 
 def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
-    """Return whether a pipeline of so many ranks can have so many stages: one a rank, interleaved two or more."""
+    """Return whether a pipeline can have this number of stages: one per rank, interleaved two or more."""
     if schedule != "interleaved":
         return stages == pipeline_size
     return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
@@ -302,11 +302,11 @@ class StageTimes:
 
     @property
     def both(self) -> float:
-        """Return what the two take together."""
+        """Return the sum of the two."""
         return self.forward + self.backward
 
     def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
-        """Return what this and so many of another take; below 0 is noise."""
+        """Return the sum of this and `times` the other; below 0 is noise."""
         forward = self.forward + times * other.forward
         backward = self.backward + times * other.backward
         return StageTimes(max(forward, 0.0), max(backward, 0.0))
@@ -314,14 +314,14 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """What the parts of a model take for a micro-batch; the head with its loss."""
+    """Times of the parts of a model for a micro-batch; the head with its loss."""
 
     layer: StageTimes
     head: StageTimes
     embedding: StageTimes = StageTimes()
 
     def of_stages(self, layers: Sequence[int]) -> list[StageTimes]:
-        """Return what each of these stages takes."""
+        """Return the times of each of these stages."""
         first, *between = [StageTimes().plus(self.layer, count) for count in layers]
         *between, last = [first.plus(self.embedding), *between]
         return [*between, last.plus(self.head)]
@@ -357,8 +357,8 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
         return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    # Of a long step the first rounds, of as many micro-batches as ranks, are followed. A pipeline that is full takes as
-    # long for a micro-batch as its slowest rank.
+    # Only the first rounds of a long step are followed, each with as many micro-batches as ranks. A full pipeline takes
+    # as long for a micro-batch as its slowest rank.
     longest = max(MOST_PASSES // (2 * len(times)), 2 * step.pipeline_size)
     left_out = max(0, -((longest - step.micro_batches) // step.pipeline_size)) * step.pipeline_size
     followed = _followed(replace(step, micro_batches=step.micro_batches - left_out), tuple(times))
@@ -390,7 +390,7 @@ def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
 
 
 class StagePass(NamedTuple):
-    """What a rank does at a time: the forward or the backward pass of a stage for a micro-batch."""
+    """A unit of a rank's work: the forward or the backward pass of a stage for a micro-batch."""
 
     stage: int
     micro_batch: int
@@ -430,7 +430,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
         step: with any split of the layers.
     """
     stages = len(step.layers)
-    # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
+    # The best split for gpipe lies between the evenest split of the forward passes and that of the backward passes.
     proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
 
     def split(proportion: float) -> tuple[int, ...]:
@@ -445,7 +445,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
 
 
 def times_on_paper(layer: float, head: float) -> PartTimes:
-    """Return what parts take in proportion to the parameters that a token passes: a backward pass twice as much as a
+    """Return the times of parts in proportion to the parameters that a token passes: a backward pass twice as much as a
     forward pass. The head's gradients are computed with its loss, in the forward pass.
 
     Args:

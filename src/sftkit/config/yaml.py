@@ -1,4 +1,4 @@
-"""Recipe files as trees of values that know where they came from: YAML 1.2 scalars within the limits of a recipe,
+"""Recipe files as trees of values with their origins: YAML 1.2 scalars within the limits of a recipe,
 `extends`, overrides of the command line, output. No torch."""
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _extended(chain: tuple[Path, ...], base: object) -> Path:
     """
     if not isinstance(base, str):
         raise ConfigError("must be the path of one recipe, relative to this file")
-    # Beside the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
+    # Next to the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
     found = shipped(expanded(base))
     path = Path(os.path.normpath(chain[-1].parent / expanded(base)))
     if not os.path.exists(path) and os.path.isfile(found):

@@ -33,7 +33,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
-    """Return whether a start goes on with the run of this directory. One of another directory's begins a
+    """Return whether a start continues the run of this directory. One of another directory's begins a
     new run."""
     if resume == "auto":
         return bool(step_dirs(folder) or read_status(folder))
@@ -52,15 +52,15 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     if not resumes:
         _check_room(folder)
     ours.mkdir()
-    # Until the first step whoever reads the run directory looks here, for the tokenizer that a base run has trained
-    # too.
+    # Until the first step all readers of the run directory look here, also for the tokenizer that a base run has
+    # trained.
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
+    """Reject a new run that would write over files that no run has written, or could not rename an earlier one.
 
     Raises:
         ConfigError: with what to do.

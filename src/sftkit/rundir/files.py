@@ -15,7 +15,7 @@ from typing import Any
 from sftkit.rundir.names import ARCHIVED, FINAL, RESULTS, step_of
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, NotADirectoryError)
-"""What reading JSON of another form, or what is no JSON, raises; RecursionError where it is nested thousands deep."""
+"""Errors of reading a text that is no JSON, or JSON of another form; RecursionError if it is nested thousands deep."""
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -50,7 +50,7 @@ def append_all_or_nothing(path: Path, text: str) -> None:
         size = file.seek(0, os.SEEK_END)
         left = text.encode()
         try:
-            while left:  # a disk that fills takes a part, and says so at the next try
+            while left:  # a disk that fills takes a part, and fails at the next try
                 left = left[file.write(left) :]
         except OSError:
             with suppress(OSError):
@@ -76,7 +76,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def own_name(path: Path) -> Path:
-    """Return a path beside `path` that no other process uses. A file created there has the mode that the umask gives;
+    """Return a path next to `path` that no other process uses. A file created there has the mode that the umask gives;
     files of tempfile are closed to all other users, and stay so when they are renamed."""
     return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 

@@ -1,8 +1,8 @@
 """Are files still those that they were: of a checkpoint by its manifest, of a cache by a record next to it, of a run by
 a record of what it was made from. No torch.
 
-The hashes of a checkpoint's files are kept in the cache directory, next to what the file system says of each file, so a
-file is read for its hash once. A resume trusts none of them.
+The hashes of a checkpoint's files are kept in the cache directory with the facts of the file system about each file,
+so a file is read for its hash once. A resume trusts none of them.
 
 The record of what a run was made from has only files of this machine; those of a hub are named by the recipe. Data,
 tokenizer and template, which a start compares with its checkpoint, are kept apart from the weights, which a resumed run
@@ -35,7 +35,7 @@ SETTLED_SECONDS = 2.0
 seen."""
 
 Stamp = tuple[int, ...]
-"""What the file system says of a file: device, inode, size, times of its content and of its entry in ns."""
+"""Facts of the file system about a file: device, inode, size, times of its content and of its entry in ns."""
 
 
 class Entry(NamedTuple):
@@ -71,7 +71,7 @@ def verify(folder: Path) -> str | None:
 
 
 def check_loadable(path: str) -> None:
-    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub
+    """Reject a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub
     name and a folder of another origin are not looked at. Of several processes that ask at a time one reads the files;
     the others wait.
 
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files;
+    """Return the sha256 of a step directory's manifest, which identifies the bytes of all its files;
     None without one."""
     return hash_of(folder / MANIFEST)
 
@@ -255,7 +255,7 @@ def _times(path: Path) -> list[int]:
 WEIGHTS = ("*.safetensors", "*.bin")
 "Files of a model folder that transformers reads weights from."
 _TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
-"Files of a model or tokenizer folder that say what it is."
+"Files of a model or tokenizer folder that describe it."
 
 Stamps = dict[str, list[int] | str | None]
 "File -> size in bytes and time of the content in ns of a large one, sha256 of a small one; None: cannot be read."
@@ -265,7 +265,7 @@ class Provenance(NamedTuple):
     """Files that a run was made from."""
 
     inputs: Stamps
-    "data, tokenizer, template and what the model's folder says of the model"
+    "data, tokenizer, template and the files that describe the model"
     weights: Stamps
     "that it began with"
 
@@ -275,10 +275,10 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     training = model.train_tokenizer
     parent = _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
-    # By size and time, as data may be large; small files below by hash, which a copy keeps.
+    # Data may be large, so size and time identify it; small files below have a hash, which a copy keeps.
     inputs: Stamps = {str(path): _input_stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
-        # Not by the folder's name: a later step of a run may say the same of the model.
+        # Without the folder's name: a later step of a run may have the same files.
         inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if model.chat_template is not None and Path(model.chat_template).is_file():
         inputs["model.chat_template"] = hash_of(Path(model.chat_template))

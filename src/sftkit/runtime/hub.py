@@ -1,5 +1,5 @@
-"""Does the Hugging Face hub answer, and does it, or the cache of this machine, have what a recipe names? Asked once,
-within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
+"""Find out whether the Hugging Face hub answers, and whether it or the cache of this machine has what a recipe names,
+once and within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the launcher: the variables that a run needs, whoever set them. No torch."""
+"""Checks of the launcher: the variables that a run needs, from any launcher. No torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sftkit.runtime.signals import heeded
 HANDLED = "PET_SIGNALS_TO_HANDLE"
 "torchrun's --signals-to-handle as a variable, which accelerate launch honours too"
 GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"Variables in which a launcher says how many processes it has started; the first that is set counts, as for Accelerate."
+"Variables with the number of processes that a launcher has started; the first that is set counts, as for Accelerate."
 
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's elastic launcher, which starts several processes, needs to pass every signal on."""
-    # By itself it knows nothing of SIGUSR1, by which queues announce that a job will be preempted:
+    # Its default leaves SIGUSR1 out, by which queues announce that a job will be preempted:
     # pytorch/pytorch#154849.
     return {} if HANDLED in environ else {HANDLED: ",".join(number.name for number in heeded())}
 
 
 _PLACES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"What a process needs beside WORLD_SIZE to find the others."
+"Variables that a process needs next to WORLD_SIZE to find the others."
 _HOW = "Start the processes with make, sftkit, python -m sftkit.launch, torchrun or accelerate launch"
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Check that this process can be told from the others that were started with it, before they look for one another.
+    """Check that this process can be distinguished from those started with it, before they look for one another.
 
     Raises:
         ConfigError: it cannot, with what is missing.
@@ -57,8 +57,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 def config_file_of_launcher() -> Path | None:
     """Return the accelerate config that `accelerate launch`, which has started this process, was given; None: it was
-    given none, or the system does not say."""
-    # Accelerate hands on what stands in the file, not its name.
+    given none, or the system does not show it."""
+    # Accelerate passes on the content of the file, not its name.
     words = read_text(Path(f"/proc/{os.getppid()}/cmdline")).split("\0")
     for option, value in itertools.zip_longest(words, words[1:]):
         name, equals, given = option.partition("=")
@@ -86,7 +86,7 @@ def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reas
 
     Args:
         processes: in the group that was formed; 1: none was.
-        gpu_unavailable_reason: tells why torch can use no GPU; None: it can.
+        gpu_unavailable_reason: returns why torch can use no GPU; None: it can.
 
     Raises:
         ConfigError: with the cause, as far as it is known.
@@ -112,7 +112,7 @@ def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reas
 
 def check_launcher(environ: Mapping[str, str]) -> str | None:
     """Return warnings about a launcher that was started by hand: it would cut a save short, would not start a run again
-    as it was, or has started one process of several. None: there is nothing to say."""
+    as it was, or has started one process of several. None: there is nothing to warn about."""
     # Not started by torch's elastic launcher, which sets it.
     if "TORCHELASTIC_RUN_ID" not in environ:
         if "MASTER_ADDR" not in environ or any(name in environ for name in GROUP_SIZES):

@@ -93,8 +93,8 @@ def data_identity(lengths: np.ndarray) -> dict[str, str]:
 def random_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators, in types
     that torch.load(weights_only=True) takes."""
-    # numpy's keys as a tensor, since weights_only refuses its arrays. Of GPUs the one that this rank computes on: the
-    # others are other ranks'.
+    # numpy's keys are a tensor, since weights_only rejects its arrays. Only the GPU that this rank computes on: the
+    # others belong to other ranks.
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -179,14 +179,14 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, st
     """Lock the directory on the main rank.
 
     Returns:
-        (where to write before the first step; whether this start goes on with the run that is there; what names this
+        (where to write before the first step; whether this start continues the run that is there; the id of this
         start)
 
     Raises:
         ConfigError: a run is at work there, or none can begin.
     """
     try:
-        # Before the lock, which would make the directory anew.
+        # Before the lock, which would create the directory.
         attempt.put_back(folder)
         rt.lock = lock.take_lock(folder)
         resumes = attempt.goes_on(folder, resume)
@@ -235,7 +235,7 @@ def _is_there(status: RunStatus) -> None:
 def _end_of_signal(rt: Runtime, number: int) -> None:
     """End the process on a signal, unless its first step is done by now."""
     assert rt.status is not None
-    # The lock tells whether a claim was under way. Where it does not come in time, the disk hangs and the process ends
+    # The lock shows whether a claim was under way. If it does not come in time, the disk hangs, and the process ends
     # all the same.
     if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
         rt.leaving.release()

@@ -72,7 +72,7 @@ def output_console() -> VisibleConsole:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show what is going on that takes a while, once for the whole run: on a terminal for as long as it takes, with its
+    """Show what takes a while, once for the whole run: on a terminal for as long as it takes, with its
     seconds; elsewhere as a line of stderr at its beginning."""
     is_main = os.environ.get("RANK", "0") == "0"
     if not (is_main and output_console().is_interactive):
@@ -88,8 +88,8 @@ def working(text: str) -> Iterator[None]:
 
 
 class LastLine(progress.Progress):
-    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several stand
-    one above the other. A terminal that is gone stops nothing."""
+    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several are
+    drawn one above the other. A terminal that is gone stops nothing."""
 
     def __init__(self, *columns: str | progress.ProgressColumn, expand: bool = False) -> None:
         super().__init__(
@@ -239,7 +239,7 @@ they are not, waiting threads would take them from the one that they wait for.""
 
 
 def script(main: Callable[[], int | None]) -> None:
-    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are told
+    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are reported
     by its Runtime.
 
     A signal ends the process at once, with what it has started, until a run saves before it stops, and whenever a
@@ -270,7 +270,7 @@ def script(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:  # of a library that has taken the signal
         code = 130
     except Exception as error:
-        # An error that a signal has overtaken is not told beside it, nor does it decide the exit code.
+        # An error that a signal has overtaken is not reported, nor does it decide the exit code.
         listener.catch_up()
         code = report(error)
         group = joined_process_group()

@@ -69,7 +69,7 @@ SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a batch declares besides the number of its rows, whatever documents are in them."""
+    """The sizes that a batch declares besides the number of its rows, whatever documents are in them."""
 
     row_length: int
     "T, positions of a row"

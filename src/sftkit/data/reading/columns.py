@@ -51,14 +51,14 @@ REJECTED_KEYS = {
     **dict.fromkeys(MARKS_OF_PARTS, "mark whole messages, with train: true or train: false"),
     **dict.fromkeys(MEDIA, "only text is learned"),
 }
-"Keys of a message that say something which training cannot follow, and what to do instead."
+"Keys of a message that training cannot honour, and what to do instead."
 _METADATA = """
 _id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
 category categories subject topic domain tags lang language languages model model_name generator url license date
 timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns file_name filename path
 file_path"""
 METADATA = frozenset(_METADATA.split())
-"Names that describe a row or message and say nothing about learning."
+"Names that describe a row or message and do not affect learning."
 SHAPES = """messages conversations instruction output response prompt completion question question_stem choices answer
 answerKey text content caption captions file_name input_ids from value function_call"""
 "Columns by which rows are recognised, and keys of turns in other shapes."
@@ -86,7 +86,7 @@ def standard_name(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_metadata(name: str) -> bool:
-    """Return whether a name describes a row or message and says nothing about learning."""
+    """Return whether a name describes a row or message and does not affect learning."""
     snake = _snake(name)
     return snake in METADATA or snake.endswith("_id") or snake.startswith(("__", "unnamed:")) or not snake
 
@@ -97,7 +97,7 @@ def is_nan(value: object) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value says nothing: null, blank text, an empty list or object, or NaN, the null of tables."""
+    """Return whether a value is empty: null, blank text, an empty list or object, or NaN, the null of tables."""
     return is_nan(value) or value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
@@ -164,7 +164,7 @@ def is_learned(row: JsonObject, where: str) -> bool:
 
 
 def understood(name: str, value: object) -> bool:
-    """Return whether the value of a column label, kto_tag or of a mark is of a kind that says true or false."""
+    """Return whether the value of a column label, kto_tag or of a mark is a truth value."""
     value = _cell(value)
     if name in NUMBER_MARKS:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -298,7 +298,7 @@ def current_message(message: object, where: str) -> object:
 
 
 def check_keys(message: JsonObject, where: str) -> None:
-    """Reject a message with a key that says something which training cannot follow."""
+    """Reject a message with a key that training cannot honour."""
     if message.keys().isdisjoint(REJECTED_KEYS):
         return
     for key, advice in REJECTED_KEYS.items():

@@ -19,7 +19,7 @@ from sftkit.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 NO_MEDIA = "place of a picture in the text"
-"What is odd in a text with a marker of pictures, videos or sound."
+"Data warning about a text with a marker of pictures, videos or sound."
 THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 "Reasoning that is written into the content."
 
@@ -39,7 +39,7 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     if not messages:
         raise DataError(f"{row.where}: messages is empty", reason="no messages")
     result = [_message(message, f"{row.where}: messages[{i}]") for i, message in enumerate(messages)]
-    _refuse_special_tokens(row, result, tuple(special_tokens))
+    _reject_special_tokens(row, result, tuple(special_tokens))
     return result
 
 
@@ -56,7 +56,7 @@ def require_answer(messages: list[Message], where: str) -> None:
 
 
 def oddities(messages: list[Message], where: str) -> dict[str, str]:
-    """Return what is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
+    """Return the data warnings about a conversation that is accepted: reason -> place and text of the first one."""
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
@@ -112,7 +112,7 @@ def _message(message: object, where: str) -> Message:
     message = current_message(message, where)
     if not isinstance(message, dict):
         raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
-    # A key with null is one that Arrow has filled in, except for content, where null says that there is none.
+    # A key with null is one that Arrow has filled in, except for content, where null means that there is none.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
@@ -188,7 +188,7 @@ def _arguments(arguments: object) -> object:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
+def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
     """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
@@ -219,7 +219,7 @@ def _without_think_tags(value: object) -> object:
 @lru_cache(maxsize=8)
 def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds the next special token of a text, the longest if several begin there."""
-    # The longest first, as a pattern takes the first that fits.
+    # The longest first: a pattern takes the first that fits.
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 

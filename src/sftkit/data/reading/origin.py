@@ -152,7 +152,7 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
     left_out = [path for path in present if path not in splits and not _is_silent(path, root)]
     said = [_splits_text(splits, chosen, root), *_doubts(chosen, root)]
     if left_out:
-        # What could be data first: a README is expected there.
+        # Files that could be data come first: a README is expected there.
         left_out.sort(key=lambda path: (path.name.lower() in ABOUT or path.suffix.lower() in ("", ".md"), path))
         said.append(f"left out: {_names(left_out, root)}")
     return chosen, "; ".join(said)

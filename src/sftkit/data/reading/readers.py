@@ -44,8 +44,8 @@ def without_fill(value: object, feature: object = None) -> object:
 
 
 RawRow = tuple[str, object]
-"Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
-DataError that is to be raised for it."
+"""(place of the row, the row): an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or
+the DataError to raise for it."""
 LONGEST_RECORD = 32 * 2**20
 "The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
@@ -106,7 +106,7 @@ def parsed(raw: RawRow) -> object:
     """Parse a raw row.
 
     Raises:
-        DataError: it is not JSON, or stands for a row that could not be read.
+        DataError: it is not JSON, or the error of a row that could not be read.
     """
     where, value = raw
     if isinstance(value, DataError):

@@ -141,7 +141,7 @@ def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str
 
 def require_text(row: Row) -> str:
     """Return the text of a row of base training; raises a DataError if it has none."""
-    refuse_picture(row)
+    reject_picture(row)
     if row.text is None:
         raise DataError(
             f"{row.where}: a conversation, but this script learns from plain text. Conversations are for mid_train.py "
@@ -153,7 +153,7 @@ def require_text(row: Row) -> str:
 
 def require_conversation(row: Row) -> list[JsonObject]:
     """Return the messages of a row of chat SFT; raises a DataError if it has none."""
-    refuse_picture(row)
+    reject_picture(row)
     if row.messages is None:
         raise DataError(
             f"{row.where}: a text without turns, but this script learns from conversations (messages, or instruction "
@@ -182,7 +182,7 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
     )
 
 
-def refuse_picture(row: Row) -> None:
+def reject_picture(row: Row) -> None:
     """Reject a row that only a model with an encoder learns from."""
     if row.image is not None and row.text is None:
         raise DataError(f"{row.where}: a picture with captions, which are for caption_train.py", reason="a picture")

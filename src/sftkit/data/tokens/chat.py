@@ -104,7 +104,7 @@ def tokenize(
     else:
         texts = _answers(locator, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
-    # cut, dropped or rejected, as too_long says; what is left is counted
+    # cut, dropped or rejected as too_long says; the rest is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
@@ -143,7 +143,7 @@ def _answers(
     found: list[Text] = []
     left = set(learnable)
     while left:
-        # From the end: the document of the last answer holds most of the others as well.
+        # Backwards: the document of the last answer holds most of the others as well.
         last = max(left)
         document = locator.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
@@ -250,7 +250,7 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     is_target[:1] = False
     if not is_target.any():
         return None
-    # What follows the last target changes no loss, but would be computed.
+    # Tokens after the last target change no loss, but would be computed.
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]

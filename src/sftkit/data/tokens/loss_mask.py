@@ -54,7 +54,7 @@ def common_prefix(texts: list[str]) -> str:
 
 
 FAULTS = {
-    "template refuses it": "the chat template refuses this conversation: {error}",
+    "template refuses it": "the chat template rejects this conversation: {error}",
     "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of "
     "this answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows "
     "them): model.chat_template",
@@ -140,7 +140,7 @@ def without_marks(messages: list[Message]) -> list[Message]:
 
 
 def _marked(message: Message, where: str) -> bool | None:
-    """Return whether all marks of a message say that it is learned; None: it has no mark."""
+    """Return whether all marks of a message are true: it is learned; None: it has no mark."""
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):
@@ -234,7 +234,7 @@ def template_arguments(
     template: Template, messages: list[Message], k: int, args: Mapping[str, object] | None, thinking: Thinking
 ) -> dict[str, object]:
     """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
-    and off elsewhere, unless the recipe or the record says otherwise."""
+    and off elsewhere, unless the recipe or the record sets it."""
     result = dict(args or {})
     name = template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":

@@ -1,4 +1,4 @@
-"""From data sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache.
+"""Turn data sources into tokenized examples: read rows, tokenize them in order, count their outcomes, cache.
 
 A cache entry is a folder of flat arrays, see reading/store.py.
 """
@@ -112,7 +112,7 @@ OnBadRow = Literal["error", "skip"]
 
 @dataclass(frozen=True)
 class RowTokenizer:
-    """What a stage learns from a row: a rule, and the settings with which it turns a row into documents and their mask.
+    """The mask policy of a stage: a rule and its settings, which turn a row into documents and their loss mask.
 
     Training and inspection of a stage share a cache, whose key names the rule and its settings.
     """
@@ -141,7 +141,7 @@ class RowTokenizer:
     def identity(self) -> dict[str, str]:
         """Return what the documents of a row depend on besides the row, as text for the cache's key."""
         rule = f"{self.rule.__module__}.{self.rule.__qualname__}"
-        # The fingerprint stands for the tokenizer: the text of the object would differ in every process.
+        # The fingerprint identifies the tokenizer: the text of the object would differ in every process.
         fingerprint = tokenizer_fingerprint(self.tokenizer)
         return {"cache_key": f"{rule} {fingerprint}", "bound": str(sorted(self.settings.items()))}
 
@@ -205,7 +205,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterato
 
 @dataclass
 class _TokenizedRows:
-    """What became of some rows: arrays of their documents, and counts."""
+    """The outcome of some rows: arrays of their documents, and counts."""
 
     documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     "of each chunk that has any: ids, is_target, lengths and bytes of its documents"
@@ -283,9 +283,9 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
         raise readers.no_rows(source)
     if not total.documents:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        told = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
+        found = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
         rows_read = counted(total.counts["rows"], "row")
-        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){told}")
+        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
     return total
 
 
@@ -307,7 +307,7 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             continue
         for name in (*row.unused, *result.unused):
             findings.add(part.tally, "unused", name, row.where)
-        # What became of the row: learned from, dropped, or learned from although something was odd.
+        # The outcome of the row: learned from, dropped, or learned from with data warnings.
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
@@ -360,7 +360,7 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
 
 
 _worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
-"What a worker process was started with."
+"The function that a worker process was started with."
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Template:
     """The special token that ends an answer which calls tools: GLM writes another one there than before a question.
     None: no such token, or the template renders no calls."""
     headers: tuple[str, ...]
-    "What add_generation_prompt adds: as it is, then with thinking asked for and not, each once."
+    "Texts that add_generation_prompt adds: by default, with thinking requested, with thinking turned off; each once."
     short_header: str
     "The text before an answer in the middle of a conversation; shorter if prompts open a thinking block."
     between: str
