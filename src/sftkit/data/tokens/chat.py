@@ -148,13 +148,13 @@ def _answers(
         document = locator.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
-        spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        answers = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items() if k not in shared}
-        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded), end=locator.end_token(last))
+        answers = {k: parts for k, parts in document.spans.items() if k not in shared}
+        spans = sorted(span for parts in answers.values() for span in parts)
+        places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
+        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
         rest = None if encoded.complete else bool(spans)
-        places = _places(answers, encoded, last, len(learned[0]))
-        found.append(Text(*learned, places, locator.reasoned(last, document.spans), rest))
+        found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
@@ -203,45 +203,47 @@ def _everything(
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
-    spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
-    is_target = ~tokens_inside(sorted(spans), encoded)
+    spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
     # An answer after no prompt has no place but that of its text.
     whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
-    answers = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
-    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=locator.end_token(last))
-    places = _places(answers, encoded, last, len(learned[0]))
-    return [*before, Text(*learned, places, reasoned, None if encoded.complete else True)]
+    places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
+    is_target = ~tokens_inside(spans, encoded)
+    learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
+    return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
 
 
-def _places(answers: dict[int, Span], encoded: Encoded, last: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the first token of each answer and one past its last, by its characters.
-
-    Args:
-        last: the last answer of the document, to which an end that was appended belongs.
-        size: tokens of the document with that end.
-    """
-    found = {k: token_range(span, encoded) for k, span in answers.items()}
-    if last in found and encoded.complete:
-        found[last] = found[last][0], size
-    return tuple(found.values())
-
-
-def _ended(
-    tokenizer: PreTrainedTokenizerBase,
+def _finished(
+    locator: AnswerLocator,
     encoded: Encoded,
     is_target: np.ndarray,
+    answers: dict[int, Span],
+    last: int,
     *,
     learned: bool = True,
-    end: str | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Append a token that ends the turn to a document if the template writes none there: `end`, else eos."""
+) -> tuple[np.ndarray, np.ndarray, tuple[tuple[int, int], ...]]:
+    """End a document: append a token that ends its last turn if the template writes none there.
+
+    Args:
+        is_target: bool [n].
+        answers: the characters of each answer.
+        last: the last answer of the document, to which an appended token belongs.
+        learned: whether an appended token is a target.
+
+    Returns:
+        (ids; is_target; the first token of each answer and one past its last)
+    """
     ids = encoded.ids
-    if not encoded.complete or ids[-1] in end_of_turn_ids(tokenizer):
-        return ids, is_target
-    end_id = tokenizer.convert_tokens_to_ids(end) if end else tokenizer.eos_token_id
-    if end_id is None:
-        raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
-    return np.append(ids, np.asarray(end_id, dtype=np.int32)), np.append(is_target, learned)
+    if encoded.complete and ids[-1] not in end_of_turn_ids(locator.tokenizer):
+        end = locator.end_token(last)
+        end_id = locator.tokenizer.convert_tokens_to_ids(end) if end else locator.tokenizer.eos_token_id
+        if end_id is None:
+            raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
+        ids = np.append(ids, np.asarray(end_id, dtype=np.int32))
+        is_target = np.append(is_target, learned)
+    ranges = {k: token_range(span, encoded) for k, span in answers.items()}
+    if last in ranges and encoded.complete:
+        ranges[last] = ranges[last][0], len(ids)
+    return ids, is_target, tuple(ranges.values())
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
