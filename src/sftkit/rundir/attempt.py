@@ -103,7 +103,7 @@ def put_back(folder: Path) -> None:
     held = lock.take_lock(aside)
     os.rename(aside, folder)
     flush(folder.parent)
-    held.moved(folder)
+    held.path = folder / LOCK
     held.release()
 
 
@@ -155,10 +155,10 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     _mark(folder / ATTEMPT)
     flush(folder)
     aside = archive(folder)
-    held.moved(aside)
+    held.path = aside / LOCK
     os.rename(aside / ATTEMPT, folder)
     flush(folder.parent)
-    new.moved(folder)
+    new.path = folder / LOCK
     held.release()
     return new, aside
 

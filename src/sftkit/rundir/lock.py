@@ -73,6 +73,7 @@ class RunLock:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
+        "of the lock file; to be set when the directory gets another name"
         self._descriptor = descriptor
         _held.append(self)
 
@@ -84,10 +85,6 @@ class RunLock:
             if self._is_at(self.path):
                 self.path.unlink()
         self.close()
-
-    def moved(self, run_dir: Path) -> None:
-        """Note that the directory has another name now."""
-        self.path = run_dir / LOCK
 
     def close(self) -> None:
         """Close the descriptor; the file stays."""

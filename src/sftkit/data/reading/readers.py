@@ -229,10 +229,8 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(
-        f"{where}: more than {LONGEST_RECORD // 2**20} MiB: cut it into several records",
-        reason="record too long to read",
-    )
+    problem = f"{where}: more than {LONGEST_RECORD // 2**20} MiB: cut it into several records"
+    return DataError(problem, reason="record too long to read")
 
 
 def _json(path: Path) -> Iterator[RawRow]:

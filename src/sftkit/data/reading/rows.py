@@ -224,7 +224,8 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
             problem = f"{where}: the column history is for a question that is a text: put its turns into the messages"
             raise DataError(problem, reason="malformed history")
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
-        messages, context = [*_history(raw["history"], where), *messages], 0
+        messages = [*_history(raw["history"], where), *messages]
+        context = 0
     # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
     system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
@@ -236,8 +237,9 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
                 reason="two system texts",
             )
     elif system:
-        # The system message goes in front, so what is context is one message longer.
-        messages, context = [{"role": "system", "content": system}, *messages], context + 1 if context else 0
+        # The system message goes in front, so the context, if any, is one message longer.
+        messages = [{"role": "system", "content": system}, *messages]
+        context += bool(context)
     return replace(row, messages=messages, context_messages=context)
 
 
@@ -266,7 +268,8 @@ def _history(history: object, where: str) -> list[JsonObject]:
 
 def _template_args(raw: Raw, where: str) -> JsonObject | None:
     """Return the arguments of the template: chat_template_kwargs, and documents for templates that render them."""
-    args, documents = raw.get("chat_template_kwargs"), raw.get("documents")
+    args = raw.get("chat_template_kwargs")
+    documents = raw.get("documents")
     if args is not None and not isinstance(args, dict):
         raise wrong_kind(f"{where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
@@ -401,10 +404,8 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
 
 
 def _missing(image: str, where: str) -> DataError:
-    return DataError(
-        f"{where}: {image}: no such picture. Without the column that names it the text alone would be read",
-        reason="picture is missing",
-    )
+    problem = f"{where}: {image}: no such picture. Without the column that names it the text alone would be read"
+    return DataError(problem, reason="picture is missing")
 
 
 class RowShape(NamedTuple):
