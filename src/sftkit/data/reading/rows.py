@@ -285,71 +285,68 @@ def _template_args(raw: Raw, where: str) -> JsonObject | None:
 # ---- one function for each shape -------------------------------------------------------------------------------------
 
 
-def _conversations(raw: Raw, where: str) -> Row:
-    """Convert ShareGPT's columns; some datasets have role and content under this name too."""
-    turns = raw["conversations"]
+def _plain(raw: Raw, where: str, column: str) -> Row:
+    """Convert a text."""
+    return Row(where, text=_text(raw, column, where))
+
+
+def _messages(raw: Raw, where: str, column: str) -> Row:
+    """Take messages as they are."""
+    return Row(where, messages=raw[column])
+
+
+def _conversations(raw: Raw, where: str, column: str) -> Row:
+    """Convert ShareGPT's turns; some datasets have role and content under this name too."""
+    turns = raw[column]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
-    places = [f"{where}: conversations[{i}]" for i in range(len(turns))]
+        raise DataError(f"{where}: {column} is not a list of objects", reason="malformed conversations")
+    places = [f"{where}: {column}[{i}]" for i in range(len(turns))]
     messages = [turn_to_message(columns.named(turn, at), at) for turn, at in zip(turns, places, strict=True)]
     return Row(where, messages=messages)
 
 
-def _question(question: str, answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of questions with answers as published: Alpaca (input, output) and Dolly (context, response),
-    whose extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
-
-    def make(raw: Raw, where: str) -> Row:
-        asked = _text(raw, question, where)
-        below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
-        if len({text.strip() for text in below}) > 1:
-            raise DataError(
-                f"{where}: {' and '.join(columns.CONTEXT_COLUMNS)} are two texts: put one of them into the question",
-                reason="context outside the messages",
-            )
-        return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
-
-    return make
+def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
+    """Convert a question with its answer as published: Alpaca (input, output) and Dolly (context, response), whose
+    extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
+    asked = _text(raw, question, where)
+    below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
+    if len({text.strip() for text in below}) > 1:
+        both = " and ".join(columns.CONTEXT_COLUMNS)
+        problem = f"{where}: {both} are two texts: put one of them into the question"
+        raise DataError(problem, reason="context outside the messages")
+    return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
 
 
-def _prompt(answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of prompt and completion (or response): two texts, or two lists of messages. Of the prompt
-    nothing is learned."""
-
-    def make(raw: Raw, where: str) -> Row:
-        sides: list[list[JsonObject]] = []
-        for column, role in (("prompt", "user"), (answer, "assistant")):
-            value = raw[column]
-            if not isinstance(value, str | list):
-                raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
-            sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
-        given, learned = sides
-        return Row(where, messages=[*given, *learned], context_messages=len(given))
-
-    return make
+def _prompt(raw: Raw, where: str, prompt: str, answer: str) -> Row:
+    """Convert prompt and completion (or response): two texts, or two lists of messages. Nothing of the prompt is
+    learned."""
+    sides: list[list[JsonObject]] = []
+    for column, role in ((prompt, "user"), (answer, "assistant")):
+        value = raw[column]
+        if not isinstance(value, str | list):
+            raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
+        sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
+    given, learned = sides
+    return Row(where, messages=[*given, *learned], context_messages=len(given))
 
 
-def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
-
-    def make(raw: Raw, where: str) -> Row:
-        question = _text(raw, asked, where)
-        given = raw["choices"]
-        choices = given.get("text") if isinstance(given, dict) else given
-        labels: Any = given.get("label") if isinstance(given, dict) else None
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-            problem = f"{where}: choices is not a list of texts, or an object with text and label"
-            raise DataError(problem, reason="malformed choices")
-        labelled = isinstance(labels, list)
-        if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
-            said = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
-            raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
-        labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
-        own = labelled and answer == "answerKey"
-        index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
-        return Row(where, messages=_turns(multiple_choice(question, choices), ascii_uppercase[index]))
-
-    return make
+def _choices(raw: Raw, where: str, question: str, column: str, answer: str) -> Row:
+    """Convert MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
+    asked = _text(raw, question, where)
+    given = raw[column]
+    choices = given.get("text") if isinstance(given, dict) else given
+    labels: Any = given.get("label") if isinstance(given, dict) else None
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        problem = f"{where}: {column} is not a list of texts, or an object with text and label"
+        raise DataError(problem, reason="malformed choices")
+    labelled = isinstance(labels, list)
+    if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
+        count = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
+        raise DataError(f"{where}: {len(choices)} choices, but {count}", reason="malformed choices")
+    labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
+    own = labelled and answer == "answerKey"
+    index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
+    return Row(where, messages=_turns(multiple_choice(asked, choices), ascii_uppercase[index]))
 
 
 def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
@@ -372,35 +369,29 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
         return meant[0]
     if meant:
         letters = ", ".join(ascii_uppercase[i] for i in sorted(set(meant)))
-        raise DataError(
-            f"{where}: answer {key!r} names several choices: {letters}. "
-            + ("Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"),
-            reason="answer names several choices",
-        )
+        advice = "Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"
+        problem = f"{where}: answer {key!r} names several choices: {letters}. {advice}"
+        raise DataError(problem, reason="answer names several choices")
     problem = f"{where}: answer {key!r} is none of the {len(choices)} choices"
     raise DataError(problem, reason="answer is none of the choices")
 
 
-def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
-    generated one; captions are one text or several. A record of `file_name` and `text` whose file does not exist
-    counts as plain text, as corpora have columns of file names too."""
-
-    def make(raw: Raw, where: str) -> Row:
-        name = _text(raw, image, where)
-        said = raw[text]
-        captions = said if isinstance(said, list) else [said]
-        if not captions or not all(isinstance(caption, str) for caption in captions):
-            raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
-        if not name.startswith(GENERATED):
-            name = str(Path(where).parent / name)
-        if name.startswith(GENERATED) or os.path.isfile(name):  # False for a name that no file can have
-            return Row(where, image=name, captions=tuple(captions))
-        if (image, text) != ("file_name", "text") or not isinstance(said, str):
-            raise _missing(name, where)
-        return Row(where, text=said, image=name, captions=(said,))
-
-    return make
+def _picture(raw: Raw, where: str, image: str, text: str) -> Row:
+    """Convert a picture with captions. A picture is a file, relative to the row's own, or the name of a generated one;
+    captions are one text or several. A record of `file_name` and `text` whose file does not exist counts as plain text:
+    corpora have columns of file names too."""
+    name = _text(raw, image, where)
+    given = raw[text]
+    captions = given if isinstance(given, list) else [given]
+    if not captions or not all(isinstance(caption, str) for caption in captions):
+        raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
+    if not name.startswith(GENERATED):
+        name = str(Path(where).parent / name)
+    if name.startswith(GENERATED) or os.path.isfile(name):  # False for a name that no file can have
+        return Row(where, image=name, captions=tuple(captions))
+    if (image, text) != ("file_name", "text") or not isinstance(given, str):
+        raise _missing(name, where)
+    return Row(where, text=given, image=name, captions=(given,))
 
 
 def _missing(image: str, where: str) -> DataError:
@@ -413,29 +404,29 @@ class RowShape(NamedTuple):
 
     columns: tuple[str, ...]
     "Columns that must be there."
-    make: Callable[[Raw, str], Row]
+    convert: Callable[..., Row]
+    "(row, place, *columns) -> Row"
     extra: tuple[str, ...] = ()
     "Further columns that it reads."
 
+    def make(self, raw: Raw, where: str) -> Row:
+        """Convert a row of this kind."""
+        return self.convert(raw, where, *self.columns)
+
 
 _QA = (*columns.CONTEXT_COLUMNS, "history")
-_CAPTIONED = ("captions", "caption")
 FORMATS = (
-    *(RowShape(pair, _picture(*pair)) for pair in product(("image", "file_name"), _CAPTIONED)),
-    RowShape(("image", "text"), _picture("image", "text")),
-    RowShape(("messages",), lambda raw, where: Row(where, messages=raw["messages"])),
+    *(RowShape(pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
+    RowShape(("image", "text"), _picture),
+    RowShape(("messages",), _messages),
     RowShape(("conversations",), _conversations),
-    RowShape(("instruction", "output"), _question("instruction", "output"), _QA),
-    RowShape(("instruction", "response"), _question("instruction", "response"), _QA),
-    RowShape(("prompt", "completion"), _prompt("completion"), ("history",)),
-    RowShape(("prompt", "response"), _prompt("response"), ("history",)),
-    RowShape(("question", "choices", "answerKey"), _choices("question", "answerKey")),
-    RowShape(("question_stem", "choices", "answerKey"), _choices("question_stem", "answerKey")),
-    RowShape(("question", "choices", "answer"), _choices("question", "answer")),
-    RowShape(("question", "answer"), _question("question", "answer"), _QA),
-    RowShape(("file_name", "text"), _picture("file_name", "text")),
-    RowShape(("text",), lambda raw, where: Row(where, text=_text(raw, "text", where))),
-    RowShape(("content",), lambda raw, where: Row(where, text=_text(raw, "content", where))),
+    *(RowShape(("instruction", answer), _question, _QA) for answer in ("output", "response")),
+    *(RowShape(("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
+    *(RowShape((question, "choices", "answerKey"), _choices) for question in ("question", "question_stem")),
+    RowShape(("question", "choices", "answer"), _choices),
+    RowShape(("question", "answer"), _question, _QA),
+    RowShape(("file_name", "text"), _picture),
+    *(RowShape((column,), _plain) for column in ("text", "content")),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 
