@@ -197,11 +197,11 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
 
 
 def test_names_of_other_trainers_mean_settings_that_exist():
-    assert {key for ours in keys.names()["other_names"] for key in ours.split(", ")} <= {
+    assert {key for ours in keys.hints()["other_names"] for key in ours.split(", ")} <= {
         *key_table(),
         *section_classes(),
     }
-    assert keys.names()["takes"].keys() <= key_table().keys()
+    assert keys.hints()["takes"].keys() <= key_table().keys()
 
 
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
@@ -331,7 +331,7 @@ def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
 def test_a_removed_setting_says_what_to_do_instead(recipe: Path, word: str, instead: str) -> None:
     (problem,) = problems(recipe, word)
     assert instead in problem
-    assert keys.names()["removed"].keys().isdisjoint(key_table())
+    assert keys.hints()["removed"].keys().isdisjoint(key_table())
 
 
 def test_extends_merges_mappings_and_replaces_lists(write):

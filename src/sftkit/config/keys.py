@@ -60,7 +60,7 @@ def section_classes() -> dict[str, str]:
 @functools.cache
 def _classes() -> dict[str, JsonSchema]:
     """Return class -> its schema, whose descriptions are the docstring and the strings under the fields."""
-    schema = adapter().json_schema()
+    schema = adapter().json_schema(ref_template="{model}")
     return {**schema["$defs"], "Config": schema}
 
 
@@ -85,8 +85,7 @@ def _target(prop: JsonSchema) -> str | None:
     parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
     for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
         if isinstance(part, dict) and "$ref" in part:
-            reference: str = part["$ref"]
-            return reference.rpartition("/")[2]
+            return str(part["$ref"])
     return None
 
 
@@ -150,19 +149,19 @@ def help_text(description: str, command: str) -> str:
 
 
 @functools.cache
-def names() -> dict[str, dict[str, str]]:
-    """Return the tables of names.yaml, which is read only for a recipe with an unknown key."""
-    tables: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
+def hints() -> dict[str, dict[str, str]]:
+    """Return the tables of hints.yaml, which is read only for a wrong recipe."""
+    tables: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text())
     return tables
 
 
 def own_names(name: str) -> tuple[str, ...]:
     """Return the keys that another trainer's name means, or that a section and a key joined by _ mean (`log_every`)."""
-    for ours, theirs in names()["other_names"].items():
+    for ours, theirs in hints()["other_names"].items():
         if name in theirs.split():
             return tuple(ours.split(", "))
     head, _, tail = name.partition("_")
-    joined = f"{names()['sections'].get(head, head)}.{tail}"
+    joined = f"{hints()['sections'].get(head, head)}.{tail}"
     return (joined,) if joined in key_table() else ()
 
 
@@ -182,11 +181,12 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
         hint = f' Did you mean "{near[0]}"?' if near else ""
         return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
-    if kind in _WANTED:
-        return f"must be {_WANTED[kind]}{' or null' * null}, not {got}{_in_brackets(error, keys)}", []
-    if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
-    return f"{error['msg']}, got {got}", []
+    wanted = hints()["wanted"].get(kind)
+    if wanted is None:
+        return f"{error['msg']}, got {got}", []
+    if kind.startswith(("greater", "less")):
+        return f"must be {wanted} {next(iter(context.values()))}, not {got}", []
+    return f"must be {wanted}{' or null' * null}, not {got}{_in_brackets(error, keys)}", []
 
 
 def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
@@ -200,26 +200,6 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     return f': write {keys[-1]}: {listed} in a recipe, "{dotted(keys)}={listed}" on the command line'
 
 
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (quote it)",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of keys",
-    "dataclass_type": "a mapping of keys",
-}
-
-
-_BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "at least",
-    "less_than": "less than",
-    "less_than_equal": "at most",
-}
-
-
 def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return the message about an unknown key, and the keys that were probably meant."""
     name = str(keys[-1])
@@ -230,7 +210,7 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
-    if instead := names()["removed"].get(row_of(keys)):
+    if instead := hints()["removed"].get(row_of(keys)):
         return f"was removed: {instead}", []
     # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
     # similar name anywhere. No other trainer has the settings of an item of a list or of a module.
@@ -242,7 +222,7 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     meant = [_indexed(key, keys) for key in others or elsewhere or siblings or section or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
-        remark = names()["takes"].get(others[0]) if len(others) == 1 else None
+        remark = hints()["takes"].get(others[0]) if len(others) == 1 else None
         takes = f" ({remark})" if remark else ""
         return f"is not a known key. Did you mean {quoted}{takes}?", [keys_of(key) for key in meant]
     return f"is not a known key. Known here: {', '.join(level)}", []
