@@ -402,9 +402,17 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
 
 
 def start_command(argv: list[str]) -> str:
-    """Return the command that starts again what these words started, by the launcher that this process has."""
-    start = _launched(argv[0])
-    return invocation(*argv, launcher=True) if start is None else " ".join([start, *map(shlex.quote, argv)])
+    """Return the command that starts again what these words started, by the launcher of this process: as `accelerate
+    launch` or torchrun was called, since their options decide how the run is spread."""
+    with suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+        program = next((at for at, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
+        if program is not None and argv[0] in words[program:]:
+            options = words[program + 1 : words.index(argv[0], program)]
+            cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
+            launcher = typed(f".venv/bin/{Path(words[program]).name}")
+            return " ".join([cpu + launcher, *map(shlex.quote, [*options, *argv])])
+    return invocation(*argv, launcher=True)
 
 
 def resume_command(argv: list[str]) -> str:
@@ -412,19 +420,6 @@ def resume_command(argv: list[str]) -> str:
     words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
     return start_command([*words, "train.resume=auto"])
-
-
-def _launched(script: str) -> str | None:
-    """Return how `accelerate launch` or torchrun started this process of a script, with the options, which decide how
-    the run is spread; None: another did."""
-    with suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-        program = next((at for at, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
-        if program is not None and script in words[program:]:
-            options = words[program + 1 : words.index(script, program)]
-            cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
-            return " ".join([cpu + typed(f".venv/bin/{Path(words[program]).name}"), *map(shlex.quote, options)])
-    return None
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
