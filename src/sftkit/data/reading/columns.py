@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 
+from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.types import JsonObject
 from sftkit.errors import DataError
@@ -137,27 +138,15 @@ def is_learned(row: JsonObject, where: str) -> bool:
         return True
     for name in MARKS_OF_PARTS:
         if not is_empty(row.get(name)) and row[name] is not False:
-            raise DataError(
-                f"{where}: the column {name} marks parts of what is learned, which is not supported. Mark messages "
-                "(train: true or false) or remove the column",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / column", name=name)
     learned = True
     for name in MARKS:
         value = _cell(row.get(name))
         marks = isinstance(value, list) and (name not in TRUTH_MARKS or all(isinstance(one, bool) for one in value))
         if marks and value:
-            raise DataError(
-                f"{where}: the column {name} is a list: marks of tokens or messages next to a row are not supported. "
-                "Put marks into the messages (train: true or false)",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / list", name=name)
         if name in NUMBER_MARKS and isinstance(value, int | float) and (isinstance(value, bool) or value not in (0, 1)):
-            raise DataError(
-                f"{where}: the column {name} is {value!r}, not 0 or 1: a row is learned or it is not. Filter or repeat "
-                "rows instead, or remove or rename the column",
-                reason="bad weight",
-            )
+            raise fault(where, "bad weight", name=name, value=value)
         if understood(name, value):
             learned = learned and bool(value)
     return learned
@@ -196,11 +185,7 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
             raise DataError(problem, reason="answer labelled false")
     mask = row.get("mask")
     if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
-        raise DataError(
-            f"{where}: the column mask is {mask!r}, expected the role that is not learned, such as User. The "
-            "assistant's messages are what is learned: mark messages with train: true or false, or remove the column",
-            reason="marks of parts",
-        )
+        raise fault(where, "marks of parts / mask", mask=mask)
 
 
 def check_media(row: JsonObject, where: str) -> None:
@@ -209,11 +194,7 @@ def check_media(row: JsonObject, where: str) -> None:
         return
     for name in MEDIA:
         if not is_empty(row.get(name)):
-            raise DataError(
-                f"{where}: the column {name} is not empty, and this stage learns from text alone, so what it shows "
-                "would be lost. Remove the row, or the column if the text is complete without it",
-                reason="pictures or sound with a text",
-            )
+            raise fault(where, "pictures or sound with a text", name=name)
 
 
 def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where: str) -> list[str]:
@@ -236,11 +217,7 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
 
     if not given or (chosen and turns and all(ends_turns(row[name]) for name in chosen)):
         return chosen
-    raise DataError(
-        f"{where}: a preference row (columns {', '.join(given)}), and SFT learns one answer. Write the chosen one into "
-        "the row's messages, or as completion next to prompt, and remove the columns of the others",
-        reason="preference row",
-    )
+    raise fault(where, "preference row", columns=", ".join(given))
 
 
 def turns_of(messages: object) -> list[tuple[object, object]]:

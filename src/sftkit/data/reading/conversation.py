@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
+from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
@@ -152,10 +153,7 @@ def _content(message: Message, where: str) -> str:
             problem = f"{where}: content has a part of type {kind}; only text parts can be trained on"
             raise DataError(problem, reason="content is not text")
         if marked := [key for key in MARKS if part.get(key) is not None]:
-            raise DataError(
-                f"{where}: a part of the content has {marked[0]}: mark whole messages, or write the parts as messages",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / content", mark=marked[0])
     return "".join(part["text"] for part in content)
 
 

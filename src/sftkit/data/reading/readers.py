@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.findings import fault
 from sftkit.errors import DataError
 from sftkit.runtime.script import counted
 
@@ -137,11 +138,7 @@ def json_error(where: str, error: Exception) -> DataError:
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     """Return the DataError for bytes that are not UTF-8, with what to do."""
-    return DataError(
-        f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x}, {error.reason}. Convert the file: "
-        "iconv -f WINDOWS-1252 -t UTF-8, or whatever its encoding is",
-        reason="not UTF-8",
-    )
+    return fault(where, "not UTF-8", byte=error.object[error.start], cause=error.reason)
 
 
 def wrong_kind(what: str, value: object, expected: str, *, reason: str) -> DataError:
@@ -332,11 +329,9 @@ def _delimited(path: Path) -> Iterator[RawRow]:
                 if cells == header:
                     raise DataError(f"{where}: the header again: remove it", reason="repeated header")
                 if len(cells) != len(header):
-                    raise DataError(
-                        f"{where}: {counted(len(cells), 'cell')}, but the header has {len(header)}. A cell with "
-                        f"{NAMES_OF_DELIMITERS[delimiter]} in it needs quotation marks around it",
-                        reason="wrong number of cells",
-                    )
+                    found = counted(len(cells), "cell")
+                    mark = NAMES_OF_DELIMITERS[delimiter]
+                    raise fault(where, "wrong number of cells", cells=found, expected=len(header), mark=mark)
                 yield where, dict(zip(header, cells, strict=True))
             except DataError as error:
                 if b"\n" in record.rstrip(b"\r\n") and error.reason == MALFORMED:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import turn_to_message
+from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
@@ -56,11 +57,7 @@ def convert(raw: object, where: str) -> Row:
     given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
     present = columns.named(given, where)
     if not columns.is_empty(present.get("input_ids")):
-        raise DataError(
-            f"{where}: a row that is tokenized already (input_ids), which sftkit does not read: give its text or "
-            "messages alone, without input_ids",
-            reason="tokenized row",
-        )
+        raise fault(where, "tokenized row")
     fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
     if not fitting:
         columns.check_preferences(present, [], where)
@@ -117,11 +114,7 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
         return {*other.columns}
-    raise DataError(
-        f"{where}: two conversations that differ: {', '.join(shape.columns)} and {', '.join(other.columns)}. Remove "
-        "the columns of one of them",
-        reason="two conversations",
-    )
+    raise fault(where, "two conversations", first=", ".join(shape.columns), second=", ".join(other.columns))
 
 
 def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str) -> None:
@@ -132,22 +125,14 @@ def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str
         if name in used or columns.is_empty(value):
             continue
         if not isinstance(value, str) or not any(isinstance(text, str) and value.strip() in text for text in texts):
-            raise DataError(
-                f"{where}: the column {name} is in none of the messages, so the answer would be learned without it. "
-                "Write it into the question, or remove or rename the column",
-                reason="context outside the messages",
-            )
+            raise fault(where, "context outside the messages", name=name)
 
 
 def require_text(row: Row) -> str:
     """Return the text of a row of base training; raises a DataError if it has none."""
     reject_picture(row)
     if row.text is None:
-        raise DataError(
-            f"{row.where}: a conversation, but this script learns from plain text. Conversations are for mid_train.py "
-            "and chat_sft.py",
-            reason="conversation, not text",
-        )
+        raise fault(row.where, "conversation, not text")
     return row.text
 
 
@@ -155,11 +140,7 @@ def require_conversation(row: Row) -> list[JsonObject]:
     """Return the messages of a row of chat SFT; raises a DataError if it has none."""
     reject_picture(row)
     if row.messages is None:
-        raise DataError(
-            f"{row.where}: a text without turns, but this script learns from conversations (messages, or instruction "
-            "and output). Text is for base_train.py and mid_train.py",
-            reason="text, not a conversation",
-        )
+        raise fault(row.where, "text, not a conversation")
     return row.messages
 
 
@@ -174,12 +155,7 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
     plain = not row.tools and not row.template_args and not any(turn.get("tool_calls") for turn in turns)
     if plain and [turn["role"] for turn in turns] == ["user", "assistant"]:
         return turns[0]["content"], [turns[1]["content"]]
-    raise DataError(
-        f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a "
-        "question with its answer (prompt, completion), one of which this script needs. Texts and conversations, also "
-        "those with system texts or tools, are for the other stages",
-        reason="nothing for an encoder",
-    )
+    raise fault(row.where, "nothing for an encoder")
 
 
 def reject_picture(row: Row) -> None:
@@ -231,11 +207,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if system and first.get("role") in ("system", "developer"):
         if first.get("content") != system:
-            raise DataError(
-                f"{where}: the column system and the first message are both system texts, and they differ: drop one "
-                "of them, or put both into the first message",
-                reason="two system texts",
-            )
+            raise fault(where, "two system texts")
     elif system:
         # The system message goes in front, so the context, if any, is one message longer.
         messages = [{"role": "system", "content": system}, *messages]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message, answer_core, function_of
+from sftkit.data.reading.findings import fault
 from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import ConfigError, DataError
@@ -285,11 +286,7 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
     for name, value in unused.items():
         if isinstance(value, str | list | dict) and value:
             column = name if name == "documents" else f"chat_template_kwargs.{name}"
-            raise DataError(
-                f"{row.where}: {column}: the chat template has no {name} in it, so what it says would be lost. Take a "
-                "template that uses it (model.chat_template), or take it out of the record",
-                reason="template does not use an argument",
-            )
+            raise fault(row.where, "template does not use an argument", column=column, name=name)
     if not any(value is not None for value in unused.values()):
         return {}
     names = ", ".join(name for name, value in unused.items() if value is not None)
