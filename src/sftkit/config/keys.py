@@ -155,6 +155,16 @@ def hints() -> dict[str, dict[str, str]]:
     return tables
 
 
+def hint(name: str, **words: object) -> str:
+    """Return the text of a problem between settings.
+
+    Args:
+        name: in the table `rules` of hints.yaml.
+        words: the values that the text names.
+    """
+    return hints()["rules"][name].format(**words)
+
+
 def own_names(name: str) -> tuple[str, ...]:
     """Return the keys that another trainer's name means, or that a section and a key joined by _ mean (`log_every`)."""
     for ours, theirs in hints()["other_names"].items():

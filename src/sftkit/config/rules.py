@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import unusable
+from sftkit.config.keys import hint
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
@@ -121,20 +122,12 @@ def _pipeline(get: Get) -> Iterator[Problem]:
                 yield f"train.pipeline_{name}", f"{wrong}: leave it out, or set train.engine=pipeline"
         return
     if get("data.layout") in ("bucketed", "dynamic"):
-        yield (
-            "train.engine",
-            "pipeline sends hidden states of one shape from stage to stage, and rows of data.layout "
-            f"{get('data.layout')} have several: take packed or fixed",
-        )
+        yield "train.engine", hint("rows of several lengths in a pipeline", layout=get("data.layout"))
     if get("train.fp8") is not None:
         problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
         yield "train.fp8", problem
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
-        yield (
-            "train.engine",
-            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take "
-            "compile.mode default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
-        )
+        yield "train.engine", hint("CUDA graphs in a pipeline")
 
 
 def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -149,19 +142,12 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved" and not _in_rounds(count, stages):
-        yield (
-            "train.micro_batch_size",
-            f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: "
-            f"up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, rounded down, as "
-            f"multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
-        )
+        advice = _of_rounds(topology, rows, micro_batch_size)
+        most = 2 * stages - 1
+        yield "train.micro_batch_size", hint("uneven rounds", made=made, stages=stages, most=most, advice=advice)
     elif schedule != "interleaved" and count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
-        yield (
-            "train.micro_batch_size",
-            f"{made}, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b needs {stages} or more: set "
-            f"{smaller}a larger train.global_batch_size",
-        )
+        yield "train.micro_batch_size", hint("too few micro-batches", made=made, stages=stages, smaller=smaller)
 
 
 def _micro_batches(rows: int, micro_batch_size: int) -> int:
@@ -208,18 +194,10 @@ def _graph(get: Get) -> Iterator[Problem]:
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
-        yield (
-            dispatcher,
-            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
-            "allgather, or leave the pass out",
-        )
+        yield dispatcher, hint("alltoall in CUDA graphs")
     for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
         if name in passes and get("compile.on_recompile") == "eager":
-            yield (
-                "graph.passes",
-                f"{name} does not go with compile.on_recompile=eager, as a rank that runs a micro-batch eagerly would "
-                f"{does} while the others do not: set it to warn or error, or leave the pass out",
-            )
+            yield "graph.passes", hint("collectives of eager micro-batches", name=name, does=does)
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
@@ -258,11 +236,8 @@ def split_problems(
         num_layers: of the model; None: unknown.
     """
     if model_type not in PIPELINE_MODEL_TYPES:
-        yield (
-            "train.engine",
-            f"train.engine=pipeline: {model_type} cannot be split into stages here, "
-            f"{', '.join(PIPELINE_MODEL_TYPES)} can: take train.engine=blocks with accelerate_configs/fsdp2.yaml",
-        )
+        known = ", ".join(PIPELINE_MODEL_TYPES)
+        yield "train.engine", hint("model without stages", model_type=model_type, known=known)
         return
     stages = stages_of_schedule(schedule, layers, pipeline_size)
     if num_layers is not None and stages > num_layers:
@@ -282,11 +257,8 @@ def split_problems(
         several = f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
         several = several if schedule == "interleaved" else f"{pipeline_size}"
         known = "" if num_layers is None else f"{num_layers} "
-        yield (
-            "train.pipeline_layers",
-            f"train.pipeline_layers={list(layers)}: must be {several} numbers that add up to the {known}layers of the "
-            "model, or null, which measures them",
-        )
+        given = list(layers)
+        yield "train.pipeline_layers", hint("layers of stages", given=given, several=several, known=known)
 
 
 def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
@@ -295,18 +267,11 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
     # which DDP exchanges its own do not run inside a captured graph.
     if topology.world_size > 1 and not topology.sharded:
         shards = "cpu_fsdp2.yaml" if topology.on_cpu else "fsdp2.yaml or hsdp.yaml"
-        yield (
-            "train.engine",
-            f"train.engine=graph shards weights over its {topology.world_size} processes, and {topology.describe()} "
-            f"keeps them whole: start it with accelerate_configs/{shards}",
-        )
+        words = {"size": topology.world_size, "topology": topology.describe(), "shards": shards}
+        yield "train.engine", hint("graph without shards", **words)
     # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
-        yield (
-            "train.engine",
-            f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
-            "train.engine=blocks",
-        )
+        yield "train.engine", hint("graph with context parallelism", topology=topology.describe())
 
 
 def no_experts(model_type: str) -> Iterator[Problem]:
@@ -319,12 +284,7 @@ def unshared_experts(topology: Topology) -> Iterator[Problem]:
     """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
     if topology.tensor == 1:
         file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
-        yield (
-            "graph.token_dispatcher",
-            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
-            f"each has all ({topology.describe()}): start it with accelerate_configs/{file} and a "
-            "parallelism_config_tp_size above 1, or leave it out",
-        )
+        yield "graph.token_dispatcher", hint("alltoall without shared experts", topology=topology.describe(), file=file)
 
 
 def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterator[Problem]:
@@ -339,11 +299,7 @@ def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterat
         problem = f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here"
         yield "graph.passes", problem
     if "full_inductor" in passes and attention == "flex":
-        yield (
-            "graph.passes",
-            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device}: set "
-            "attention.backend=reference, or take regional_inductor, which leaves it as it is",
-        )
+        yield "graph.passes", hint("full_inductor with flex", device=device)
 
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
@@ -484,11 +440,7 @@ def _dynamic(get: Get) -> Iterator[Problem]:
 
 def _attention(get: Get) -> Iterator[Problem]:
     if get("attention.backend") == "sdpa" and get("data.layout") == "packed":
-        yield (
-            "attention.backend",
-            "sdpa keeps no documents apart, and packed rows hold several documents: take another backend, or layout "
-            "bucketed, fixed or dynamic",
-        )
+        yield "attention.backend", hint("sdpa in packed rows")
 
 
 def _precision(get: Get) -> Iterator[Problem]:
@@ -543,12 +495,7 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
         problem = f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit"
         yield "eval.tasks", problem
     elif code and not allow_code_execution:
-        yield (
-            "eval.allow_code_execution",
-            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a "
-            "process of its own without network, in an empty folder, with limits on time, memory and processes "
-            "(docs/evaluation.md)",
-        )
+        yield "eval.allow_code_execution", hint("tasks that run code", task=code[0])
 
 
 def _names(get: Get) -> Iterator[Problem]:
