@@ -15,7 +15,7 @@ from string import Formatter
 import pytest
 import yaml
 
-from sftkit.config import keys, rules
+from sftkit.config import keys
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
@@ -198,12 +198,13 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
         assert "Known here: name, lr, betas, " in problem
 
 
-def test_every_text_of_a_rule_is_used_with_the_values_that_it_names():
+def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():
     used = {}
-    for node in ast.walk(ast.parse(Path(rules.__file__).read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hint":
-            used[node.args[0].value] = {word.arg for word in node.keywords}
-    texts = keys.hints()["rules"]
+    for path in Path(keys.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hint":
+                used[node.args[0].value] = {word.arg for word in node.keywords}
+    texts = keys.hints()["problems"]
     assert used.keys() == texts.keys()
     for name, text in texts.items():
         named = {value for _, value, _, _ in Formatter().parse(text) if value}

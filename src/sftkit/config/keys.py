@@ -156,13 +156,13 @@ def hints() -> dict[str, dict[str, str]]:
 
 
 def hint(name: str, **words: object) -> str:
-    """Return the text of a problem between settings.
+    """Return the text of a problem of settings or of a launch.
 
     Args:
-        name: in the table `rules` of hints.yaml.
+        name: in the table `problems` of hints.yaml.
         words: the values that the text names.
     """
-    return hints()["rules"][name].format(**words)
+    return hints()["problems"][name].format(**words)
 
 
 def own_names(name: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
+from sftkit.config.keys import hint
 from sftkit.errors import ConfigError
 
 _PREFIX = "PARALLELISM_CONFIG_"
@@ -124,10 +125,7 @@ def check_numbers(environ: Mapping[str, str]) -> None:
         if rank in found and found[rank] > found.get(size, 10**6) - (rank != "LOCAL_WORLD_SIZE"):
             problems.append(f"{rank}={found[rank]} does not fit {size}={found[size]}")
     if problems:
-        raise ConfigError(
-            f"the environment of this process: {'; '.join(problems)}. A launcher sets these (make, sftkit, python -m "
-            "sftkit.launch, torchrun, accelerate launch): unset them for one process alone"
-        )
+        raise ConfigError(hint("wrong environment", problems="; ".join(problems)))
 
 
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
@@ -157,10 +155,8 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
     """
     stages = world_size if stages is None else stages
     if world_size % stages:
-        raise ConfigError(
-            f"train.pipeline_stages={stages} does not divide the {world_size} process{'es' * (world_size > 1)} of this "
-            f"launch: change it, or start a multiple of {stages} (--num_processes)"
-        )
+        processes = f"{world_size} process{'es' * (world_size > 1)}"
+        raise ConfigError(hint("stages that do not divide", stages=stages, processes=processes))
     on_cpu = environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "t", "on")  # as Accelerate
     return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages, on_cpu=on_cpu)
 
@@ -176,26 +172,17 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
     if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first: no number of processes would fix it
-        raise ConfigError(
-            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them "
-            "to 1, or take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
-        )
+        raise ConfigError(hint("mesh in a stage"))
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
     topology = Topology(**sizes, sharded=True)
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
-        raise ConfigError(
-            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (for "
-            "each stage, in a pipeline: train.pipeline_stages): change the sizes in the accelerate config, or "
-            "--num_processes (dp_shard_size -1 takes what the others leave)"
-        )
+        made = topology.world_size
+        raise ConfigError(hint("sizes of another number", named=named, made=made, started=world_size))
     if topology.context > 1 and topology.tensor > 1:
-        raise ConfigError(
-            f"parallelism_config: cp_size {topology.context} and tp_size {topology.tensor} together are not supported: "
-            "set one of them to 1"
-        )
+        raise ConfigError(hint("context and tensor", context=topology.context, tensor=topology.tensor))
     return topology
 
 
@@ -216,10 +203,8 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
         environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{config_file}: no accelerate config that can be read ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}): take one of accelerate_configs"
-        ) from None
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(hint("no accelerate config", file=config_file, error=words)) from None
     environ["ACCELERATE_USE_CPU"] = str(bool(config.get("use_cpu")))
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
@@ -235,10 +220,7 @@ def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | N
     # The name decides: only the recipe makes stages of processes, so the file's content is that of ddp.yaml.
     if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
         return None
-    return (
-        f"warning: pp.yaml makes no pipeline with train.engine={engine}: this run is {topology.describe()}, and each "
-        "process holds the whole model. To spread the layers over them add train.engine=pipeline"
-    )
+    return hint("idle pipeline", engine=engine, topology=topology.describe())
 
 
 def machines_of(config_file: Path) -> int:
@@ -249,8 +231,7 @@ def machines_of(config_file: Path) -> int:
 def _reject_ignored(environ: Mapping[str, str]) -> None:
     """Reject settings of an accelerate config that would silently have no effect."""
     instead = {
-        "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or "
-        "train.memory",
+        "FSDP_OFFLOAD_PARAMS": hint("offloading"),
         "FSDP_ACTIVATION_CHECKPOINTING": "set train.memory in the recipe",
     }
     if environ.get("FSDP_VERSION", "1") != "2":
