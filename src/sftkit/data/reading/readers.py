@@ -363,11 +363,7 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
             open_quote_hint = ", perhaps from a quotation mark that is not closed" if open_quote else ""
             raise DataError(f"{where}: a record of more than {LONGEST_RECORD // 2**20} MiB{open_quote_hint}")
         if open_quote:
-            raise DataError(
-                f"{where}: a quotation mark is opened here and never closed, so it is not certain where the later "
-                'records begin. Write a quotation mark as "" in a cell with quotation marks around it',
-                reason=MALFORMED,
-            )
+            raise fault(where, "malformed cells / open")
         if record.strip():
             yield where, bytes(record)
 
@@ -396,11 +392,7 @@ def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
         cells.append(plain if quoted is None else quoted.replace('""', '"'))
         end = match.end() if match else len(text)
         if match is None or (end < len(text) and text[end] != delimiter):
-            raise DataError(
-                f"{where}: cell {len(cells)}: a quotation mark or a line end in a cell without quotation marks around "
-                'it, or text behind the closing one. Write the cell as "...", and each quotation mark in it as ""',
-                reason=MALFORMED,
-            )
+            raise fault(where, "malformed cells / quotation", number=len(cells))
     return cells
 
 
