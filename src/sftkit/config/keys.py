@@ -155,7 +155,7 @@ def hints() -> dict[str, dict[str, str]]:
     return tables
 
 
-def hint(name: str, **words: object) -> str:
+def hint(name: str, /, **words: object) -> str:
     """Return the text of a problem of settings or of a launch.
 
     Args:

@@ -355,8 +355,8 @@ def _chat_template(get: Get) -> Iterator[Problem]:
     template = get("model.chat_template")
     if template is None or template in CHAT_TEMPLATES or re.search(r"[./\\]", template) or Path(template).exists():
         return
-    hint = f'; did you mean "{near[0]}"?' if (near := difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)) else ""
-    yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{hint}'
+    meant = f'; did you mean "{near[0]}"?' if (near := difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)) else ""
+    yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{meant}'
 
 
 def _checkpoints(get: Get) -> Iterator[Problem]:
@@ -488,8 +488,8 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
             yield "eval.tasks", f'"{task}" is named twice'
         if backend != "lm_eval" and task not in EVAL_TASKS:
             near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
-            hint = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
-            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{hint}'
+            meant = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{meant}'
     code = [task for task in tasks if task in CODE]
     if code and backend == "lm_eval":
         problem = f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from sftkit.config.keys import hint
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock, names
 from sftkit.rundir.files import archive, flush
@@ -67,16 +68,9 @@ def _check_room(folder: Path) -> None:
     """
     if has_begun(folder):
         if reason := _unmovable(folder):
-            raise ConfigError(
-                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside "
-                f"it (run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files "
-                "away"
-            )
+            raise ConfigError(hint("unmovable run", folder=folder, reason=reason, inside=folder / "NAME"))
     elif found := sorted({path.name for name in names.WRITTEN_OVER for path in folder.glob(name)}):
-        raise ConfigError(
-            f"run.dir={folder} holds {', '.join(found)}, which this run would write over, and no run that has done a "
-            "step. Take another folder, or move them away"
-        )
+        raise ConfigError(hint("files of no run", folder=folder, found=", ".join(found)))
 
 
 def _unmovable(folder: Path) -> str | None:

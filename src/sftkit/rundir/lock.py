@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from sftkit.config.keys import hint
 from sftkit.errors import ConfigError, RunDirError
 from sftkit.rundir.files import make_folder, read_object, read_text
 from sftkit.rundir.names import LOCK
@@ -371,11 +372,5 @@ def _is_local(path: Path) -> bool:
 def _lock_message(path: Path, holder: Holder | None, *, sure: bool = True) -> str:
     who = "another process" if holder is None else str(holder)
     if sure:
-        return (
-            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their "
-            "checkpoints: wait for it, stop it, or take another run.dir"
-        )
-    return (
-        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. "
-        f"If it is gone, remove {path} and start again; else wait for it, or take another run.dir"
-    )
+        return hint("run at work", folder=path.parent, who=who)
+    return hint("run that may be at work", folder=path.parent, who=who, path=path)

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from sftkit.config.keys import hint
 from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.rundir.files import UNREADABLE, flush, read_object, replace_shared, replace_text
@@ -317,11 +318,7 @@ def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> s
     if not changed:
         return None
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return (
-        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run "
-        "goes on without them. Start without train.resume to train from the new ones, or keep the run as it is, and "
-        "this line away, with train.resume_changes=[model.path]"
-    )
+    return hint("changed weights", path=model.path, changed=changed[0], others=others)
 
 
 def _folder(path: str | None) -> Path | None:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import psutil
 
 from sftkit.config.commands import invocation, typed
+from sftkit.config.keys import hint
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
@@ -67,10 +68,7 @@ def describe_error(error: BaseException) -> str:
     """Return the message of an error, with its class where the error is not made for users."""
     text = str(error).strip()
     if is_full_disk(error) and not isinstance(error, ConfigError | DataError | RunError):
-        return (
-            f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take "
-            "a run.dir on another disk, then start again with train.resume=auto"
-        )
+        return hint("full disk", text=text)
     named = isinstance(error, ConfigError | DataError | RunError)
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 

@@ -13,6 +13,7 @@ from typing import Literal
 from huggingface_hub import constants
 
 from sftkit.config.commands import program_path, similar_paths
+from sftkit.config.keys import hint
 from sftkit.errors import ConfigError
 from sftkit.rundir.names import resolve
 
@@ -86,10 +87,7 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
                 f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then"
             )
             raise ConfigError(f"{name}: {allowed} {log_in}") from error
-        raise ConfigError(
-            f"{name}: the hub does not give this {kind} to the account whose token is set here: accept its licence at "
-            f"{page} with that account; a fine-grained token must also be allowed to read gated repositories"
-        ) from error
+        raise ConfigError(hint("gated repository", name=name, kind=kind, page=page)) from error
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{constants.ENDPOINT} has no revision {revision} of it"
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -32,6 +32,7 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broa
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from transformers.utils import logging as transformers_logging
 
+from sftkit.config.keys import hint
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, idle_pipeline, take_topology
@@ -495,10 +496,7 @@ def crowded(processes: int, cores: int) -> str | None:
     """Return a warning of more processes on the CPU of a machine than it has cores; None: there are enough."""
     if processes <= cores:
         return None
-    return (
-        f"{processes} processes on {counted(cores, 'CPU core')} wait for each other: accelerate_configs/cpu_*.yaml "
-        "have one or two"
-    )
+    return hint("crowded CPU", processes=processes, cores=counted(cores, "CPU core"))
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:

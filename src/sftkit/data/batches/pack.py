@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sftkit.config.keys import hint
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import counted
@@ -226,10 +227,8 @@ def make_layout(
     if data.layout == "dynamic":
         if max_length % plain.pad_multiple:
             below = max_length // plain.pad_multiple * plain.pad_multiple
-            raise ConfigError(
-                f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {plain.pad_multiple}: take "
-                f"{below or below + plain.pad_multiple}"
-            )
+            words = {"max_length": max_length, "multiple": plain.pad_multiple, "wanted": below or plain.pad_multiple}
+            raise ConfigError(hint("max_length of dynamic rows", **words))
         # The warm-up has the longest row and one of half its length.
         half = plain.padded(max_length // 2)
         return replace(plain, row_lengths=(half, max_length) if half < max_length else (max_length,))
@@ -256,10 +255,7 @@ def largest_divisor(number: int, limit: int) -> int:
 def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     """Return a packed layout, with document slots and longest document as the data needs them."""
     if row_length < plain.max_length:
-        raise ConfigError(
-            f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: raise "
-            "data.row_length or lower data.max_length"
-        )
+        raise ConfigError(hint("short rows", row_length=row_length, max_length=plain.max_length))
     return replace(
         plain,
         row_lengths=(row_length,),

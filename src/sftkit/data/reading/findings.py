@@ -77,7 +77,7 @@ def log_findings(name: str, findings: Iterable[Finding]) -> None:
         log.warning("%s: %s", name, finding_text(one))
 
 
-def fault(where: str, key: str, **words: object) -> DataError:
+def fault(where: str, key: str, /, **words: object) -> DataError:
     """Return the DataError of a row.
 
     Args:

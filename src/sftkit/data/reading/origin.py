@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import yaml
 
 from sftkit.config.commands import similar_paths
+from sftkit.config.keys import hint
 from sftkit.config.schema import SourceConfig
 from sftkit.data.demo import builtin
 from sftkit.data.reading import readers
@@ -272,12 +273,12 @@ def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
     """Return why a folder has no data, and what to do."""
     of = f' with subset "{source.subset}"' if source.subset else ""
     suffixes = {path.suffix.lower() for path in present}
-    hint = ""
+    advice = ""
     if suffixes & {*PICTURE_SUFFIXES}:
-        hint = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
+        advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
     elif ".arrow" in suffixes:
-        hint = "; a dataset of save_to_disk: write it with to_parquet or to_json"
-    return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{hint}"
+        advice = "; a dataset of save_to_disk: write it with to_parquet or to_json"
+    return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{advice}"
 
 
 # ---- configurations of a hub dataset ---------------------------------------------------------------------------------
@@ -315,10 +316,8 @@ def configuration(source: SourceConfig, configured: Mapping[str, dict[str, Any]]
         raise ConfigError(f"data source {source.path}: {wrong}; its README.md has {', '.join(configured)}")
     found = configured[name]
     if unread := found.keys() - NOT_BUILT_WITH:
-        raise ConfigError(
-            f"data source {source.path}: its README.md sets {', '.join(sorted(unread))} in the configuration {name}, "
-            "which is read only by datasets: load it on a connected machine and write it with to_json"
-        )
+        listed = ", ".join(sorted(unread))
+        raise ConfigError(hint("configuration of datasets", path=source.path, unread=listed, name=name))
     return found
 
 
@@ -441,10 +440,8 @@ def load_from_hub(source: SourceConfig) -> Any:
                 raise _missing(source, place) from None
             return folder
         reason = str(error).strip() or type(error).__name__
-        raise ConfigError(
-            f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
-            f"Neither a local file or folder of that name exists{similar_paths(source.path)}"
-        ) from error
+        words = {"path": source.path, "subset": source.subset or "none", "split": source.split, "reason": reason}
+        raise ConfigError(hint("no data source", meant=similar_paths(source.path), **words)) from error
 
 
 def check_dataset(source: SourceConfig) -> None:
@@ -559,8 +556,8 @@ def find_here(source: SourceConfig) -> Origin | None:
     if path.exists():
         return _local(source, path)
     if readers.looks_local(source.path):
-        hint = similar_paths(source.path)
-        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
+        meant = similar_paths(source.path)
+        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){meant}")
     return None
 
 

@@ -22,6 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from sftkit.config.keys import hint
 from sftkit.errors import ConfigError
 
 MAX_SECONDS = 10.0
@@ -107,10 +108,7 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
 
 def _check_length(length: int) -> None:
     if length > MAX_RENDERED:
-        raise ConfigError(
-            f"the chat template does not end: it writes more than {MAX_RENDERED:,} characters for one conversation. "
-            "Take another template: model.chat_template"
-        )
+        raise ConfigError(hint("endless chat template", most=MAX_RENDERED))
 
 
 def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.keys import hint
 from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message, answer_core, function_of
 from sftkit.data.reading.findings import fault
@@ -79,10 +80,7 @@ class Template:
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
     """Return the tokenizer's chat template (some have a second one for tools), probed once."""
     if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template. "
-            "Set model.chat_template=chatml, or to a Jinja file"
-        )
+        raise ConfigError(hint("no chat template", tokenizer=tokenizer.name_or_path or type(tokenizer).__name__))
     source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
     return _probe(tokenizer, source, tuple(special_tokens_of(tokenizer)))
 
@@ -168,10 +166,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         if append_only and key:
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
-        raise ConfigError(
-            f"the chat template cannot render a plain user and assistant conversation: {error}. "
-            "Correct it, or take another one made for this tokenizer: model.chat_template"
-        ) from None
+        raise ConfigError(hint("broken chat template", error=error)) from None
     # The texts around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
@@ -253,10 +248,7 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     source = _FIXED.sub("", source)
     for name in args:
         if not uses(source, name):
-            raise ConfigError(
-                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that "
-                "its text uses"
-            )
+            raise ConfigError(hint("argument of no chat template", name=name))
     if not args:
         return source
     # No # in them: it would end the comment that notes the arguments, and begin one in the lines.
