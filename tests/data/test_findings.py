@@ -22,7 +22,7 @@ from sftkit.data.reading import findings, readers
 from sftkit.data.reading.rows import parse
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, texts
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}
 ANSWER, RESULT = {"role": "assistant", "content": "Rain."}, {"role": "tool", "content": "rain"}
@@ -304,7 +304,7 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         "not JSON",
         "duplicate JSON key",
         *findings.DROPPED.values(),
-        *(key.partition(" / ")[0] for key in findings.faults()),
+        *(key.partition(" / ")[0] for key in texts("data/reading/faults.yaml")["rows"]),
     }
     docs = (ROOT / "docs" / "data.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
@@ -316,8 +316,8 @@ def test_every_text_of_a_fault_is_used_with_the_values_that_it_names() -> None:
         for call in calls_of(path, "fault"):
             assert isinstance(call.args[1], ast.Constant), f"{path}:{call.lineno}"
             used[call.args[1].value] = {word.arg for word in call.keywords}
-    assert used.keys() == findings.faults().keys()
-    for key, text in findings.faults().items():
+    assert used.keys() == texts("data/reading/faults.yaml")["rows"].keys()
+    for key, text in texts("data/reading/faults.yaml")["rows"].items():
         named = {name for _, name, _, _ in Formatter().parse(text) if name}
         # None: **words, whose names only the call itself knows
         assert used[key] - {None} <= named, key

@@ -10,16 +10,15 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter
 from pydantic_core import ErrorDetails
 
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 from sftkit.config.yaml import KeyPath, Plain, dotted, keys_of
+from sftkit.errors import texts
 
 JsonSchema = dict[str, Any]
 "A JSON schema, as pydantic types it: Any, for its keys have values of many types."
@@ -148,21 +147,9 @@ def help_text(description: str, command: str) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
 def hints() -> dict[str, dict[str, str]]:
-    """Return the tables of hints.yaml, which is read only for a wrong recipe."""
-    tables: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text())
-    return tables
-
-
-def hint(name: str, /, **words: object) -> str:
-    """Return the text of a problem of settings or of a launch.
-
-    Args:
-        name: in the table `problems` of hints.yaml.
-        words: the values that the text names.
-    """
-    return hints()["problems"][name].format(**words)
+    """Return the tables of hints.yaml."""
+    return texts("config/hints.yaml")
 
 
 def own_names(name: str) -> tuple[str, ...]:

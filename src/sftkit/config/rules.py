@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import unusable
-from sftkit.config.keys import hint
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
+from sftkit.errors import hint
 
 Problem = tuple[str, str]
 "Key, and what is wrong with it."

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-from sftkit.config.keys import hint
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}

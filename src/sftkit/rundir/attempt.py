@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from sftkit.config.keys import hint
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir import lock, names
 from sftkit.rundir.files import archive, flush
 from sftkit.rundir.lock import RunLock

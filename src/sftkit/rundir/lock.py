@@ -20,8 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from sftkit.config.keys import hint
-from sftkit.errors import ConfigError, RunDirError
+from sftkit.errors import ConfigError, RunDirError, hint
 from sftkit.rundir.files import make_folder, read_object, read_text
 from sftkit.rundir.names import LOCK
 

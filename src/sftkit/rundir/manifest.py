@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from sftkit.config.keys import hint
 from sftkit.config.schema import Config, DataConfig, ModelConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import UNREADABLE, flush, read_object, replace_shared, replace_text
 from sftkit.rundir.names import MADE_FROM, MANIFEST, RECIPE, STATE, TRAINING_STATE, latest_checkpoint, step_dirs
 

@@ -22,9 +22,8 @@ from typing import Any, Literal
 import psutil
 
 from sftkit.config.commands import invocation, typed
-from sftkit.config.keys import hint
 from sftkit.config.terminal import print_text
-from sftkit.errors import ConfigError, DataError, RunError
+from sftkit.errors import ConfigError, DataError, RunError, hint
 from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
 from sftkit.rundir.lock import at_work, boot_id, process_start
 from sftkit.rundir.names import ERRORS, METRICS_FILE, STATUS, error_file, error_files, latest_checkpoint, step_dirs

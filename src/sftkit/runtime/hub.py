@@ -13,8 +13,7 @@ from typing import Literal
 from huggingface_hub import constants
 
 from sftkit.config.commands import program_path, similar_paths
-from sftkit.config.keys import hint
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0

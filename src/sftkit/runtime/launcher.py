@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sftkit.config.keys import hint
 from sftkit.config.topology import check_numbers
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import read_text
 from sftkit.runtime.signals import heeded
 

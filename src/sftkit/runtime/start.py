@@ -32,11 +32,10 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broa
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.keys import hint
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, idle_pipeline, take_topology
-from sftkit.errors import ConfigError, RunError, Stopped
+from sftkit.errors import ConfigError, RunError, Stopped, hint
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report

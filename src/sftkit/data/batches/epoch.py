@@ -20,10 +20,9 @@ from typing import Literal
 
 import numpy as np
 
-from sftkit.config.keys import hint
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, PlanSegment, pack
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 
 @dataclass(frozen=True)

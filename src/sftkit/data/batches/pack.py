@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sftkit.config.keys import hint
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.runtime.script import counted
 
 log = logging.getLogger(__name__)

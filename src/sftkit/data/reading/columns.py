@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 
-from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.types import JsonObject
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 SYSTEM = ("system", "system_prompt", "system_message")
 "Columns with the text of the system message."

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
-from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

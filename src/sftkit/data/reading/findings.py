@@ -11,11 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import TypeVar
-
-import yaml
 
 from sftkit.data.types import Finding, Kind
 from sftkit.errors import BadRowsError, DataError
@@ -75,24 +71,6 @@ def log_findings(name: str, findings: Iterable[Finding]) -> None:
     """Log one line for each reason."""
     for one in findings:
         log.warning("%s: %s", name, finding_text(one))
-
-
-def fault(where: str, key: str, /, **words: object) -> DataError:
-    """Return the DataError of a row.
-
-    Args:
-        where: the place of the row, file:line.
-        key: of faults.yaml, which begins with the reason.
-        words: the values that its text names.
-    """
-    return DataError(f"{where}: {faults()[key].format(**words)}", reason=key.partition(" / ")[0])
-
-
-@cache
-def faults() -> dict[str, str]:
-    """Return faults.yaml, which is read only for a bad row."""
-    texts: dict[str, str] = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())
-    return texts
 
 
 @contextmanager

@@ -24,12 +24,11 @@ from typing import Any, TypeVar
 import yaml
 
 from sftkit.config.commands import similar_paths
-from sftkit.config.keys import hint
 from sftkit.config.schema import SourceConfig
 from sftkit.data.demo import builtin
 from sftkit.data.reading import readers
 from sftkit.data.reading.readers import SUFFIXES, RawRow, suffix_of, without_fill
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, hint
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
 

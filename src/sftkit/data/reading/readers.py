@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading.findings import fault
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
 
 

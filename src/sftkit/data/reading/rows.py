@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import turn_to_message
-from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 Raw = JsonObject
 

@@ -23,13 +23,12 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import Message, special_pattern
-from sftkit.data.reading.findings import fault
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens.loss_mask import Thinking
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 NOWHERE = (-1, -1)
 "The place of an answer that is not in a text after the prompt that a server would send for it."

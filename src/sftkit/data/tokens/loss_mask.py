@@ -12,12 +12,11 @@ from typing import Literal
 
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, split_thoughts
-from sftkit.data.reading.findings import fault
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template
 from sftkit.data.types import Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:

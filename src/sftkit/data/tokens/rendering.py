@@ -22,8 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftkit.config.keys import hint
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 MAX_SECONDS = 10.0
 "Seconds of processor time that a rendering may take; the longest records that are read take about one."

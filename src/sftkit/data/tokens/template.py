@@ -17,13 +17,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.config.keys import hint
 from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message, answer_core, function_of
-from sftkit.data.reading.findings import fault
 from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, fault, hint
 
 FIRST_QUESTION = "first question"
 FIRST_ANSWER = "first answer"
