@@ -175,7 +175,8 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
-    topology = Topology(**sizes, sharded=True)
+    replicas, shards, context, tensor = (sizes[name] for name in ("replicas", "shards", "context", "tensor"))
+    topology = Topology(replicas=replicas, shards=shards, context=context, tensor=tensor, sharded=True)
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         made = topology.world_size

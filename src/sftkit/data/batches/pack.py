@@ -226,8 +226,11 @@ def make_layout(
     if data.layout == "dynamic":
         if max_length % plain.pad_multiple:
             below = max_length // plain.pad_multiple * plain.pad_multiple
-            words = {"max_length": max_length, "multiple": plain.pad_multiple, "wanted": below or plain.pad_multiple}
-            raise ConfigError(hint("max_length of dynamic rows", **words))
+            wanted = below or plain.pad_multiple
+            multiple = plain.pad_multiple
+            raise ConfigError(
+                hint("max_length of dynamic rows", max_length=max_length, multiple=multiple, wanted=wanted)
+            )
         # The warm-up has the longest row and one of half its length.
         half = plain.padded(max_length // 2)
         return replace(plain, row_lengths=(half, max_length) if half < max_length else (max_length,))

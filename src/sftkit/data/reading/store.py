@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def load(folder: Path, names: Iterable[str], build: Callable[[dict[str, np.ndarray]], T], *, instead: str) -> T | None:
+def load(folder: Path, names: Iterable[str], build: Callable[[dict[str, Any]], T], *, instead: str) -> T | None:
     """Return what `build` makes of the arrays of a folder; None if there are none, and with a warning if they are
     damaged. Files whose stamp is not known are compared with their hash, once.
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def data_key(description: Mapping[str, object]) -> str:
 def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> Examples | None:
     """Return the examples in a folder, as store.load."""
 
-    def build(arrays: dict[str, np.ndarray]) -> Examples:
+    def build(arrays: dict[str, Any]) -> Examples:
         meta = json.loads((folder / "meta.json").read_text())
         examples = Examples(
             **arrays,
