@@ -91,7 +91,7 @@ def texts(table: str) -> dict[str, dict[str, str]]:
     Args:
         table: its path in the package.
     """
-    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name(table).read_text())
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).parent.joinpath(table).read_text())
     return found
 
 
