@@ -23,7 +23,7 @@ import psutil
 
 from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
-from sftkit.errors import ConfigError, DataError, RunError, hint
+from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
 from sftkit.rundir.lock import at_work, boot_id, process_start
 from sftkit.rundir.names import ERRORS, METRICS_FILE, STATUS, error_file, error_files, latest_checkpoint, step_dirs
@@ -67,7 +67,11 @@ def describe_error(error: BaseException) -> str:
     """Return the message of an error, with its class where the error is not made for users."""
     text = str(error).strip()
     if is_full_disk(error) and not isinstance(error, ConfigError | DataError | RunError):
-        return hint("full disk", text=text)
+        # Not from a table: no file may be readable now.
+        return (
+            f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take "
+            "a run.dir on another disk, then start again with train.resume=auto"
+        )
     named = isinstance(error, ConfigError | DataError | RunError)
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
