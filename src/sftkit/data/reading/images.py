@@ -19,7 +19,7 @@ from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.runtime.script import first_of, working
 
-PICTURES = "pictures"
+_ARRAY = "pictures"
 "The array in a folder of the cache."
 RESAMPLE = Image.Resampling.BILINEAR
 ImageSize = tuple[int, int, int]
@@ -51,11 +51,11 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
         free = shutil.disk_usage(temporary).free
         if needed > free:
             raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
-        file = temporary / f"{PICTURES}.npy"
+        file = temporary / f"{_ARRAY}.npy"
         _read(np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape), different, size)
 
     def stored(instead: str = "") -> np.ndarray | None:
-        return store.load(folder, [PICTURES], lambda arrays: arrays[PICTURES], instead=instead)
+        return store.load(folder, [_ARRAY], lambda arrays: arrays[_ARRAY], instead=instead)
 
     array = stored("reading the pictures again")
     if array is None:
