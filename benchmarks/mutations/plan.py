@@ -195,7 +195,7 @@ MUTATIONS = [
       "if understood(name, row.get(name)) and _cell(row[name]) is False:", "if False:", "data/test_columns.py"),
     M("data/reading/columns.py", "unused columns are not counted",
       "return tuple(f\"column {_shown(name)}\" for name in lost)", "return ()", "data/test_columns.py"),
-    M("data/tokens/context.py", "tools that a template leaves out are no matter",
+    M("data/tokens/template.py", "tools that a template leaves out are no matter",
       "lost = sorted({place for mark, place in marks.items() if mark not in marked}, key=lambda place: place[1])",
       "lost: list[tuple[str, int]] = []", "data/test_context.py"),
     M("data/reading/rows.py", "an answer of choices is an index first",

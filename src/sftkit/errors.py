@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import yaml
 
 
 class ConfigError(Exception):
@@ -75,3 +79,39 @@ class Stopped(Exception):
 
 class RecompileError(ConfigError):
     """Something in a training step would have been compiled after the warm-up, or broke a graph in it."""
+
+
+# ---- texts of more than a line ---------------------------------------------------------------------------------------
+
+
+@cache
+def texts(table: str) -> dict[str, dict[str, str]]:
+    """Return a YAML file of texts, which is read only where something is wrong.
+
+    Args:
+        table: its path in the package.
+    """
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).parent.joinpath(table).read_text())
+    return found
+
+
+def hint(name: str, /, **words: object) -> str:
+    """Return the text of a problem of settings, of a launch or of a run directory.
+
+    Args:
+        name: in the table `problems` of config/hints.yaml.
+        words: the values that the text names.
+    """
+    return texts("config/hints.yaml")["problems"][name].format(**words)
+
+
+def fault(where: str, key: str, /, **words: object) -> DataError:
+    """Return the DataError of a row.
+
+    Args:
+        where: the place of the row, file:line.
+        key: of data/reading/faults.yaml, which begins with the reason.
+        words: the values that its text names.
+    """
+    text = texts("data/reading/faults.yaml")["rows"][key].format(**words)
+    return DataError(f"{where}: {text}", reason=key.partition(" / ")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from string import Formatter
 
 import pytest
 import yaml
@@ -196,9 +198,26 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
         assert "Known here: name, lr, betas, " in problem
 
 
+def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():
+    used = {}
+    for path in Path(keys.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hint":
+                used[node.args[0].value] = {word.arg for word in node.keywords}
+    texts = keys.hints()["problems"]
+    assert used.keys() == texts.keys()
+    for name, text in texts.items():
+        named = {value for _, value, _, _ in Formatter().parse(text) if value}
+        # None: **words, whose names only the call itself knows
+        assert used[name] == named or None in used[name], name
+
+
 def test_names_of_other_trainers_mean_settings_that_exist():
-    assert {key for ours in keys.OWN_NAMES.values() for key in ours} <= {*key_table(), *section_classes()}
-    assert set(keys.REMARKS) <= set(key_table())
+    assert {key for ours in keys.hints()["other_names"] for key in ours.split(", ")} <= {
+        *key_table(),
+        *section_classes(),
+    }
+    assert keys.hints()["takes"].keys() <= key_table().keys()
 
 
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
@@ -328,7 +347,7 @@ def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
 def test_a_removed_setting_says_what_to_do_instead(recipe: Path, word: str, instead: str) -> None:
     (problem,) = problems(recipe, word)
     assert instead in problem
-    assert keys._REMOVED.keys().isdisjoint(key_table())
+    assert keys.hints()["removed"].keys().isdisjoint(key_table())
 
 
 def test_extends_merges_mappings_and_replaces_lists(write):

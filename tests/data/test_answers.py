@@ -560,8 +560,8 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
-    monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
-    monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
+    monkeypatch.setattr(answers.AnswerLocator, "_after_header", lambda self, text, start: start)
+    monkeypatch.setattr(answers.AnswerLocator, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
     tokenizer = make("qwen3")
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     found = chat.check_prompted_targets(tokenize, tokenizer, chat.ANSWERS)
@@ -691,7 +691,7 @@ def test_what_a_template_cannot_do_with_a_record_is_a_refusal(make_tokenizer) ->
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + (m.name or '') + '<|im_end|>\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    with pytest.raises(DataError, match="the chat template refuses this conversation: TypeError"):
+    with pytest.raises(DataError, match="the chat template rejects this conversation: TypeError"):
         documents(tokenizer, [{**U, "name": 5}, PLAIN])
 
 

@@ -142,13 +142,13 @@ def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_pa
     os.utime(picture_file, ns=times)
     again()
     assert seen == names
-    for file in (tmp_path / "cache").glob("images-*.npy"):
+    for file in (tmp_path / "cache").glob("images-*/pictures.npy"):
         content = bytearray(file.read_bytes())
         content[-5] ^= 1
         file.write_bytes(content)
     assert np.array_equal(again()[1], first[1])
     assert seen == names
-    for file in (tmp_path / "cache").glob("images-*.npy"):
+    for file in (tmp_path / "cache").glob("images-*/pictures.npy"):
         file.write_bytes(b"broken")
     assert np.array_equal(again()[1], first[1])
     assert len(seen) == 2

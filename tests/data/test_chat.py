@@ -194,7 +194,7 @@ def test_a_prompt_that_the_template_does_not_continue_is_refused(make_tokenizer)
 
 def test_template_that_refuses(make_tokenizer):
     tokenizer = make_tokenizer("mistral", bos="<s>", eos="</s>")
-    with pytest.raises(DataError, match=r"x:1: the chat template refuses.*must alternate"):
+    with pytest.raises(DataError, match=r"x:1: the chat template rejects.*must alternate"):
         chat.tokenize(Row("x:1", messages=[CONVERSATION[1], *CONVERSATION[1:3]]), tokenizer, max_length=1000)
 
 

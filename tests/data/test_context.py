@@ -10,7 +10,7 @@ import pytest
 from conftest import GOLDEN
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.tokens import chat, context, sources
+from sftkit.data.tokens import chat, sources, template
 from sftkit.data.types import Row
 from sftkit.errors import BadRowsError, ConfigError, DataError
 
@@ -126,8 +126,8 @@ def test_the_text_of_an_earlier_answer_that_the_template_leaves_out_is_counted(m
     row = Row("x:1", messages=[*[ASK, HELLO] * 2, ASK, {**HELLO, "content": "Bye."}])
     found = chat.tokenize(row, make("chatml", source), max_length=1000)
     assert len(found.examples) == 2  # the first two answers are one document
-    assert list(found.odd) == [context.DROPPED_ANSWER]
-    assert "messages[1]" in found.odd[context.DROPPED_ANSWER]
+    assert list(found.odd) == [template.DROPPED_ANSWER]
+    assert "messages[1]" in found.odd[template.DROPPED_ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_a_message_whose_words_are_said_twice_is_missed_though_such_turns_are_kn
 
 def test_conversations_of_a_known_shape_are_not_rendered_once_more(make, monkeypatch) -> None:
     tokenizer, rendered = make("chatml"), []
-    plain = context._marked
-    monkeypatch.setattr(context, "_marked", lambda *args: rendered.append(1) or plain(*args))
+    plain = template._marked
+    monkeypatch.setattr(template, "_marked", lambda *args: rendered.append(1) or plain(*args))
     for turns in (5, 6, 7, 50):
         text_of(tokenizer, [SYSTEM, *[ASK, CALL, RESULT, HELLO] * turns], [TOOL])
     assert len(rendered) == 1

@@ -10,6 +10,7 @@ import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import findings, readers
 from sftkit.data.reading.rows import parse
-from sftkit.data.tokens import chat, loss_mask, sources
+from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, texts
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}
 ANSWER, RESULT = {"role": "assistant", "content": "Rain."}, {"role": "tool", "content": "rain"}
@@ -280,20 +281,19 @@ def reasons_in_code() -> set[str]:
     modules += [f"tokens.{name}" for name in ("answers", "chat", "loss_mask", "template", "text")]
     for name in modules:
         module = importlib.import_module(f"sftkit.data.{name}")
-        tree = ast.parse(Path(module.__file__).read_text())
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("DataError", "wrong_kind")
-            ):
-                given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
-                assert given, f"{name}:{node.lineno}: a DataError without a reason cannot be counted by it"
-                fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one
-                assert type(given[0]) in fixed, f"{name}:{node.lineno}: a reason is the same for all rows"
-                reason = getattr(given[0], fixed[type(given[0])])
-                found.add(getattr(module, reason, reason))
-    return found - {"reason"}  # the parameter of loss_mask.fault
+        for node in calls_of(Path(module.__file__), "DataError", "wrong_kind"):
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            assert given, f"{name}:{node.lineno}: a DataError without a reason cannot be counted by it"
+            fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one
+            assert type(given[0]) in fixed, f"{name}:{node.lineno}: a reason is the same for all rows"
+            reason = getattr(given[0], fixed[type(given[0])])
+            found.add(getattr(module, reason, reason))
+    return found - {"reason"}  # of template._LEFT_OUT
+
+
+def calls_of(path: Path, *names: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
 
 
 def test_every_reason_is_explained_in_the_docs() -> None:
@@ -304,10 +304,24 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         "not JSON",
         "duplicate JSON key",
         *findings.DROPPED.values(),
-        *loss_mask.FAULTS,
+        *(key.partition(" / ")[0] for key in texts("data/reading/faults.yaml")["rows"]),
     }
     docs = (ROOT / "docs" / "data.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
+
+
+def test_every_text_of_a_fault_is_used_with_the_values_that_it_names() -> None:
+    used = {}
+    for path in (ROOT / "src" / "sftkit" / "data").rglob("*.py"):
+        for call in calls_of(path, "fault"):
+            assert isinstance(call.args[1], ast.Constant), f"{path}:{call.lineno}"
+            used[call.args[1].value] = {word.arg for word in call.keywords}
+    assert used.keys() == texts("data/reading/faults.yaml")["rows"].keys()
+    for key, text in texts("data/reading/faults.yaml")["rows"].items():
+        named = {name for _, name, _, _ in Formatter().parse(text) if name}
+        # None: **words, whose names only the call itself knows
+        assert used[key] - {None} <= named, key
+        assert None in used[key] or named <= used[key], key
 
 
 def test_oddities_are_of_the_row_as_it_was_read(tokenizer) -> None:

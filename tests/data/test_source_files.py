@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading import folders, readers, rows
+from sftkit.data.reading import origin as folders
 from sftkit.data.reading import origin as hub
+from sftkit.data.reading import readers, rows
 from sftkit.data.reading.origin import find_source
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import read_template

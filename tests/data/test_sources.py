@@ -23,7 +23,7 @@ from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import types
-from sftkit.data.reading import origin, rows
+from sftkit.data.reading import origin, rows, store
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.data.types import Examples
@@ -581,7 +581,7 @@ def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, 
     shutil.copytree(folder, tmp_path / "copied")  # as to another machine: its times are others
     for _ in range(2):
         assert sources.load_cached_examples(tmp_path / "copied") is not None
-    assert hashed[1:] == [["ids.npy", "is_target.npy", "offsets.npy", "num_bytes.npy", "source.npy", "meta.json"]]
+    assert hashed[1:] == [["ids.npy", "is_target.npy", "meta.json", "num_bytes.npy", "offsets.npy", "source.npy"]]
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp_path, load):
@@ -590,13 +590,13 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp
     for folder in (mine, theirs, old, new):
         folder.mkdir(parents=True)
         (folder / "ids.npy").write_bytes(b"x" * 100)
-    (mine / sources.WRITING).write_text(socket.gethostname() + "\n")
-    (theirs / sources.WRITING).write_text(socket.gethostname() + "\n")
+    (mine / store.WRITING).write_text(socket.gethostname() + "\n")
+    (theirs / store.WRITING).write_text(socket.gethostname() + "\n")
     (tmp_path / "cache" / ".images.tmp").write_text("x")
     for path in (old, old / "ids.npy", tmp_path / "cache" / ".images.tmp"):
         os.utime(path, (0, 0))
     examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)), cache_dir=str(tmp_path / "other"))
-    with (theirs / sources.WRITING).open() as held:
+    with (theirs / store.WRITING).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         sources.save_cached_examples(target, examples)
     assert {path.name for path in target.parent.iterdir()} == {"key", theirs.name, new.name}

@@ -139,7 +139,7 @@ def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Pa
         assert each["documents_per_sec"]["median"] == pytest.approx(4 / each["step_seconds"]["median"])
         assert each["first_steps_seconds"] > each["first_step_seconds"] > each["warm_up_seconds"]
     assert (tmp_path / "out" / "tokenizer").is_dir(), "trained once for all runs"
-    assert len(list((tmp_path / "cache").glob("images-*.npy"))) == 1
+    assert len(list((tmp_path / "cache").glob("images-*/pictures.npy"))) == 1
 
 
 def test_a_model_with_an_encoder_is_refused_on_made_up_texts() -> None:

@@ -558,7 +558,7 @@ def test_a_gated_model_is_refused_before_it_is_loaded_to_whom_the_hub_does_not_g
     monkeypatch.setenv("HF_TOKEN", "expired")
     assert (
         refused(*of_model("some/one"))
-        == f"model.path: some/one: {stand_in} refuses the token that is set here: {login}"
+        == f"model.path: some/one: {stand_in} rejects the token that is set here: {login}"
     )
     monkeypatch.setenv("HF_TOKEN", "right")
     assert problems(*of_model("some/gated")) == problems(*of_model("some/private")) == []

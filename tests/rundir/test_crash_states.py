@@ -28,6 +28,7 @@ from helpers import cpu_runtime, make_examples
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import ModelConfig, TokenizerTraining
+from sftkit.data.reading import store
 from sftkit.data.tokens import sources as token_cache
 from sftkit.errors import ConfigError
 from sftkit.models import tokenizer as tokenizers
@@ -169,7 +170,7 @@ def recorded_entry(disk: Path) -> Recording:
 
 def content_of(entry: Path) -> dict[str, bytes]:
     """The files of an entry without its hashes, which name inodes and times."""
-    return {name: content for name, content in files_of(entry).items() if name != token_cache.HASHED}
+    return {name: content for name, content in files_of(entry).items() if name != store.HASHED}
 
 
 def check_entry(whole: dict[str, bytes], folder: Path, state: State) -> None:
@@ -193,7 +194,7 @@ def test_a_token_cache_is_right_or_absent(disk: Path, limit: int) -> None:
 
 def test_a_token_cache_that_is_not_flushed_is_found(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(token_cache, "flush_folder", lambda _: None)
+        patch.setattr(store, "flush_folder", lambda _: None)
         recording = recorded_entry(disk)
     assert unrecovered(recording, partial(check_entry, content_of(disk / "cache" / "other")), 8, enough=1)
 

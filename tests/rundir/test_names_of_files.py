@@ -27,7 +27,7 @@ OTHERS = {
         *(f"benchmarks/{name}/README.md" for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "h200_decode")),
     },
     "labs/bench/plan.py": {"recipe.yaml"},  # a temporary file
-    "src/sftkit/data/reading/folders.py": {"README.md", "state.json"},  # of a dataset, not of a run
+    "src/sftkit/data/reading/origin.py": {"README.md", "state.json"},  # of a dataset, not of a run
     "labs/validate/run.py": {"validation.json"},  # of a comparison of runs
 }
 "Files that have a name of the same spelling for something else."

@@ -1,2 +1,2 @@
-"""What a recipe and a command line may say: schema, rules, the way from YAML and key=value to a frozen Config; how
+"""The contents of a recipe and a command line: schema, rules, the way from YAML and key=value to a frozen Config; how
 processes then share the work; and what of any text may reach a terminal. No torch."""

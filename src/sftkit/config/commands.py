@@ -1,4 +1,4 @@
-"""Command lines: which files come with sftkit, how its commands are typed here (in a clone, in a folder that `sftkit
+"""Command lines: the files that come with sftkit, how its commands are typed here (in a clone, in a folder that `sftkit
 init` made, or wherever the package is installed), what a path may have meant, and the parser of all scripts. No
 torch."""
 
@@ -86,7 +86,7 @@ def typed(text: str) -> str:
 
     def here(match: re.Match[str]) -> str:
         words = [word for word, script in SCRIPTS.items() if script == match[2]]
-        # What the user typed wins over the first word of a script: `prepare` and `inspect` start the same one.
+        # The word that the user typed wins over the script's first word: `prepare` and `inspect` start the same script.
         if words and (given is not None or not is_ours(f"scripts/{match[2]}")):
             return f"{program_path('sftkit')} {given if given in words else words[0]}"
         return program_path(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
@@ -148,9 +148,8 @@ def expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         name = path.partition("/")[0]
-        raise ConfigError(
-            f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
-        )
+        problem = f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
+        raise ConfigError(problem)
     return found
 
 

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 from sftkit.config.yaml import KeyPath, Plain, dotted, keys_of
+from sftkit.errors import texts
 
 JsonSchema = dict[str, Any]
 "A JSON schema, as pydantic types it: Any, for its keys have values of many types."
@@ -64,7 +65,7 @@ def optional_sections() -> frozenset[str]:
 @functools.cache
 def _classes() -> dict[str, JsonSchema]:
     """Return class -> its schema, whose descriptions are the docstring and the strings under the fields."""
-    schema = adapter().json_schema()
+    schema = adapter().json_schema(ref_template="{model}")
     return {**schema["$defs"], "Config": schema}
 
 
@@ -89,8 +90,7 @@ def _target(prop: JsonSchema) -> str | None:
     parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
     for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
         if isinstance(part, dict) and "$ref" in part:
-            reference: str = part["$ref"]
-            return reference.rpartition("/")[2]
+            return str(part["$ref"])
     return None
 
 
@@ -99,7 +99,7 @@ def _kind(prop: JsonSchema) -> str:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
         return " | ".join(json.dumps(value).strip('"') for value in prop.get("enum") or [prop["const"]])
-    # pydantic writes `gt` as exclusiveMinimum; an upper bound is told of fractions alone, others have LARGEST.
+    # pydantic writes `gt` as exclusiveMinimum; only fractions show an upper bound, others have LARGEST.
     low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
     if "minimum" in prop and "maximum" in prop and prop["type"] == "number":
         return f"number {prop['minimum']:g} to {prop['maximum']:g}"
@@ -153,92 +153,18 @@ def help_text(description: str, command: str) -> str:
     return "\n".join(lines)
 
 
-_OTHER_NAMES = {
-    "optim.lr": "learning_rate peak_lr max_lr base_lr",
-    "optim, optim.name": "optimizer optimizer_name",
-    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
-    "optim.eps": "adam_epsilon adam_eps epsilon",
-    "optim.max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_norm",
-    "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
-    "optim.warmup_ratio": "warmup warmup_steps num_warmup_steps lr_warmup_steps warmup_iters",
-    "optim.min_lr_ratio": "min_lr min_learning_rate",
-    "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
-    "train.max_steps": "steps num_steps train_steps total_steps max_train_steps num_train_steps max_iters iterations",
-    "train.global_batch_size, train.micro_batch_size": "batch_size train_batch_size",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size "
-    "device_batch_size",
-    "train.global_batch_size": "gradient_accumulation_steps gradient_accumulation grad_accum_steps accumulation_steps "
-    "accumulate_grad_batches",
-    "train.precision": "bf16 fp16 mixed_precision dtype torch_dtype",
-    "train.resume": "resume_from resume_from_checkpoint",
-    "data.max_length": "max_seq_length max_seq_len seq_length seq_len sequence_length sequence_len context_length "
-    "context_len block_size cutoff_len model_max_length",
-    "data.train": "dataset datasets dataset_name dataset_path train_dataset train_data train_file train_files "
-    "data_path",
-    "data.val": "eval_dataset val_dataset validation_dataset val_data validation_data val_file validation_file",
-    "data.layout": "packing packed sample_packing",
-    "data.targets": "train_on_inputs train_on_prompt train_on_input assistant_only_loss completion_only_loss",
-    "data.num_workers": "dataloader_num_workers",
-    "data.num_proc": "dataset_num_proc preprocessing_num_workers",
-    "adapter.rank": "r lora_r lora_rank",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "lora_dropout",
-    "adapter.targets": "target_modules lora_target lora_targets lora_target_modules",
-    "adapter.scaling": "use_rslora",
-    "adapter.method": "use_dora",
-    "adapter": "lora peft peft_config lora_config use_peft",
-    "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model",
-    "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "train.memory": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
-    "attention.backend": "attn_implementation attn flash_attn flash_attention flash_attention_2 use_flash_attention",
-    "compile.enabled": "compile torch_compile compile_model use_compile",
-    "loss.label_smoothing": "label_smoothing_factor",
-    "checkpoint.every": "save_steps save_every save_interval save_freq checkpoint_steps checkpoint_interval ckpt_every",
-    "checkpoint.keep": "save_total_limit max_checkpoints keep_last_n keep_checkpoints",
-    "checkpoint.best": "metric_for_best_model load_best_model_at_end",
-    "eval.every": "eval_steps eval_interval eval_freq evaluation_steps val_every val_interval",
-    "eval.batch_size": "per_device_eval_batch_size",
-    "log.every": "logging_steps logging_every log_steps log_interval log_freq print_every",
-    "log.tracker": "report_to logger",
-    "log.project": "wandb_project",
-    "run.dir": "output_dir out_dir output save_dir run_name experiment_name",
-    "run.seed": "random_seed",
-}
-"Our keys -> the last parts of others' keys."
-REMARKS = {
-    "optim.warmup_ratio": "a share of the steps",
-    "optim.min_lr_ratio": "a share of optim.lr",
-    "train.global_batch_size": "accumulation follows from it and train.micro_batch_size",
-    "train.precision": "bf16 or fp32",
-    "adapter.scaling": "standard or rslora",
-    "adapter.method": "lora or dora",
-    "train.memory": "balanced or low",
-    "data.layout": "packed",
-    "checkpoint.best": "a metric, such as val/loss",
-}
-"What our keys take where it is not what the others' take."
-OWN_NAMES = {name: tuple(ours.split(", ")) for ours, names in _OTHER_NAMES.items() for name in names.split()}
-"Another trainer's name -> our keys."
-_REMOVED = {
-    "checkpoint.pin_every": "put a file named PINNED into a step directory that is to stay, or raise checkpoint.keep",
-    "compile.modules.PATH.dynamic": "compile.dynamic holds for all modules",
-    "compile.modules.PATH.enabled": "name the modules that are to be compiled, and no others",
-    "compile.modules.PATH.fullgraph": "compile.fullgraph holds for all modules",
-    "log.group": "set the environment variable WANDB_RUN_GROUP",
-    "log.notes": "set the environment variable WANDB_NOTES",
-    "log.tags": "set the environment variable WANDB_TAGS, with commas between the tags",
-    "model.gradient_checkpointing": "train.memory=balanced or low recomputes activations, compiled or not",
-}
-"Keys of earlier versions -> what to do instead."
-_SECTIONS = {"save": "checkpoint", "ckpt": "checkpoint", "logging": "log", "evaluation": "eval", "training": "train"}
+def hints() -> dict[str, dict[str, str]]:
+    """Return the tables of hints.yaml."""
+    return texts("config/hints.yaml")
 
 
 def own_names(name: str) -> tuple[str, ...]:
     """Return the keys that another trainer's name means, or that a section and a key joined by _ mean (`log_every`)."""
-    if name in OWN_NAMES:
-        return OWN_NAMES[name]
+    for ours, theirs in hints()["other_names"].items():
+        if name in theirs.split():
+            return tuple(ours.split(", "))
     head, _, tail = name.partition("_")
-    joined = f"{_SECTIONS.get(head, head)}.{tail}"
+    joined = f"{hints()['sections'].get(head, head)}.{tail}"
     return (joined,) if joined in key_table() else ()
 
 
@@ -258,11 +184,12 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
         hint = f' Did you mean "{near[0]}"?' if near else ""
         return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
-    if kind in _WANTED:
-        return f"must be {_WANTED[kind]}{' or null' * null}, not {got}{_in_brackets(error, keys)}", []
-    if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
-    return f"{error['msg']}, got {got}", []
+    wanted = hints()["wanted"].get(kind)
+    if wanted is None:
+        return f"{error['msg']}, got {got}", []
+    if kind.startswith(("greater", "less")):
+        return f"must be {wanted} {next(iter(context.values()))}, not {got}", []
+    return f"must be {wanted}{' or null' * null}, not {got}{_in_brackets(error, keys)}", []
 
 
 def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
@@ -276,28 +203,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     return f': write {keys[-1]}: {listed} in a recipe, "{dotted(keys)}={listed}" on the command line'
 
 
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (quote it)",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of keys",
-    "dataclass_type": "a mapping of keys",
-}
-
-
-_BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "at least",
-    "less_than": "less than",
-    "less_than_equal": "at most",
-}
-
-
 def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
-    """Return what to say of an unknown key, and the keys that were probably meant."""
+    """Return the message about an unknown key, and the keys that were probably meant."""
     name = str(keys[-1])
     parent = row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
@@ -306,10 +213,10 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
-    if instead := _REMOVED.get(row_of(keys)):
+    if instead := hints()["removed"].get(row_of(keys)):
         return f"was removed: {instead}", []
-    # What was meant, best first: what other trainers call it, the same name elsewhere, a name like it here, a name like
-    # it anywhere. An item of a list, or a module, has settings of its own, which no other trainer has.
+    # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
+    # similar name anywhere. No other trainer has the settings of an item of a list or of a module.
     others = own_names(name) if len(keys) <= 2 else ()
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     section = [name] if name in section_classes() else []
@@ -318,7 +225,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     meant = [_indexed(key, keys) for key in others or elsewhere or siblings or section or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
-        takes = f" ({REMARKS[others[0]]})" if len(others) == 1 and others[0] in REMARKS else ""
+        remark = hints()["takes"].get(others[0]) if len(others) == 1 else None
+        takes = f" ({remark})" if remark else ""
         return f"is not a known key. Did you mean {quoted}{takes}?", [keys_of(key) for key in meant]
     return f"is not a known key. Known here: {', '.join(level)}", []
 

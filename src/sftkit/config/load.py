@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` words to a Config, with every problem in one report. No torch, so it is fast."""
+"""Read a recipe file and `key=value` words into a Config, with every problem in one report. No torch, so it is fast."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_command_line(
     for note in kept_settings(tree):
         _print(note)
     if "--print-config" in words:
-        # Beside each value where it comes from: a file, the command line or the default.
+        # Next to each value its origin: a file, the command line or the default.
         print_text(to_yaml(cfg, lambda keys: node.origin if (node := tree.find(keys)) else "default"), end="")
         sys.exit(0)
     return cfg
@@ -148,11 +148,11 @@ def _resolve(
     recipe = shipped(expanded(str(recipe)))
     tree = yaml.read_tree(Path(recipe), problems)
     if not tree.value and problems:
-        raise _report(problems)  # no file: what it lacks is no news
-    _refuse_too_many(tree, recipe)
+        raise _report(problems)  # no file: the settings that it lacks are no news
+    _reject_too_many(tree, recipe)
     for word in harmless:
         yaml.apply_override(tree, word, problems)
-        _refuse_too_many(tree, recipe)
+        _reject_too_many(tree, recipe)
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
@@ -182,7 +182,7 @@ def _resolve(
     return cfg, tree
 
 
-def _refuse_too_many(tree: Node, recipe: str) -> None:
+def _reject_too_many(tree: Node, recipe: str) -> None:
     if any(islice(_walk(tree, ()), yaml.MAX_VALUES, None)):
         most = f"more than {yaml.MAX_VALUES:,} values"
         raise ConfigError(f"{recipe}: {most}, with what it extends and the {COMMAND_LINE}")
@@ -256,7 +256,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
     for i, e in enumerate(errors):
         keys = tuple(e["loc"])
         missing = e["type"] in ("missing", "missing_argument")
-        if i >= MAX_PROBLEMS:  # counted; what was meant takes its time to find
+        if i >= MAX_PROBLEMS:  # only counted: finding the key that was meant takes time
             problems.append(dotted(keys))
             continue
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
@@ -265,7 +265,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
         text, meant = explain_error(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
-    # From the end: taking an item out of a list would shift the places of those behind it.
+    # Backwards: removing an item of a list would shift the places of later items.
     for e in sorted(errors, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
         if e["type"] != "unexpected_keyword_argument":

@@ -23,6 +23,7 @@ from sftkit.config.commands import unusable
 from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
+from sftkit.errors import hint
 
 Problem = tuple[str, str]
 "Key, and what is wrong with it."
@@ -73,7 +74,7 @@ def _implementation(get: Get) -> Iterator[Problem]:
 
 def _inductor_only(get: Get) -> Iterator[Problem]:
     backend = get("compile.backend")
-    # With the graph engine they have no effect at all: see _graph.
+    # The graph engine ignores them: see _graph.
     if backend == "inductor" or get("train.engine") == "graph":
         return
     wrong = f"only goes with compile.backend inductor, not {backend}"
@@ -103,7 +104,7 @@ def _engine(get: Get) -> Iterator[Problem]:
         return
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
-    # Refused, not ignored: a setting without effect in the run that others are judged by would be believed.
+    # Rejected, not ignored: other runs are judged by this one, and a setting without effect would be believed.
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
@@ -150,20 +151,12 @@ def _pipeline(get: Get) -> Iterator[Problem]:
                 yield f"train.pipeline_{name}", f"{wrong}: leave it out, or set train.engine=pipeline"
         return
     if get("data.layout") in ("bucketed", "dynamic"):
-        yield (
-            "train.engine",
-            "pipeline sends hidden states of one shape from stage to stage, and rows of data.layout "
-            f"{get('data.layout')} have several: take packed or fixed",
-        )
+        yield "train.engine", hint("rows of several lengths in a pipeline", layout=get("data.layout"))
     if get("train.fp8") is not None:
         problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
         yield "train.fp8", problem
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
-        yield (
-            "train.engine",
-            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take "
-            "compile.mode default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
-        )
+        yield "train.engine", hint("CUDA graphs in a pipeline")
 
 
 def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -178,19 +171,12 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved" and not _in_rounds(count, stages):
-        yield (
-            "train.micro_batch_size",
-            f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: "
-            f"up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, rounded down, as "
-            f"multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
-        )
+        advice = _of_rounds(topology, rows, micro_batch_size)
+        most = 2 * stages - 1
+        yield "train.micro_batch_size", hint("uneven rounds", made=made, stages=stages, most=most, advice=advice)
     elif schedule != "interleaved" and count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
-        yield (
-            "train.micro_batch_size",
-            f"{made}, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b needs {stages} or more: set "
-            f"{smaller}a larger train.global_batch_size",
-        )
+        yield "train.micro_batch_size", hint("too few micro-batches", made=made, stages=stages, smaller=smaller)
 
 
 def _micro_batches(rows: int, micro_batch_size: int) -> int:
@@ -210,7 +196,7 @@ def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
         *itertools.islice(filter(fits, range(rows - 1, 0, -1)), 1),
         next(filter(fits, itertools.count(rows + 1))),
     ]
-    # Of the sizes that divide the rows the next smaller one, else the next larger one.
+    # The next smaller size that divides the rows, else the next larger one.
     low = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
     sizes = [n for n in (*low, *(rows // n for n in low)) if _in_rounds(rows // n, topology.stages)]
     size = max((n for n in sizes if n < micro_batch_size), default=min(sizes))
@@ -221,7 +207,7 @@ def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
 
 
 def _in_rounds(count: int, stages: int) -> bool:
-    """Return whether torch's interleaved schedule divides so many micro-batches into rounds of one size."""
+    """Return whether torch's interleaved schedule divides `count` micro-batches into rounds of one size."""
     return count % max(1, count // stages) == 0
 
 
@@ -229,7 +215,7 @@ def _graph(get: Get) -> Iterator[Problem]:
     passes = get("graph.passes")
     dispatcher = "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
-    # How a recipe is freed of a key of graph that another one may have set.
+    # How to undo a key of graph that a recipe may have inherited.
     resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
         resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
@@ -237,18 +223,10 @@ def _graph(get: Get) -> Iterator[Problem]:
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
-        yield (
-            dispatcher,
-            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
-            "allgather, or leave the pass out",
-        )
+        yield dispatcher, hint("alltoall in CUDA graphs")
     for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
         if name in passes and get("compile.on_recompile") == "eager":
-            yield (
-                "graph.passes",
-                f"{name} does not go with compile.on_recompile=eager, as a rank that runs a micro-batch eagerly would "
-                f"{does} while the others do not: set it to warn or error, or leave the pass out",
-            )
+            yield "graph.passes", hint("collectives of eager micro-batches", name=name, does=does)
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
@@ -269,7 +247,7 @@ PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_size: int) -> int:
-    """Return the number of stages on so many ranks.
+    """Return the number of stages on `pipeline_size` ranks.
 
     Args:
         layers: train.pipeline_layers. Interleaved stages may be more than two a rank where it lists them.
@@ -280,18 +258,15 @@ def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_siz
 def split_problems(
     schedule: str, layers: Sequence[int] | None, pipeline_size: int, model_type: str, num_layers: int | None
 ) -> Iterator[Problem]:
-    """Yield why a pipeline of so many ranks cannot have this model's layers in its stages; at most one problem.
+    """Yield why a pipeline of `pipeline_size` ranks cannot have this model's layers in its stages; at most one problem.
 
     Args:
         schedule, layers: train.pipeline_schedule and train.pipeline_layers.
         num_layers: of the model; None: unknown.
     """
     if model_type not in PIPELINE_MODEL_TYPES:
-        yield (
-            "train.engine",
-            f"train.engine=pipeline: {model_type} cannot be split into stages here, "
-            f"{', '.join(PIPELINE_MODEL_TYPES)} can: take train.engine=blocks with accelerate_configs/fsdp2.yaml",
-        )
+        known = ", ".join(PIPELINE_MODEL_TYPES)
+        yield "train.engine", hint("model without stages", model_type=model_type, known=known)
         return
     stages = stages_of_schedule(schedule, layers, pipeline_size)
     if num_layers is not None and stages > num_layers:
@@ -311,11 +286,8 @@ def split_problems(
         several = f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
         several = several if schedule == "interleaved" else f"{pipeline_size}"
         known = "" if num_layers is None else f"{num_layers} "
-        yield (
-            "train.pipeline_layers",
-            f"train.pipeline_layers={list(layers)}: must be {several} numbers that add up to the {known}layers of the "
-            "model, or null, which measures them",
-        )
+        given = list(layers)
+        yield "train.pipeline_layers", hint("layers of stages", given=given, several=several, known=known)
 
 
 def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
@@ -324,38 +296,24 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
     # which DDP exchanges its own do not run inside a captured graph.
     if topology.world_size > 1 and not topology.sharded:
         shards = "cpu_fsdp2.yaml" if topology.on_cpu else "fsdp2.yaml or hsdp.yaml"
-        yield (
-            "train.engine",
-            f"train.engine=graph shards weights over its {topology.world_size} processes, and {topology.describe()} "
-            f"keeps them whole: start it with accelerate_configs/{shards}",
-        )
+        words = {"size": topology.world_size, "topology": topology.describe(), "shards": shards}
+        yield "train.engine", hint("graph without shards", **words)
     # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
-        yield (
-            "train.engine",
-            f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
-            "train.engine=blocks",
-        )
+        yield "train.engine", hint("graph with context parallelism", topology=topology.describe())
 
 
 def no_experts(model_type: str) -> Iterator[Problem]:
     """Yield what is wrong with graph.token_dispatcher=alltoall for an architecture without experts."""
-    yield (
-        "graph.token_dispatcher",
-        f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out",
-    )
+    problem = f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out"
+    yield "graph.token_dispatcher", problem
 
 
 def unshared_experts(topology: Topology) -> Iterator[Problem]:
     """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
     if topology.tensor == 1:
         file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
-        yield (
-            "graph.token_dispatcher",
-            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
-            f"each has all ({topology.describe()}): start it with accelerate_configs/{file} and a "
-            "parallelism_config_tp_size above 1, or leave it out",
-        )
+        yield "graph.token_dispatcher", hint("alltoall without shared experts", topology=topology.describe(), file=file)
 
 
 def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterator[Problem]:
@@ -367,21 +325,15 @@ def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterat
         device: its type, such as cpu.
     """
     if "cuda_graphs" in passes:
-        yield (
-            "graph.passes",
-            f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here",
-        )
+        problem = f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here"
+        yield "graph.passes", problem
     if "full_inductor" in passes and attention == "flex":
-        yield (
-            "graph.passes",
-            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device}: set "
-            "attention.backend=reference, or take regional_inductor, which leaves it as it is",
-        )
+        yield "graph.passes", hint("full_inductor with flex", device=device)
 
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 STEP_PATH = re.compile(r"/|\\|^step-")
-"What looks like the path of a step directory."
+"A text that looks like the path of a step directory."
 
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
@@ -432,8 +384,8 @@ def _chat_template(get: Get) -> Iterator[Problem]:
     template = get("model.chat_template")
     if template is None or template in CHAT_TEMPLATES or re.search(r"[./\\]", template) or Path(template).exists():
         return
-    hint = f'; did you mean "{near[0]}"?' if (near := difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)) else ""
-    yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{hint}'
+    meant = f'; did you mean "{near[0]}"?' if (near := difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)) else ""
+    yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{meant}'
 
 
 def _checkpoints(get: Get) -> Iterator[Problem]:
@@ -517,11 +469,7 @@ def _dynamic(get: Get) -> Iterator[Problem]:
 
 def _attention(get: Get) -> Iterator[Problem]:
     if get("attention.backend") == "sdpa" and get("data.layout") == "packed":
-        yield (
-            "attention.backend",
-            "sdpa keeps no documents apart, and packed rows hold several documents: take another backend, or layout "
-            "bucketed, fixed or dynamic",
-        )
+        yield "attention.backend", hint("sdpa in packed rows")
 
 
 def _precision(get: Get) -> Iterator[Problem]:
@@ -569,21 +517,14 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
             yield "eval.tasks", f'"{task}" is named twice'
         if backend != "lm_eval" and task not in EVAL_TASKS:
             near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
-            hint = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
-            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{hint}'
+            meant = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{meant}'
     code = [task for task in tasks if task in CODE]
     if code and backend == "lm_eval":
-        yield (
-            "eval.tasks",
-            f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit",
-        )
+        problem = f"{code[0]} runs code that the model writes, which lm_eval does without a sandbox: use backend sftkit"
+        yield "eval.tasks", problem
     elif code and not allow_code_execution:
-        yield (
-            "eval.allow_code_execution",
-            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a "
-            "process of its own without network, in an empty folder, with limits on time, memory and processes "
-            "(docs/evaluation.md)",
-        )
+        yield "eval.allow_code_execution", hint("tasks that run code", task=code[0])
 
 
 def _names(get: Get) -> Iterator[Problem]:

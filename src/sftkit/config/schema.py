@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass that refuses keys it does not know, and whose help is the strings under its fields."""
+    """Make a frozen dataclass that rejects unknown keys, and whose help is the strings under its fields."""
     # pydantic reads it from a dataclass, whose type has no such attribute
     cls.__pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
@@ -281,7 +281,7 @@ class NumericsConfig:
 
 
 FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
-"Of compile.debug: what is not written in full for a graph that comes from a cache."
+"Logs of compile.debug that are incomplete for a graph from a cache."
 
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

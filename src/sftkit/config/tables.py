@@ -1,8 +1,8 @@
-"""What a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph engine,
-optimizers, stages of training. Where the code of each is, what it needs, what it excludes.
+"""The things that a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph
+engine, optimizers, stages of training; where the code of each is, what it needs, what it excludes.
 
-A pass is a function in graph/passes/ and its entry in PASSES. An optimizer is a file in optim/ whose `build` returns an
-optim.protocol.Optimizer, and its entry in OPTIMIZERS.
+A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer is a file in optim/ whose `build`
+returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ TASKS = (
 )
 "Published tasks, in the order in which messages list them."
 EVAL_TASKS = ("families", *TASKS)
-"What eval.tasks takes with backend sftkit; families: the held-out built-in ones."
+"Values of eval.tasks with backend sftkit; families: the held-out built-in tasks."
 CODE = ("humaneval", "mbpp")
 "Tasks that run what the model writes."
 WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
@@ -46,12 +47,10 @@ METRICS_IN_CHAT = {task: ("acc",) for task, metrics in TASK_METRICS.items() if "
 
 
 STAGES = ("joint", "fork", "split", "regions", "codegen", "replay")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: what makes several
-graphs of a half, for micro-batches at different places of a step; split: a pass over each half; regions: what puts
-compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an operator after the
-other; replay: what is called in place of that code."""
-
-
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: makes several graphs
+of a half, for micro-batches at different places of a step; split: a pass over each half; regions: puts compiled code in
+the place of parts of a half; codegen: generates code for a half, instead of calling one operator after the other;
+replay: what is called instead of that code."""
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
 "Passes that choose which activations are kept."
 
@@ -67,102 +66,69 @@ class Pass:
     "module:function, of the signature of its stage (graph/passes/apply.py)"
     summary: str
     "for --help"
-    requires: tuple[str, ...] = ()
-    "passes that must come before it"
     conflicts: tuple[str, ...] = ()
-    "passes that it does not go with"
+    "passes that exclude it"
 
 
+_SUMMARIES = {
+    "joint": {
+        "reshard_after_forward": "weights are gathered again in the backward pass and not kept for it",
+        "full_checkpointing": "of a decoder block what goes in is kept for the backward pass, the rest is computed "
+        "again",
+        "selective_checkpointing": "the outputs of its matrix products and attention are kept, too",
+    },
+    "fork": {
+        "gather_once": "the first micro-batch of a step gathers the weights for all of them",
+        "reduce_once": "gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
+    },
+    "split": {
+        "prefetching": "the weights of a decoder block are gathered while the block before it computes, one by one",
+        "auto_bucketing": "collectives are merged and moved to where an estimate of times hides them behind compute",
+        "block_bucketing": "those of a decoder block are merged, and gathered while the block before it computes",
+    },
+    "regions": {
+        "regional_inductor": "runs of a decoder block's operators between collectives are compiled by Inductor, "
+        "FlexAttention among them",
+    },
+    "codegen": {
+        "full_inductor": "both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
+        "train.memory says",
+    },
+    "replay": {"cuda_graphs": "both halves are recorded as CUDA graphs and replayed; on a GPU"},
+}
+"Stage -> its passes, with the text of each for --help."
+_CODE = {
+    "gather_once": "gather_once:fork",
+    "reduce_once": "reduce_once:fork_backward",
+    "cuda_graphs": "apply:Recorder",
+    **{name: f"order:{name}" for name in _SUMMARIES["split"]},
+}
+"Pass -> its module and function in graph/passes/; the others are functions of their own name in regions."
+_CONFLICTS = (
+    {"gather_once", "reshard_after_forward"},
+    {"full_checkpointing", "selective_checkpointing"},
+    *({"cuda_graphs", name} for name in _SUMMARIES["fork"]),
+    *map(set, combinations(_SUMMARIES["split"], 2)),
+    *({"full_inductor", name} for name in ("prefetching", "regional_inductor")),
+)
+"Pairs of passes that exclude each other."
 PASSES = {
-    spec.name: spec
-    for spec in (
-        Pass(
-            name="reshard_after_forward",
-            stage="joint",
-            fn="sftkit.graph.passes.regions:reshard_after_forward",
-            summary="weights are gathered again in the backward pass and not kept for it",
-            conflicts=("gather_once",),
-        ),
-        Pass(
-            name="full_checkpointing",
-            stage="joint",
-            fn="sftkit.graph.passes.regions:full_checkpointing",
-            summary="of a decoder block what goes in is kept for the backward pass, the rest is computed again",
-            conflicts=("selective_checkpointing",),
-        ),
-        Pass(
-            name="selective_checkpointing",
-            stage="joint",
-            fn="sftkit.graph.passes.regions:selective_checkpointing",
-            summary="the outputs of its matrix products and attention are kept, too",
-            conflicts=("full_checkpointing",),
-        ),
-        Pass(
-            name="gather_once",
-            stage="fork",
-            fn="sftkit.graph.passes.gather_once:fork",
-            summary="the first micro-batch of a step gathers the weights for all of them",
-            conflicts=("reshard_after_forward", "cuda_graphs"),
-        ),
-        Pass(
-            name="reduce_once",
-            stage="fork",
-            fn="sftkit.graph.passes.reduce_once:fork_backward",
-            summary="gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
-            conflicts=("cuda_graphs",),
-        ),
-        Pass(
-            name="prefetching",
-            stage="split",
-            fn="sftkit.graph.passes.order:prefetching",
-            summary="the weights of a decoder block are gathered while the block before it computes, one by one",
-            conflicts=("auto_bucketing", "block_bucketing", "full_inductor"),
-        ),
-        Pass(
-            name="auto_bucketing",
-            stage="split",
-            fn="sftkit.graph.passes.order:auto_bucketing",
-            summary="collectives are merged and moved to where an estimate of times hides them behind compute",
-            conflicts=("prefetching", "block_bucketing"),
-        ),
-        Pass(
-            name="block_bucketing",
-            stage="split",
-            fn="sftkit.graph.passes.order:block_bucketing",
-            summary="those of a decoder block are merged, and gathered while the block before it computes",
-            conflicts=("prefetching", "auto_bucketing"),
-        ),
-        Pass(
-            name="regional_inductor",
-            stage="regions",
-            fn="sftkit.graph.passes.regions:regional_inductor",
-            summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention "
-            "among them",
-            conflicts=("full_inductor",),
-        ),
-        Pass(
-            name="full_inductor",
-            stage="codegen",
-            fn="sftkit.graph.passes.regions:full_inductor",
-            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
-            "train.memory says",
-            conflicts=("prefetching", "regional_inductor"),
-        ),
-        Pass(
-            name="cuda_graphs",
-            stage="replay",
-            fn="sftkit.graph.passes.apply:Recorder",
-            summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
-            conflicts=("gather_once", "reduce_once"),
-        ),
+    name: Pass(
+        name=name,
+        stage=stage,
+        fn=f"sftkit.graph.passes.{_CODE.get(name, f'regions:{name}')}",
+        summary=summary,
+        conflicts=tuple(other for pair in _CONFLICTS if name in pair for other in pair - {name}),
     )
+    for stage, summaries in _SUMMARIES.items()
+    for name, summary in summaries.items()
 }
 "Every pass, in the order of --help."
 
 
 def problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with a list of passes: an unknown name, one named twice, a wrong order, a missing
-    requirement, two that do not go together."""
+    """Yield what is wrong with a list of passes: an unknown name, one named twice, a wrong order, two that exclude each
+    other."""
     for name in dict.fromkeys(names):
         if name not in PASSES:
             hint = f'. Did you mean "{near[0]}"?' if (near := difflib.get_close_matches(name, PASSES, n=1)) else ""
@@ -172,10 +138,8 @@ def problems(names: Sequence[str]) -> Iterator[str]:
     # Order and conflicts are judged of the names that are known: each unknown one has its problem above.
     known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
     for at, spec in enumerate(known):
-        before = [other.name for other in known[:at]]
-        yield from (f"{spec.name} needs {other} before it" for other in spec.requires if other not in before)
-        clashes = [other for other in spec.conflicts if other in before]
-        yield from (f"{spec.name} does not go with {other}: leave one out" for other in clashes)
+        for other in (earlier.name for earlier in known[:at] if earlier.name in spec.conflicts):
+            yield f"{spec.name} does not go with {other}: leave one out"
     in_order = sorted(known, key=lambda spec: STAGES.index(spec.stage))
     conflicts = {other for spec in known for other in spec.conflicts}
     if known != in_order and conflicts.isdisjoint(names):  # the list that is named is a possible one
@@ -203,7 +167,7 @@ FALLBACK = "adamw_sr"
 
 
 class Extra(NamedTuple):
-    """A package that an optimizer needs beside those of every installation."""
+    """A package that an optimizer needs and that not every installation has."""
 
     package: str
     name: str
@@ -220,7 +184,7 @@ class OptimizerSpec:
     summary: str
     "for --help"
     state_bytes: Mapping[str, float]
-    "Per parameter of bf16 and of fp32 weights. No fp32: it rounds weights to bf16, so a model in fp32 is refused."
+    "Per parameter of bf16 and of fp32 weights. No fp32: it rounds weights to bf16, so a model in fp32 is rejected."
     elsewhere: str | None = None
     "The optimizer of all parameters that are not matrices of a decoder block; None: it updates all parameters itself."
     saves_memory: bool = False
@@ -231,7 +195,7 @@ class OptimizerSpec:
 
     @property
     def rounds_weights(self) -> bool:
-        """Return whether it rounds weights to bf16; it then refuses a model in fp32."""
+        """Return whether it rounds weights to bf16; it then rejects a model in fp32."""
         return "fp32" not in self.state_bytes
 
     def state_width(self, precision: str, *, block_matrix: bool = True) -> float:

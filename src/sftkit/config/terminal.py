@@ -1,5 +1,5 @@
-"""What may reach a terminal or a file: print text of any origin with characters that could control a terminal or hide
-text escaped, and recognise secrets, which no setting may hold since settings are saved and logged.
+"""Guard terminals and files: print text of any origin, with the characters escaped that could control a terminal or
+hide text, and recognise secrets. No setting may hold a secret, since settings are saved and logged.
 
 Secrets are known by the prefixes that providers document, or by the name before the value. Names, paths and commits in
 paths look like none of them.
@@ -22,8 +22,8 @@ _STEERING = re.compile(
     "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb"  # bidi, zero width, separators
     "\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # letters without a shape
     "\ud800-\udfff\U000e0000-\U000e0fff]"  # halves of a character, which cannot be written; tags
-    # What scripts and emoji need, where neither can be: joiners behind an ASCII character, choices of a shape behind
-    # one that begins no keycap, or behind another
+    # Characters that scripts and emoji need, where neither can be: joiners after an ASCII character, choices of a shape
+    # after a character that begins no keycap, or after another choice
     "|(?<![^\x00-\x7f])[\u034f\u180b-\u180d\u180f\u200c\u200d]|(?<![^\x00-\x22\x24-\x29\x2b-\x2f\x3a-\x7f\ufe00-\ufe0f])[\ufe00-\ufe0f]"
 )
 
@@ -47,7 +47,7 @@ def print_text(text: str, end: str = "\n", level: Level | None = None, *, error:
         text = writable(text, stream.encoding)
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")  # no-color.org
         if level is not None and not plain and stream.isatty():
-            # Line by line: a colour that goes on over a line break would stay if the output is cut there.
+            # Line by line: a colour that continues over a line break would stay if the output is cut there.
             text = re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
         print(text, file=stream, flush=True, end=end)
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ SECRET = (
 _SECRETS = tuple(
     (kind, re.compile(pattern.replace("START", r"(?<![A-Za-z0-9])")))  # not \b: an underscore joins names to tokens
     for kind, pattern in (
-        # Those whose length no word has are found behind a letter too.
+        # Tokens that are longer than any word are found after a letter too.
         ("a Hugging Face token", r"START(?:hf|api_org)_[A-Za-z0-9]{20,}|(?:hf|api_org)_[A-Za-z0-9]{30,}"),
         ("a Hugging Face token", r"STARThf_(?:oauth|jwt)_(?=[\w.-]*[A-Z0-9])[\w.-]{20,}"),
         ("a GitHub token", r"STARTgh[opusr]_[A-Za-z0-9]{20,}|gh[opusr]_[A-Za-z0-9]{30,}|STARTgithub_pat_\w{20,}"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
@@ -124,10 +124,7 @@ def check_numbers(environ: Mapping[str, str]) -> None:
         if rank in found and found[rank] > found.get(size, 10**6) - (rank != "LOCAL_WORLD_SIZE"):
             problems.append(f"{rank}={found[rank]} does not fit {size}={found[size]}")
     if problems:
-        raise ConfigError(
-            f"the environment of this process: {'; '.join(problems)}. A launcher sets these (make, sftkit, python -m "
-            "sftkit.launch, torchrun, accelerate launch): unset them for one process alone"
-        )
+        raise ConfigError(hint("wrong environment", problems="; ".join(problems)))
 
 
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
@@ -137,7 +134,7 @@ def take_topology(environ: MutableMapping[str, str], world_size: int, stages: in
     Args:
         stages: of a pipeline, which is the recipe's; None: as many as there are processes.
 
-    Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, refuse tensor parallelism, and
+    Sharding is done here with torch, not by Accelerate: it would leave FSDP2 out on CPU, reject tensor parallelism, and
     shard after a compile of its own. Without these variables it only starts the process group.
 
     Raises:
@@ -157,10 +154,8 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
     """
     stages = world_size if stages is None else stages
     if world_size % stages:
-        raise ConfigError(
-            f"train.pipeline_stages={stages} does not divide the {world_size} process{'es' * (world_size > 1)} of this "
-            f"launch: change it, or start a multiple of {stages} (--num_processes)"
-        )
+        processes = f"{world_size} process{'es' * (world_size > 1)}"
+        raise ConfigError(hint("stages that do not divide", stages=stages, processes=processes))
     on_cpu = environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "t", "on")  # as Accelerate
     return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages, on_cpu=on_cpu)
 
@@ -170,16 +165,13 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
-    # Before any size: what is refused here has no effect however large the mesh is.
-    _refuse(environ)
+    # Before any size: these settings have no effect however large the mesh is.
+    _reject_ignored(environ)
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
-    if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first, as no number of processes would mend it
-        raise ConfigError(
-            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them "
-            "to 1, or take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
-        )
+    if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first: no number of processes would fix it
+        raise ConfigError(hint("mesh in a stage"))
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
@@ -187,16 +179,10 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     topology = Topology(replicas=replicas, shards=shards, context=context, tensor=tensor, sharded=True)
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
-        raise ConfigError(
-            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (for "
-            "each stage, in a pipeline: train.pipeline_stages): change the sizes in the accelerate config, or "
-            "--num_processes (dp_shard_size -1 takes what the others leave)"
-        )
+        made = topology.world_size
+        raise ConfigError(hint("sizes of another number", named=named, made=made, started=world_size))
     if topology.context > 1 and topology.tensor > 1:
-        raise ConfigError(
-            f"parallelism_config: cp_size {topology.context} and tp_size {topology.tensor} together are not supported: "
-            "set one of them to 1"
-        )
+        raise ConfigError(hint("context and tensor", context=topology.context, tensor=topology.tensor))
     return topology
 
 
@@ -213,14 +199,12 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     try:
         config = yaml.safe_load(config_file.read_text())
         sections = [config.get(name) or {} for name in ("fsdp_config", "parallelism_config")]
-        # As accelerate launch passes the file on: FSDP_*, PARALLELISM_CONFIG_*.
+        # accelerate launch passes the file on in such variables: FSDP_*, PARALLELISM_CONFIG_*.
         environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{config_file}: no accelerate config that can be read ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}): take one of accelerate_configs"
-        ) from None
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(hint("no accelerate config", file=config_file, error=words)) from None
     environ["ACCELERATE_USE_CPU"] = str(bool(config.get("use_cpu")))
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
@@ -228,18 +212,15 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
 
 
 def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
-    """Return a warning of the config for pipelines where a run is none; None: there is nothing to say.
+    """Return a warning if a run that is no pipeline uses the config for pipelines; else None.
 
     Args:
         engine: train.engine.
     """
-    # By its name: the recipe alone makes stages of processes, so the file has nothing in it that ddp.yaml has not.
+    # The name decides: only the recipe makes stages of processes, so the file's content is that of ddp.yaml.
     if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
         return None
-    return (
-        f"warning: pp.yaml makes no pipeline with train.engine={engine}: this run is {topology.describe()}, and each "
-        "process holds the whole model. To spread the layers over them add train.engine=pipeline"
-    )
+    return hint("idle pipeline", engine=engine, topology=topology.describe())
 
 
 def machines_of(config_file: Path) -> int:
@@ -247,11 +228,10 @@ def machines_of(config_file: Path) -> int:
     return int(yaml.safe_load(config_file.read_text()).get("num_machines") or 1)
 
 
-def _refuse(environ: Mapping[str, str]) -> None:
-    """Refuse settings of an accelerate config that would silently have no effect."""
+def _reject_ignored(environ: Mapping[str, str]) -> None:
+    """Reject settings of an accelerate config that would silently have no effect."""
     instead = {
-        "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or "
-        "train.memory",
+        "FSDP_OFFLOAD_PARAMS": hint("offloading"),
         "FSDP_ACTIVATION_CHECKPOINTING": "set train.memory in the recipe",
     }
     if environ.get("FSDP_VERSION", "1") != "2":
@@ -273,7 +253,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
     """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
 
     Args:
-        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
+        layer, head, embedding: cost of a layer, and further costs of the last and the first stage.
     """
     # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
     costs = [layer] * (stages - 1) + [layer + head]
@@ -287,7 +267,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
 
 
 def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
-    """Return whether a pipeline of so many ranks can have so many stages: one a rank, interleaved two or more."""
+    """Return whether a pipeline can have this number of stages: one per rank, interleaved two or more."""
     if schedule != "interleaved":
         return stages == pipeline_size
     return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
@@ -302,11 +282,11 @@ class StageTimes:
 
     @property
     def both(self) -> float:
-        """Return what the two take together."""
+        """Return the sum of the two."""
         return self.forward + self.backward
 
     def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
-        """Return what this and so many of another take; below 0 is noise."""
+        """Return the sum of this and `times` the other; below 0 is noise."""
         forward = self.forward + times * other.forward
         backward = self.backward + times * other.backward
         return StageTimes(max(forward, 0.0), max(backward, 0.0))
@@ -314,14 +294,14 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """What the parts of a model take for a micro-batch; the head with its loss."""
+    """Times of the parts of a model for a micro-batch; the head with its loss."""
 
     layer: StageTimes
     head: StageTimes
     embedding: StageTimes = StageTimes()
 
     def of_stages(self, layers: Sequence[int]) -> list[StageTimes]:
-        """Return what each of these stages takes."""
+        """Return the times of each of these stages."""
         first, *between = [StageTimes().plus(self.layer, count) for count in layers]
         *between, last = [first.plus(self.embedding), *between]
         return [*between, last.plus(self.head)]
@@ -357,8 +337,8 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
         return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    # Of a long step the first rounds, of as many micro-batches as ranks, are followed. A pipeline that is full takes as
-    # long for a micro-batch as its slowest rank.
+    # Only the first rounds of a long step are followed, each with as many micro-batches as ranks. A full pipeline takes
+    # as long for a micro-batch as its slowest rank.
     longest = max(MOST_PASSES // (2 * len(times)), 2 * step.pipeline_size)
     left_out = max(0, -((longest - step.micro_batches) // step.pipeline_size)) * step.pipeline_size
     followed = _followed(replace(step, micro_batches=step.micro_batches - left_out), tuple(times))
@@ -390,7 +370,7 @@ def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
 
 
 class StagePass(NamedTuple):
-    """What a rank does at a time: the forward or the backward pass of a stage for a micro-batch."""
+    """A unit of a rank's work: the forward or the backward pass of a stage for a micro-batch."""
 
     stage: int
     micro_batch: int
@@ -430,7 +410,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
         step: with any split of the layers.
     """
     stages = len(step.layers)
-    # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
+    # The best split for gpipe lies between the evenest split of the forward passes and that of the backward passes.
     proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
 
     def split(proportion: float) -> tuple[int, ...]:
@@ -445,7 +425,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
 
 
 def times_on_paper(layer: float, head: float) -> PartTimes:
-    """Return what parts take in proportion to the parameters that a token passes: a backward pass twice as much as a
+    """Return the times of parts in proportion to the parameters that a token passes: a backward pass twice as much as a
     forward pass. The head's gradients are computed with its loss, in the forward pass.
 
     Args:

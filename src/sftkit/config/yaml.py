@@ -1,4 +1,4 @@
-"""Recipe files as trees of values that know where they came from: YAML 1.2 scalars within the limits of a recipe,
+"""Recipe files as trees of values with their origins: YAML 1.2 scalars within the limits of a recipe,
 `extends`, overrides of the command line, output. No torch."""
 
 from __future__ import annotations
@@ -100,37 +100,13 @@ MAX_FILES = 16
 "The most files that extend one another."
 
 
-class _TooMuch(Exception):
-    """More than a recipe may hold; the message says of what."""
-
-
-def check_size(values: int, levels: int) -> None:
-    """Raise _TooMuch for more values or levels than a recipe may hold."""
-    if values > 2 * MAX_VALUES:  # keys are values too while they are read
-        raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases written out")
-    if levels > MAX_LEVELS:
-        raise _TooMuch(f"nested more than {MAX_LEVELS} levels deep")
+_TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text. And only so many."""
+    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._composed = self._level = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node, within the limits on values and levels. An alias counts as one here; `_Conversion` counts
-        what it stands for."""
-        # While PyYAML composes, not after: a text of some KiB can stand for more nodes than memory holds.
-        self._composed += 1
-        self._level += 1
-        check_size(self._composed, self._level)
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        return node
 
 
 for _tag, _pattern, _first in (
@@ -143,10 +119,14 @@ for _tag, _pattern, _first in (
 
 
 def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
-    """Parse YAML text to a tree. What is wrong with the text is appended to `problems`, as of the setting `name` where
-    it is the value of one."""
+    """Parse YAML text to a tree, and append to `problems` what is wrong with the text.
+
+    Args:
+        name: the setting whose value the text is; empty: it is a file.
+    """
     place = f"{origin}: {name}" if name else origin
     try:
+        # An alias is one node here, so there are at most as many nodes as characters; `_Conversion` writes aliases out.
         root = yaml.compose(text, Loader=RecipeLoader)
         return Node(None, origin) if root is None else _Conversion(origin, place, problems).convert(root, (), ())
     except yaml.YAMLError as error:
@@ -156,7 +136,13 @@ def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
         problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
     except _TooMuch as error:
         problems.append(f"{place}: {error}")
+    except RecursionError:  # of PyYAML
+        problems.append(f"{place}: {_TOO_DEEP}")
     return Node({}, origin)
+
+
+class _TooMuch(Exception):
+    """A text holds more than a recipe may hold."""
 
 
 class _Conversion:
@@ -171,8 +157,11 @@ class _Conversion:
     def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
         """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
         show a circle of aliases."""
-        self.values += 2
-        check_size(self.values, len(keys))
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases written out")
+        if len(keys) > MAX_LEVELS:
+            raise _TooMuch(_TOO_DEEP)
         if id(node) in parents:
             return self._problem(keys, "an alias that contains itself")
         # The way down, not all nodes seen: the same alias twice is no circle.
@@ -221,12 +210,10 @@ _INVALID = {
 
 
 def _scalar(kind: str, text: str) -> Scalar:
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
+    if kind in ("null", "bool"):
+        return None if kind == "null" else text.lower() == "true"
     if kind == "int":
-        # The digits are counted first: Python refuses to read more than 4,300 of them, with an error of its own.
+        # The digits are counted first: Python rejects more than 4,300 of them with an error of its own.
         if len(text.lstrip("+-0")) > 19 or not -(2**63) <= int(text) < 2**63:
             raise ValueError
         return int(text)
@@ -326,7 +313,7 @@ def _extended(chain: tuple[Path, ...], base: object) -> Path:
     """
     if not isinstance(base, str):
         raise ConfigError("must be the path of one recipe, relative to this file")
-    # Beside the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
+    # Next to the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
     found = shipped(expanded(base))
     path = Path(os.path.normpath(chain[-1].parent / expanded(base)))
     if not os.path.exists(path) and os.path.isfile(found):
@@ -369,49 +356,41 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
 def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     """Set one `key.sub=value` of the command line in the tree; the value is YAML."""
     name, equals, text = word.partition("=")
+    before = len(problems)
     if word.startswith("-"):
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
-        return
-    if len(name) > MAX_KEY_CHARACTERS:
+    elif len(name) > MAX_KEY_CHARACTERS:
         most = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
         problems.append(f"{COMMAND_LINE}: {name[:20]}...: {most}")
-        return
-    if not equals or not name:
+    elif not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
-        return
-    before = len(problems)
-    value = parse(text, COMMAND_LINE, problems, name)
-    # A value with a problem is not set: it would be reported once more as wrong.
-    if len(problems) == before:
-        _set(tree, value, name, problems)
+    else:
+        value = parse(text, COMMAND_LINE, problems, name)
+        # A value with a problem is not set: it would be reported once more as wrong.
+        if len(problems) == before:
+            _set(tree, value, name, problems)
 
 
 def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
     """Set a value at a dotted key."""
-    # Mappings on the way are made, items of lists are not: an index past the end is more likely a mistake.
+    # Missing mappings are made, items of lists are not: an index past the end is more likely a mistake.
     node = tree
     keys = keys_of(name)
     for i, part in enumerate(keys):
-        inside = node.value
-        last = i == len(keys) - 1
+        inside: Any = node.value
         if isinstance(inside, dict):
-            key = str(part)
-            if last:
-                inside[key] = value
-            elif key not in inside or inside[key].value is None:
-                inside[key] = Node({}, COMMAND_LINE)
-            node = inside[key]
-        elif isinstance(inside, list):
-            if not isinstance(part, int) or part >= len(inside):
-                many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
-                problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
-                return
-            if last:
-                inside[part] = value
-            node = inside[part]
-        else:
-            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a plain value and has no keys")
+            part = str(part)
+            if part not in inside or inside[part].value is None:
+                inside[part] = Node({}, COMMAND_LINE)
+        elif not isinstance(inside, list) or not isinstance(part, int) or part >= len(inside):
+            what = "a plain value and has no keys"
+            if isinstance(inside, list):
+                what = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
+            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {what}")
             return
+        if i == len(keys) - 1:
+            inside[part] = value
+        node = inside[part]
 
 
 def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
@@ -428,19 +407,17 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
     for key, item in entries:
         here = (*keys, key)
         lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
-        nested = isinstance(item, dict) or (
-            isinstance(item, list) and any(isinstance(entry, (dict, list)) for entry in item)
-        )
-        if item and nested and isinstance(item, (dict, list)):
+        if isinstance(item, list) and not any(isinstance(entry, dict | list) for entry in item):
+            yield f"{lead} [{', '.join(map(_text, item))}]", here
+        elif item and isinstance(item, dict | list):
             inner = list(_lines(item, here, indent + "  "))
             if isinstance(value, dict):
                 yield lead, ()
-            else:  # the first key of a list item stands beside its dash
+            else:  # the first key of a list item is written next to its dash
                 inner[0] = (lead + inner[0][0][len(lead) :], inner[0][1])
             yield from inner
         else:
-            text = f"[{', '.join(map(_text, item))}]" if isinstance(item, list) else "{}" if item == {} else _text(item)
-            yield f"{lead} {text}", here
+            yield f"{lead} {'{}' if item == {} else _text(item)}", here
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)

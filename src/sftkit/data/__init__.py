@@ -1,1 +1,1 @@
-"""From records to batches of static shape, one way: reading, tokens with their loss mask, batches."""
+"""Turn records into batches of static shape, one way: reading, tokens with their loss mask, batches."""

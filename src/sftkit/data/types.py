@@ -33,18 +33,18 @@ class Row:
     """File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which
     no file exists."""
     captions: tuple[str, ...] = ()
-    "What the picture shows, each a document of its own."
+    "Texts about the picture, each a document of its own."
     learned: bool = True
     "False: the row is marked as not to be learned, with weight: 0 for example."
     masked_role: str = ""
-    "The role that the row says is not learned (NeMo's column mask)."
+    "The role that the row excludes from learning (NeMo's column mask)."
     unused: tuple[str, ...] = ()
     "Columns that nothing reads, each as findings name it: column quality."
 
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """A document of n >= 2 tokens. `is_target[i]` says that token i is learned from tokens 0..i-1; token 0 never is.
+    """A document of n >= 2 tokens. `is_target[i]`: token i is learned from tokens 0..i-1; token 0 never is.
 
     Tokens after the last target are cut off: they cannot change a loss.
     """
@@ -56,7 +56,7 @@ class TokenizedExample:
     num_bytes: int = 0
     "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
     encoder_source: str = ""
-    "What an encoder reads for it: a picture's file, or a text; empty: nothing."
+    "Input of an encoder for it: a picture's file, or a text; empty: nothing."
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Tokenized:
     note: str | None = None
     "None | truncated | dropped_too_long | dropped_no_target"
     counts: Mapping[str, int] = field(default_factory=dict)
-    "what became of its answers, see chat.ANSWER_COUNTS"
+    "counts of its answers, see chat.ANSWER_COUNTS"
     details: str = ""
     "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
-    "what is odd in it, although it is learned from: reason -> where, and what"
+    "data warnings, although it is learned from: reason -> place and text"
     unused: tuple[str, ...] = ()
     "keys of its messages that nothing reads, each as findings name it: message key mood"
 
@@ -94,8 +94,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder is given for documents, all of one shape: I pictures or texts, which several
-    documents may share."""
+    """Inputs of an encoder for documents, all of one shape: I pictures or texts, which several documents may share."""
 
     arrays: Mapping[str, np.ndarray]
     "by argument name, [I, ...], memory-mapped where they are large"
@@ -146,8 +145,8 @@ and the messages of each role in conversations that are learned from, see source
         return len(self.offsets) - 1
 
     def __getitem__(self, i: int) -> TokenizedExample:
-        a, b = self.offsets[i], self.offsets[i + 1]
-        return TokenizedExample(self.ids[a:b], self.is_target[a:b], int(self.num_bytes[i]))
+        own = slice(self.offsets[i], self.offsets[i + 1])
+        return TokenizedExample(self.ids[own], self.is_target[own], int(self.num_bytes[i]))
 
     def name(self, i: int) -> str:
         """Return the name of document i in messages."""
@@ -167,16 +166,15 @@ and the messages of each role in conversations that are learned from, see source
     @property
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
-        # In pieces: sums up to each token would take 16 bytes a token, on every rank.
+        # In pieces: the sums of all at once would take 8 bytes a token, on every rank.
         offsets = self.offsets
         counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
             last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1
-            last = max(last, first + 1)  # a document that is longer than a piece is one
-            sums = np.cumsum(self.is_target[offsets[first] : offsets[last]], dtype=np.int64)
-            borders = np.concatenate([[0], sums])[offsets[first : last + 1] - offsets[first]]
-            counts[first:last] = np.diff(borders)
+            last = max(last, first + 1)  # a document that is longer than a piece is a piece of its own
+            piece = self.is_target[offsets[first] : offsets[last]]
+            counts[first:last] = np.add.reduceat(piece, offsets[first:last] - offsets[first], dtype=np.int64)
             first = last
         return counts
 

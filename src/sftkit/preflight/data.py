@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import rows
-from sftkit.data.reading.folders import base_split
-from sftkit.data.reading.origin import find_source
+from sftkit.data.reading.origin import base_split, find_source
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.answers import HISTORY
 from sftkit.data.tokens.chat import BORDER, CUT, SPLIT_TOKENS, THINKING_OFF, TOO_LONG

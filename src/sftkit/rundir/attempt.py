@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir import lock, names
 from sftkit.rundir.files import archive, flush
 from sftkit.rundir.lock import RunLock
@@ -33,7 +33,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
-    """Return whether a start goes on with the run of this directory. One of another directory's begins a
+    """Return whether a start continues the run of this directory. One of another directory's begins a
     new run."""
     if resume == "auto":
         return bool(step_dirs(folder) or read_status(folder))
@@ -52,31 +52,24 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     if not resumes:
         _check_room(folder)
     ours.mkdir()
-    # Until the first step whoever reads the run directory looks here, for the tokenizer that a base run has trained
-    # too.
+    # Until the first step all readers of the run directory look here, also for the tokenizer that a base run has
+    # trained.
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
+    """Reject a new run that would write over files that no run has written, or could not rename an earlier one.
 
     Raises:
         ConfigError: with what to do.
     """
     if has_begun(folder):
         if reason := _unmovable(folder):
-            raise ConfigError(
-                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside "
-                f"it (run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files "
-                "away"
-            )
+            raise ConfigError(hint("unmovable run", folder=folder, reason=reason, inside=folder / "NAME"))
     elif found := sorted({path.name for name in names.WRITTEN_OVER for path in folder.glob(name)}):
-        raise ConfigError(
-            f"run.dir={folder} holds {', '.join(found)}, which this run would write over, and no run that has done a "
-            "step. Take another folder, or move them away"
-        )
+        raise ConfigError(hint("files of no run", folder=folder, found=", ".join(found)))
 
 
 def _unmovable(folder: Path) -> str | None:
@@ -103,7 +96,7 @@ def put_back(folder: Path) -> None:
     held = lock.take_lock(aside)
     os.rename(aside, folder)
     flush(folder.parent)
-    held.moved(folder)
+    held.path = folder / LOCK
     held.release()
 
 
@@ -155,10 +148,10 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     _mark(folder / ATTEMPT)
     flush(folder)
     aside = archive(folder)
-    held.moved(aside)
+    held.path = aside / LOCK
     os.rename(aside / ATTEMPT, folder)
     flush(folder.parent)
-    new.moved(folder)
+    new.path = folder / LOCK
     held.release()
     return new, aside
 

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from sftkit.rundir.names import ARCHIVED, FINAL, RESULTS, step_of
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, NotADirectoryError)
-"""What reading JSON of another form, or what is no JSON, raises; RecursionError where it is nested thousands deep."""
+"""Errors of reading a text that is no JSON, or JSON of another form; RecursionError if it is nested thousands deep."""
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -50,7 +51,7 @@ def append_all_or_nothing(path: Path, text: str) -> None:
         size = file.seek(0, os.SEEK_END)
         left = text.encode()
         try:
-            while left:  # a disk that fills takes a part, and says so at the next try
+            while left:  # a disk that fills takes a part, and fails at the next try
                 left = left[file.write(left) :]
         except OSError:
             with suppress(OSError):
@@ -76,7 +77,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def own_name(path: Path) -> Path:
-    """Return a path beside `path` that no other process uses. A file created there has the mode that the umask gives;
+    """Return a path next to `path` that no other process uses. A file created there has the mode that the umask gives;
     files of tempfile are closed to all other users, and stay so when they are renamed."""
     return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
 
@@ -124,7 +125,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows after a step, which a run that resumes from a checkpoint of that step will write again."""
     if not path.exists():
         return
-    text = "".join(line + "\n" for line in _lines_of(path) if row_step(line) <= step)
+    text = "".join(line + "\n" for line, row in _rows(path) if float(row["step"]) <= step)
     if text.encode() != path.read_bytes():  # a full disk would have no room for the same again
         replace_text(path, text)
 
@@ -142,29 +143,23 @@ def drop_evals_after(folder: Path, step: int) -> None:
 
 def has_row(path: Path, step: int) -> bool:
     """Return whether a file of rows has one of this step."""
-    return path.exists() and any(row_step(line) == step for line in _lines_of(path))
+    return path.exists() and any(float(row["step"]) == step for _, row in _rows(path))
 
 
-def _lines_of(path: Path) -> list[str]:
-    """Return the lines of a file of rows.
-
-    A line separator inside a text, which `splitlines` would split at, ends none.
-    """
-    # A line that was cut inside a character is no JSON either, and is dropped as such.
-    return [line for line in path.read_text(errors="replace").split("\n") if line]
-
-
-def row_step(line: str) -> float:
-    """Return the step of a row; infinite for one that a kill or a power failure has cut short."""
-    with suppress(*UNREADABLE):
-        return float(json.loads(line)["step"])
-    return math.inf
+def _rows(path: Path) -> Iterator[tuple[str, MetricsLine]]:
+    """Yield the lines of a file of rows and their rows, without those that a kill, a power failure or a full disk has
+    cut short. A line separator inside a text, which `splitlines` would split at, ends none."""
+    for line in path.read_text(errors="replace").split("\n"):  # a line cut inside a character is no JSON either
+        with suppress(*UNREADABLE):
+            row = json.loads(line)
+            if math.isfinite(float(row["step"])):
+                yield line, row
 
 
-def read_metric_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without those that a full disk has cut short; none if it cannot be read."""
+def read_metric_rows(path: Path) -> list[MetricsLine]:
+    """Return the whole rows of a file; none if it cannot be read."""
     with suppress(OSError):
-        return [json.loads(line) for line in _lines_of(path) if row_step(line) < math.inf]
+        return [row for _, row in _rows(path)]
     return []
 
 

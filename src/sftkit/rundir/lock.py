@@ -1,7 +1,6 @@
-"""The lock of a run directory: only one live run writes there; a second one is refused, and told which run that
-is. No torch.
+"""The lock of a run directory: only one live run writes there; the error of a second one names the first. No torch.
 
-The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for
+The kernel holds it (flock), so it ends with the process, however that ends. A record next to it names the holder, for
 the message, and for file systems whose flock does not exist or does not reach other machines.
 """
 
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from sftkit.errors import ConfigError, RunDirError
+from sftkit.errors import ConfigError, RunDirError, hint
 from sftkit.rundir.files import make_folder, read_object, read_text
 from sftkit.rundir.names import LOCK
 
@@ -74,6 +73,7 @@ class RunLock:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
+        "of the lock file; to be set when the directory gets another name"
         self._descriptor = descriptor
         _held.append(self)
 
@@ -85,10 +85,6 @@ class RunLock:
             if self._is_at(self.path):
                 self.path.unlink()
         self.close()
-
-    def moved(self, run_dir: Path) -> None:
-        """Note that the directory has another name now."""
-        self.path = run_dir / LOCK
 
     def close(self) -> None:
         """Close the descriptor; the file stays."""
@@ -178,14 +174,14 @@ def take_lock(run_dir: Path) -> RunLock:
             continue
         try:
             by_kernel = _flock(lock._descriptor, path)
-            # Between open and flock the holder before may have removed or renamed the file: then this
-            # lock guards nothing.
+            # The holder before may have removed or renamed the file between open and flock: then this lock guards
+            # nothing.
             if lock._is_at(path):
                 ours = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
                 record = json.dumps(asdict(ours)).encode()
                 if by_kernel:
                     _check_earlier(read_holder(path), path, by_kernel=True)
-                # Without flock whoever has created the file holds it.
+                # Without flock the process that created the file holds it.
                 if by_kernel or descriptor is not None:
                     _write(lock._descriptor, record)
                 elif not _take_over(lock._descriptor, path, record):
@@ -202,7 +198,7 @@ def take_lock(run_dir: Path) -> RunLock:
 def _create(path: Path) -> int | None:
     """Create a file that is not there and open it; None: it is there. Of several processes one creates it."""
     with suppress(FileExistsError):
-        # Open to other users, for the message that says who is at work.
+        # Readable by other users, for the message that names the process at work.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     return None
 
@@ -232,7 +228,7 @@ def at_work(run_dir: Path) -> bool | None:
 
 
 def refuse_at_work(run_dir: Path) -> None:
-    """Refuse a directory in which a run is seen at work. `take_lock` would refuse it too, later and for certain.
+    """Reject a directory in which a run is seen at work. `take_lock` would reject it too, later and for certain.
 
     Raises:
         ConfigError: a run is at work there.
@@ -293,7 +289,7 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 
 def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> None:
-    """Refuse a lock whose recorded holder may still be at work.
+    """Reject a lock whose recorded holder may still be at work.
 
     Raises:
         ConfigError: with the holder and what to do.
@@ -301,7 +297,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
     if holder is None:
         return
     host, machine, _ = pid_scope()
-    # On this machine the kernel's lock, or else the process table, knows whether the holder is gone.
+    # The kernel's lock, or else the process table, shows whether a holder on this machine is gone.
     if holder.machine == machine:
         if by_kernel or (holder.is_here() and not holder.lives()):
             return
@@ -314,7 +310,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
 
 
 def _write(descriptor: int, record: bytes) -> None:
-    # In place: a file that is renamed to this path would not be the one that is locked.
+    # Written in place: a file that is renamed to this path would not be the locked one.
     os.pwrite(descriptor, record, 0)
     os.ftruncate(descriptor, len(record))
     os.fsync(descriptor)
@@ -363,7 +359,7 @@ def _take_over(descriptor: int, path: Path, record: bytes) -> bool:
 
 def _is_local(path: Path) -> bool:
     """Return whether no other machine writes to the file system of a path, as far as is known."""
-    # Of the mounts that hold it the innermost, the one with the longest path.
+    # The innermost mount that holds it has the longest path.
     folder = path.resolve()
     found = ("", "")
     for part in psutil.disk_partitions(all=True):
@@ -375,11 +371,5 @@ def _is_local(path: Path) -> bool:
 def _lock_message(path: Path, holder: Holder | None, *, sure: bool = True) -> str:
     who = "another process" if holder is None else str(holder)
     if sure:
-        return (
-            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their "
-            "checkpoints: wait for it, stop it, or take another run.dir"
-        )
-    return (
-        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. "
-        f"If it is gone, remove {path} and start again; else wait for it, or take another run.dir"
-    )
+        return hint("run at work", folder=path.parent, who=who)
+    return hint("run that may be at work", folder=path.parent, who=who, path=path)

@@ -1,8 +1,8 @@
 """Are files still those that they were: of a checkpoint by its manifest, of a cache by a record next to it, of a run by
 a record of what it was made from. No torch.
 
-The hashes of a checkpoint's files are kept in the cache directory, next to what the file system says of each file, so a
-file is read for its hash once. A resume trusts none of them.
+The hashes of a checkpoint's files are kept in the cache directory with the facts of the file system about each file,
+so a file is read for its hash once. A resume trusts none of them.
 
 The record of what a run was made from has only files of this machine; those of a hub are named by the recipe. Data,
 tokenizer and template, which a start compares with its checkpoint, are kept apart from the weights, which a resumed run
@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import UNREADABLE, flush, read_object, replace_shared, replace_text
 from sftkit.rundir.names import MADE_FROM, MANIFEST, RECIPE, STATE, TRAINING_STATE, latest_checkpoint, step_dirs
 
@@ -37,7 +37,7 @@ SETTLED_SECONDS = 2.0
 seen."""
 
 Stamp = tuple[int, ...]
-"""What the file system says of a file: device, inode, size, times of its content and of its entry in ns."""
+"""Facts of the file system about a file: device, inode, size, times of its content and of its entry in ns."""
 
 
 class Entry(NamedTuple):
@@ -73,7 +73,7 @@ def verify(folder: Path) -> str | None:
 
 
 def check_loadable(path: str) -> None:
-    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub
+    """Reject a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub
     name and a folder of another origin are not looked at. Of several processes that ask at a time one reads the files;
     the others wait.
 
@@ -108,9 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except FileNotFoundError as error:
-        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
-    except UNREADABLE as error:
+    except (FileNotFoundError, *UNREADABLE) as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
 
 
@@ -128,7 +126,7 @@ def digest_of_files(folder: Path, paths: Sequence[Path]) -> str:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files;
+    """Return the sha256 of a step directory's manifest, which identifies the bytes of all its files;
     None without one."""
     return hash_of(folder / MANIFEST)
 
@@ -189,22 +187,18 @@ def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
     with _alone(kept.with_suffix(".json.lock")):
         known = _read(kept)
-        stamps = [_stamp(path) for path in paths]
-        unknown = [path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
+        stamps = {path: _stamp(path) for path in paths}
+        unknown = [path for path in paths if stamps[path] not in known]
         began = time.time()
-        computed = dict(zip(unknown, sha256_of(unknown), strict=True))
-        found = [computed.get(path) or known[stamp] for path, stamp in zip(paths, stamps, strict=True)]
-        if computed:
-            # Kept is what did not change while it was read, and is old enough that a change would have shown
-            # in its times.
-            lines = [
-                [*stamp, value]
-                for path, stamp, value in zip(paths, stamps, found, strict=True)
-                if _stamp(path) == stamp and max(stamp[-2:]) < (began - SETTLED_SECONDS) * 1e9
-            ]
+        known.update(zip((stamps[path] for path in unknown), sha256_of(unknown), strict=True))
+        if unknown:
+            # A file that did not change while it was read, and is old enough for a change to show in its times.
+            settled = (began - SETTLED_SECONDS) * 1e9
+            unchanged = [one for path, one in stamps.items() if _stamp(path) == one and max(one[-2:]) < settled]
             with suppress(OSError):  # a full disk costs time at the next start
+                lines = [[*stamp, known[stamp]] for stamp in unchanged]
                 replace_shared(kept, json.dumps({"folder": str(place), "files": lines}))
-    return found
+    return [known[stamps[path]] for path in paths]
 
 
 def _stamp(path: Path) -> Stamp:
@@ -276,7 +270,7 @@ def _times(path: Path) -> list[int]:
 WEIGHTS = ("*.safetensors", "*.bin")
 "Files of a model folder that transformers reads weights from."
 _TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
-"Files of a model or tokenizer folder that say what it is."
+"Files of a model or tokenizer folder that describe it."
 
 Stamps = dict[str, list[int] | str | None]
 "File -> size in bytes and time of the content in ns of a large one, sha256 of a small one; None: cannot be read."
@@ -286,7 +280,7 @@ class Provenance(NamedTuple):
     """Files that a run was made from."""
 
     inputs: Stamps
-    "data, tokenizer, template and what the model's folder says of the model"
+    "data, tokenizer, template and the files that describe the model"
     weights: Stamps
     "that it began with"
 
@@ -296,10 +290,10 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     training = model.train_tokenizer
     parent = _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
-    # By size and time, as data may be large; small files below by hash, which a copy keeps.
+    # Data may be large, so size and time identify it; small files below have a hash, which a copy keeps.
     inputs: Stamps = {str(path): _input_stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
-        # Not by the folder's name: a later step of a run may say the same of the model.
+        # Without the folder's name: a later step of a run may have the same files.
         inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if model.chat_template is not None and Path(model.chat_template).is_file():
         inputs["model.chat_template"] = hash_of(Path(model.chat_template))
@@ -338,11 +332,7 @@ def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> s
     if not changed:
         return None
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return (
-        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run "
-        "goes on without them. Start without train.resume to train from the new ones, or keep the run as it is, and "
-        "this line away, with train.resume_changes=[model.path]"
-    )
+    return hint("changed weights", path=model.path, changed=changed[0], others=others)
 
 
 def _folder(path: str | None) -> Path | None:

@@ -20,13 +20,13 @@ ENVIRONMENT = "environment.json"
 MADE_FROM = "made_from.json"
 "Which files it was made from, with size and time or hash: rundir/manifest.py."
 STATUS = "run_status.json"
-"How the run stands or ended, for people and requeue scripts: rundir/status.py."
+"The state of the run, or how it ended, for people and requeue scripts: rundir/status.py."
 ERRORS = "rank-errors"
 "Folder with the error of each rank that failed: rundir/status.py."
 LOCK = ".lock"
 "Which process writes here; there while a run is at work: rundir/lock.py."
 HEARTBEATS = ".heartbeat"
-"Folder in which each of several ranks says where it is: runtime/watchdog.py."
+"Folder with the place of each of several ranks: runtime/watchdog.py."
 PREFLIGHT = "preflight.json"
 "What will be learned and what it will cost: preflight/analysis.py."
 PROOF = "proof.json"
@@ -62,11 +62,11 @@ METRICS_FILE = "metrics.jsonl"
 EVALS = "evals.jsonl"
 "A line for each evaluation: tracking/tracker.py."
 EXPERTS = "expert_load.json"
-"What share of the positions each expert of each layer was given, as of the last logged line: tracking/health.py."
+"Share of the positions that each expert of each layer got, as of the last logged line: tracking/health.py."
 SAMPLES = "samples.jsonl"
 "The sample answers of each evaluation: tracking/tracker.py."
 EVENTS = "events.jsonl"
-"What a person should know at once: tracking/tracker.py."
+"Events that a person should know at once: tracking/tracker.py."
 EVALUATIONS = "evals"
 "Folder with a folder for each evaluation that had tasks: evals/suite.py."
 FINAL = f"{EVALUATIONS}/final"
@@ -98,7 +98,7 @@ CARD = "README.md"
 STATE = "training_state"
 "In a step directory, the folder with all that plain transformers does not need: checkpoint/save.py."
 TRAINING_STATE = f"{STATE}/state.json"
-"In a step directory, step, tokens and whatever else the loop goes on from: checkpoint/save.py."
+"In a step directory, step, tokens and the rest of the loop's state: checkpoint/save.py."
 OPTIMIZER = f"{STATE}/optimizer"
 "In a step directory, the folder with the optimizer's states: checkpoint/states.py."
 
@@ -160,7 +160,7 @@ def being_written(folder: Path, token: str) -> Path:
 
 
 def being_deleted(folder: Path, token: str) -> Path:
-    """Return what a step directory is called while it is deleted, by whoever has this token; UNFINISHED finds it."""
+    """Return what a step directory is called while the owner of this token deletes it; UNFINISHED finds it."""
     return folder.with_name(f".{folder.name}.{token}.del")
 
 
@@ -185,7 +185,7 @@ def error_files(run_dir: Path) -> list[Path]:
 
 
 def heartbeat_file(beats: Path, rank: int) -> Path:
-    """Return the file in HEARTBEATS in which a rank says where it is."""
+    """Return the file in HEARTBEATS with the place of a rank."""
     return beats / _rank(rank)
 
 
@@ -236,9 +236,8 @@ def resolve(path: str) -> str:
     if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))
     if folder.is_dir():
-        raise ConfigError(
-            f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
-        )
+        problem = f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
+        raise ConfigError(problem)
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
         meant = similar_paths(path)
         hint = (
@@ -256,8 +255,8 @@ def trained_length(folder: Path) -> int | None:
 
 
 def unresolved_reason(path: str | None) -> str:
-    """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run
-    that has one."""
+    """Return why a recipe must set data.max_length: it starts from a path, or from scratch (None), without an earlier
+    run that has one."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 

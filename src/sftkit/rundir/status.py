@@ -1,5 +1,5 @@
-"""How a run stands or ended: run_status.json, for people and requeue scripts; the error of each rank, with which one
-failed first; and, of a run that was killed, what its directory shows. No torch."""
+"""The state of a run, or how it ended: run_status.json, for people and requeue scripts; the error of each rank, with
+which one failed first; and, of a run that was killed, what its directory shows. No torch."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Failure:
         return f"rank {self.rank} failed {where} ({self.phase}): {self.error}"
 
 
-# What torch.distributed and its backends write when another rank is gone, in lower case.
+# Words in errors of torch.distributed and its backends when another rank is gone, in lower case.
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Libraries in Rust and C++ say it in words: of the system, or the number of its error.
+# Libraries in Rust and C++ have it in their text: the words of the system, or the number of its error.
 _FULL_WORDS = (*map(os.strerror, _FULL), *(f"(os error {number})" for number in _FULL), "PytorchStreamWriter failed")
 
 
@@ -67,6 +67,7 @@ def describe_error(error: BaseException) -> str:
     """Return the message of an error, with its class where the error is not made for users."""
     text = str(error).strip()
     if is_full_disk(error) and not isinstance(error, ConfigError | DataError | RunError):
+        # Not from a table: no file may be readable now.
         return (
             f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take "
             "a run.dir on another disk, then start again with train.resume=auto"
@@ -82,7 +83,7 @@ def is_symptom(error: BaseException) -> bool:
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 192
-"Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
+"Length of a heartbeat's text, filled up with blanks so that it covers the one before."
 _WATCH_SECONDS = 3.0
 
 
@@ -114,7 +115,7 @@ class RunStatus:
     inode: int | None = None
     "of the directory that was opened; an earlier run may have got its name back since. None: not known"
     heartbeat: int | None = None
-    "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody looks"
+    "descriptor of the file that tells the other ranks where this one is; None: there are none, or nobody reads it"
 
     def at(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step."""
@@ -127,7 +128,7 @@ class RunStatus:
         self.beat()
 
     def progress(self) -> None:
-        """Note that the present phase goes on: a part of it is done."""
+        """Note that the present phase continues: a part of it is done."""
         self.since = time.monotonic()
 
     def beat(self) -> None:
@@ -172,14 +173,14 @@ class RunStatus:
         # Only where it changes: a run that saves often would write the file each time.
         failed = None if failure is None else {"step": step, "error": failure}
         before = self._own_status()
-        with suppress(OSError):  # on a full disk the event is what tells of it
+        with suppress(OSError):  # on a full disk the event reports it
             if before and failed != before.get("failed_save"):
                 _replace(self.run_dir / STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
 
     def end(self, status: Outcome, **more: Any) -> None:
-        """Write how the run ended, once: a rank that writes later, say when a signal wakes it, changes nothing. But a
-        cause replaces what was only its symptom."""
-        # By every rank: which one comes first is not known, and the launcher may end the main rank before.
+        """Write how the run ended, once: a rank that writes later, for example when a signal wakes it, changes
+        nothing. But a cause replaces what was only its symptom."""
+        # Every rank calls it: which comes first is not known, and the launcher may end the main rank before.
         before = self._own_status()
         symptoms = [str(failure) for failure in self.failures() if failure.symptom]
         if before.get("status") in (None, "running") or before.get("error") in symptoms:
@@ -236,8 +237,8 @@ class RunStatus:
         return name, None
 
     def gone(self) -> list[int]:
-        """Return the ranks of this machine that had ended before a launcher told the others to, in order: their process
-        ids are gone, as the launcher has collected their exit codes. Codes of ranks that it told to end are collected
+        """Return the ranks of this machine that had ended before a launcher ended the others, in order: their process
+        ids are gone, as the launcher has collected their exit codes. Codes of ranks that it ended are collected
         only after this rank has ended, too."""
         return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
@@ -263,7 +264,7 @@ class RunStatus:
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom, self.start_id)
             file = error_file(self.run_dir, self.rank)
-            with suppress(OSError):  # on a full disk the error itself is what must be told
+            with suppress(OSError):  # on a full disk the error itself must be reported
                 if not self.is_withdrawn():
                     file.parent.mkdir(parents=True, exist_ok=True)
                     _replace(file, asdict(self.failure))
@@ -326,7 +327,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
-    # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
+    # The text of an error for users is enough; any other error is a mistake of ours, whose place is needed.
     expected = isinstance(error, ConfigError | DataError | RunError) or is_full_disk(error)
     prefix = ""
     cause = None
@@ -384,7 +385,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
     """Return train.resume, but "auto" where the launcher has started this run again (`--max-restarts`); every rank
     calls it.
 
-    A run that went on from a checkpoint that was named goes on from its own once it has one.
+    A run that resumed from a named checkpoint resumes from its own once it has one.
     """
     if setting == "auto" or int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return setting
@@ -402,9 +403,17 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
 
 
 def start_command(argv: list[str]) -> str:
-    """Return the command that starts again what these words started, by the launcher that this process has."""
-    start = _launched(argv[0])
-    return invocation(*argv, launcher=True) if start is None else " ".join([start, *map(shlex.quote, argv)])
+    """Return the command that starts again what these words started, by the launcher of this process: as `accelerate
+    launch` or torchrun was called, since their options decide how the run is spread."""
+    with suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+        program = next((at for at, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
+        if program is not None and argv[0] in words[program:]:
+            options = words[program + 1 : words.index(argv[0], program)]
+            cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
+            launcher = typed(f".venv/bin/{Path(words[program]).name}")
+            return " ".join([cpu + launcher, *map(shlex.quote, [*options, *argv])])
+    return invocation(*argv, launcher=True)
 
 
 def resume_command(argv: list[str]) -> str:
@@ -412,19 +421,6 @@ def resume_command(argv: list[str]) -> str:
     words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
     return start_command([*words, "train.resume=auto"])
-
-
-def _launched(script: str) -> str | None:
-    """Return how `accelerate launch` or torchrun started this process of a script, options included, as they say how
-    the run is spread; None: another did."""
-    with suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-        program = next((at for at, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
-        if program is not None and script in words[program:]:
-            options = words[program + 1 : words.index(script, program)]
-            cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
-            return " ".join([cpu + typed(f".venv/bin/{Path(words[program]).name}"), *map(shlex.quote, options)])
-    return None
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
@@ -479,7 +475,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS_FILE; None without one."""
     try:
-        # From the end, backwards: the file may be large, and its last line a half one.
+        # Backwards from the end: the file may be large, and its last line incomplete.
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
             lines = file.read().decode(errors="replace").split("\n")
@@ -492,7 +488,7 @@ def last_step(run_dir: Path) -> int | None:
 
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """Return the status; if it says `running` but the run is gone, `killed`, with what is known of the end."""
+    """Return the status; `killed` instead of `running` if the run is gone, with what is known of the end."""
     # "Not known" is not "gone": the lock may be of another machine, whose processes are not seen from here.
     if status.get("status") != "running" or at_work(run_dir) is not False:
         return status
@@ -510,16 +506,16 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: st
 
     Args:
         number: the signal that killed it.
-        cause: what has likely sent the signal, in words (runtime.oom.likely_cause).
+        cause: what has likely sent the signal, in words (runtime.script.likely_cause).
         earlier: status.newest_start before the run was started.
         words: script and arguments that started it.
     """
     status = read_status(run_dir)
-    # The launcher can be killed alone: then the run goes on, and nothing of it may be overwritten.
+    # The launcher can be killed alone: then the run continues, and nothing of it may be overwritten.
     if at_work(run_dir):
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
-    # What is there is of an earlier run.
+    # The status is that of an earlier run.
     if status.get("start_id") == earlier:
         end = f"It had not begun to train. Start it again: {start_command(words)}"
         return f"error: {who} was killed by {number.name}: {cause}\n{end}"

@@ -64,7 +64,7 @@ def gpu_unavailable_reason() -> str | None:
     if torch.cuda.is_available():
         return None
     try:
-        # is_available() only says no; this raises the reason.
+        # is_available() only returns False; this raises the reason.
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

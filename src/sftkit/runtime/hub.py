@@ -1,5 +1,5 @@
-"""Does the Hugging Face hub answer, and does it, or the cache of this machine, have what a recipe names? Asked once,
-within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
+"""Find out whether the Hugging Face hub answers, and whether it or the cache of this machine has what a recipe names,
+once and within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 from huggingface_hub import constants
 
 from sftkit.config.commands import program_path, similar_paths
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0
@@ -58,7 +58,8 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     Raises:
         ConfigError: the hub has it, and does not give it to this account.
     """
-    from huggingface_hub import errors, get_token
+    import huggingface_hub as hub
+    from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -69,53 +70,34 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
         return None
     if not hub_answers():
         return f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
-    error = _error_of(lambda: _ask(name, kind, revision))
-    # This order, since a gated repository is to the client a kind of one that is not found.
+
+    def ask() -> None:
+        known = hub.HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
+        if known.gated:  # everybody sees this much of such a repository
+            hub.HfApi().auth_check(name, repo_type=kind)
+
+    error = _error_of(ask)
+    log_in = f"log in with `{program_path('hf')} auth login`, or set HF_TOKEN"
+    # In this order: to the client a gated repository is a kind of one that is not found.
     if isinstance(error, errors.GatedRepoError):
-        raise ConfigError(f"{name}: {_not_let_in(name, kind)}") from error
+        page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{name}"
+        if hub.get_token() is None:
+            allowed = (
+                f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then"
+            )
+            raise ConfigError(f"{name}: {allowed} {log_in}") from error
+        raise ConfigError(hint("gated repository", name=name, kind=kind, page=page)) from error
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{constants.ENDPOINT} has no revision {revision} of it"
     if isinstance(error, errors.RepositoryNotFoundError):
         # The hub may show an account less than it has.
         account = "to the account whose token is set here"
-        if get_token() is None:
-            account = f"without a token (for one that is private {_log_in()})"
+        if hub.get_token() is None:
+            account = f"without a token (for one that is private {log_in})"
         return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows {account}"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
-        raise ConfigError(f"{name}: {constants.ENDPOINT} refuses the token that is set here: {_log_in()}") from error
-    return None  # of anything else who loads it will say
-
-
-def _ask(name: str, kind: HubKind, revision: str | None) -> None:
-    """Ask the hub for a repository and, where it is gated, whether this account may read it.
-
-    Raises:
-        Exception: whatever the client raises.
-    """
-    from huggingface_hub import HfApi
-
-    known = HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
-    if known.gated:  # of such a repository all see this much
-        HfApi().auth_check(name, repo_type=kind)
-
-
-def _not_let_in(name: str, kind: HubKind) -> str:
-    from huggingface_hub import get_token
-
-    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
-    if get_token() is None:
-        return (
-            f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then "
-            f"{_log_in()}"
-        )
-    return (
-        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with "
-        "that account; a fine-grained token must also be allowed to read gated repositories"
-    )
-
-
-def _log_in() -> str:
-    return f"log in with `{program_path('hf')} auth login`, or set HF_TOKEN"
+        raise ConfigError(f"{name}: {constants.ENDPOINT} rejects the token that is set here: {log_in}") from error
+    return None  # loading it reports any other error
 
 
 def unreachable() -> str:
@@ -131,12 +113,11 @@ def _is_cached(name: str, kind: HubKind) -> bool:
     if any(file.name != "config.json" for file in files):
         return True
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
-    wanted = _plain(name.replace("/", "___"))  # in which `datasets` writes capitals in its own way
-    return kind == "dataset" and made.is_dir() and any(_plain(folder.name) == wanted for folder in made.iterdir())
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()
+    wanted, *found = (
+        folder.replace("_", "").lower()  # `datasets` writes capitals in its own way
+        for folder in (name.replace("/", "___"), *(os.listdir(made) if made.is_dir() else ()))
+    )
+    return kind == "dataset" and wanted in found
 
 
 def not_found(name: str, kind: HubKind, reason: str, download: str) -> str:
@@ -161,9 +142,8 @@ def find_model(path: str, revision: str | None = None) -> str:
     """
     resolved = resolve(path)
     if Path(resolved).is_file():
-        raise ConfigError(
-            f"{path}: a file, but a model is a folder or a hub id. For a recipe name its run directory (run.dir)"
-        )
+        problem = f"{path}: a file, but a model is a folder or a hub id. For a recipe name its run directory (run.dir)"
+        raise ConfigError(problem)
     if Path(resolved).is_dir() or (reason := unavailable_reason(resolved, "model", revision)) is None:
         return resolved
     raise ConfigError(f"{path}: {not_found(path, 'model', reason, download_help(path))}")

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import secrets
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,8 @@ def data_identity(lengths: np.ndarray) -> dict[str, str]:
 def random_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators, in types
     that torch.load(weights_only=True) takes."""
-    # numpy's keys as a tensor, since weights_only refuses its arrays. Of GPUs the one that this rank computes on: the
-    # others are other ranks'.
+    # numpy's keys are a tensor, since weights_only rejects its arrays. Only the GPU that this rank computes on: the
+    # others belong to other ranks.
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -139,31 +138,25 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     status.open(place)
     # Known before anything can fail: by their process ids a rank finds out which one was killed without a word.
     status.neighbours = neighbours(rt)
-    rt.from_main(lambda: _written(run_dir, lambda: status.begin(os.environ)))
+
+    def write() -> None:
+        try:
+            status.begin(os.environ)
+            replace_text(place / CONFIG, recipe)
+            replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
+        except OSError as error:
+            raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
+
+    rt.from_main(write)
     rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
     # There is a status now for a signal to be written to, and nothing yet that would be worth saving.
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
-    found = json.dumps(environment(rt.device, rt.world_size), indent=1) if rt.is_main else ""
-    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / CONFIG, recipe)))
-    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / ENVIRONMENT, found)))
     if rt.is_main:
         if warning := check_launcher(os.environ):
             rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
             rt.print(f"{run_dir} holds an earlier run, which is renamed after the first step of this one")
     return place
-
-
-def _written(run_dir: str, write: Callable[[], object]) -> None:
-    """Write a file of the run directory.
-
-    Raises:
-        ConfigError: the disk takes none, say because it is full.
-    """
-    try:
-        write()
-    except OSError as error:
-        raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
 
 
 def claim_run_dir(rt: Runtime) -> None:
@@ -186,14 +179,14 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, st
     """Lock the directory on the main rank.
 
     Returns:
-        (where to write before the first step; whether this start goes on with the run that is there; what names this
+        (where to write before the first step; whether this start continues the run that is there; the id of this
         start)
 
     Raises:
         ConfigError: a run is at work there, or none can begin.
     """
     try:
-        # Before the lock, which would make the directory anew.
+        # Before the lock, which would create the directory.
         attempt.put_back(folder)
         rt.lock = lock.take_lock(folder)
         resumes = attempt.goes_on(folder, resume)
@@ -242,7 +235,7 @@ def _is_there(status: RunStatus) -> None:
 def _end_of_signal(rt: Runtime, number: int) -> None:
     """End the process on a signal, unless its first step is done by now."""
     assert rt.status is not None
-    # The lock tells whether a claim was under way. Where it does not come in time, the disk hangs and the process ends
+    # The lock shows whether a claim was under way. If it does not come in time, the disk hangs, and the process ends
     # all the same.
     if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
         rt.leaving.release()

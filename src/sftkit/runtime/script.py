@@ -7,12 +7,12 @@ Torch is imported only when main asks for it, and nothing before a Ctrl-C has a 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -72,7 +72,7 @@ def output_console() -> VisibleConsole:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show what is going on that takes a while, once for the whole run: on a terminal for as long as it takes, with its
+    """Show what takes a while, once for the whole run: on a terminal for as long as it takes, with its
     seconds; elsewhere as a line of stderr at its beginning."""
     is_main = os.environ.get("RANK", "0") == "0"
     if not (is_main and output_console().is_interactive):
@@ -88,8 +88,8 @@ def working(text: str) -> Iterator[None]:
 
 
 class LastLine(progress.Progress):
-    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several stand
-    one above the other. A terminal that is gone stops nothing."""
+    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several are
+    drawn one above the other. A terminal that is gone stops nothing."""
 
     def __init__(self, *columns: str | progress.ProgressColumn, expand: bool = False) -> None:
         super().__init__(
@@ -151,16 +151,9 @@ _BY_SIGNAL = {
 }
 
 
-@dataclass(frozen=True)
-class OomKills:
-    """Processes that the kernel's OOM killer has ended so far; None: cannot be read."""
-
-    own: int | None
-    "in the control group of this process"
-    machine: int | None
-    "on the whole machine"
-    time: float
-    "when they were counted, time.monotonic(): on Linux seconds since the boot, as the kernel's log has them"
+OomKills = tuple[dict[str, int], float]
+"""(place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read; when they were
+counted, time.monotonic(): on Linux seconds since the boot, as in the kernel's log)"""
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills:
@@ -169,9 +162,14 @@ def oom_kills(root: Path = Path("/")) -> OomKills:
     Args:
         root: of the file system.
     """
-    machine = _counter(root / "proc/vmstat")
-    own = next((count for file in _group_files(root) if (count := _counter(file)) is not None), None)
-    return OomKills(own, machine, time.monotonic())
+    kills = {}
+    # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
+    # processes are counted too.
+    for place, files in (("in this control group", _group_files(root)), ("on this machine", [root / "proc/vmstat"])):
+        counts = (re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE) for file in files)
+        if found := next(filter(None, counts), None):
+            kills[place] = int(found[1])
+    return kills, time.monotonic()
 
 
 def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Path = Path("/dev/kmsg")) -> str:
@@ -185,16 +183,16 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
-    # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
-    # processes are counted too.
-    now = oom_kills(root)
-    said = last_kill(log, before.time)
-    told = f" The kernel's log: {said}." if said else ""
-    if grown := _grown(before.own, now.own):
-        return f"likely the kernel's OOM killer, which has ended {grown} in this control group since the start.{told}"
-    if grown := _grown(before.machine, now.machine):
-        return f"perhaps the kernel's OOM killer, which has ended {grown} on this machine since the start.{told}"
-    if now.own is None and now.machine is None:
+    before_kills, since = before
+    kills, _ = oom_kills(root)
+    logged = last_kill(log, since)
+    quoted = f" The kernel's log: {logged}." if logged else ""
+    for place, count in kills.items():
+        if (grown := count - before_kills.get(place, count)) > 0:
+            sure = "likely" if place == "in this control group" else "perhaps"
+            ended = f"{grown} process{'es' * (grown > 1)} {place}"
+            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start.{quoted}"
+    if not kills:
         return "not known: no count of the kernel's OOM killer can be read here"
     return (
         "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
@@ -234,17 +232,6 @@ def _group_files(root: Path) -> Iterable[Path]:
             yield from (mount / "memory" / path.lstrip("/") / "memory.oom_control", mount / "memory/memory.oom_control")
 
 
-def _counter(file: Path) -> int | None:
-    counts = [line.split()[1] for line in read_text(file).splitlines() if line.startswith("oom_kill ")]
-    return int(counts[0]) if counts else None
-
-
-def _grown(before: int | None, now: int | None) -> str:
-    """Return how many more there are, in words; empty where there are none or it is not known."""
-    count = (now or 0) - (before or 0) if before is not None else 0
-    return f"{count} process{'es' * (count > 1)}" if count > 0 else ""
-
-
 SPINS = "1000"
 """How often a waiting thread of GNU's OpenMP, which torch's Linux builds have, checks for work before it sleeps: tens
 of microseconds, where its default of 300,000 times takes milliseconds. Where cores are free that costs nothing; where
@@ -252,7 +239,7 @@ they are not, waiting threads would take them from the one that they wait for.""
 
 
 def script(main: Callable[[], int | None]) -> None:
-    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are told
+    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are reported
     by its Runtime.
 
     A signal ends the process at once, with what it has started, until a run saves before it stops, and whenever a
@@ -283,7 +270,7 @@ def script(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:  # of a library that has taken the signal
         code = 130
     except Exception as error:
-        # An error that a signal has overtaken is not told beside it, nor does it decide the exit code.
+        # An error that a signal has overtaken is not reported, nor does it decide the exit code.
         listener.catch_up()
         code = report(error)
         group = joined_process_group()

@@ -21,13 +21,8 @@ from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.rundir.lock import process_age, release_all
 
 SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGINT,
+    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+    *(signal.SIGHUP, signal.SIGQUIT, signal.SIGINT),
 )
 """Signals that request a stop; queues announce a preemption or a limit by each of the first four. Of several that came,
 the first in this order is the one that is written down."""
@@ -46,7 +41,8 @@ def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
 def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
     """Return those of SIGNALS that this process heeds. Under nohup, which has SIGHUP ignored, a terminal may be closed;
     but a SIGHUP that torch's launcher passes on is heeded."""
-    # In it torch's elastic launcher tells its ranks which signals it passes on; ranks that do not end, it kills.
+    # The variable lists the signals that torch's elastic launcher passes on to its ranks; it kills ranks that do not
+    # end.
     passed_on = "SIGHUP" in environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not passed_on
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
@@ -171,7 +167,7 @@ class Listener:
         self._handlers_before: dict[int, Any] = {}
         self._caught_up = threading.Event()
         self._reading, self._writing = os.pipe()
-        # As Python demands: its handler in C must not wait for a pipe that is full.
+        # Python demands it: its handler in C must not wait for a full pipe.
         os.set_blocking(self._writing, False)
         # Python writes a signal's number to this pipe at once; a handler would wait for the main
         # thread's next bytecode.
@@ -227,8 +223,8 @@ def _leave_to_parent(listener: Listener | None) -> None:
 @contextmanager
 def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
     """Have torch's elastic launcher, inside, act on the first signal only. A second one would break off its wait for
-    the ranks, and end the ranks, yet a Ctrl-C comes twice: from the terminal and from whoever passes it on. When the
-    ranks have ended, this process exits with 128 + the signal's number."""
+    the ranks, and end the ranks, yet a Ctrl-C comes twice: from the terminal and from the process that passes it on.
+    When the ranks have ended, this process exits with 128 + the signal's number."""
     from torch.distributed.elastic.multiprocessing import api
 
     def once(signum: int, frame: FrameType | None) -> None:
@@ -241,8 +237,8 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
     api._terminate_process_handler = once
     try:
         yield
-    except api.SignalException as told:
-        sys.exit(128 + told.sigval)
+    except api.SignalException as ended:
+        sys.exit(128 + ended.sigval)
 
 
 @contextmanager
@@ -292,7 +288,7 @@ def starting_processes() -> Iterator[None]:
 def end_process(code: int) -> NoReturn:
     """End this process and all that it has started (data workers, tokenizers, compilers). It waits for nothing but
     children that are just being started."""
-    # With a limit: a start that hangs must not keep the process from ending.
+    # A limit: a start that hangs must not keep the process from ending.
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

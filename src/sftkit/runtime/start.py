@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, idle_pipeline, take_topology
-from sftkit.errors import ConfigError, RunError, Stopped
+from sftkit.errors import ConfigError, RunError, Stopped, hint
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
@@ -48,14 +48,14 @@ BITS = {"AVX512": 512, "AVX2": 256}
 
 
 def name_vector_width() -> None:
-    """Tell Inductor the width of the CPU's vectors, which it takes itself where nobody does.
+    """Set the width of the CPU's vectors for Inductor, which detects it otherwise.
 
     Inductor writes loops over as many elements as a vector holds, and keeps the text in TORCHINDUCTOR_CACHE_DIR under a
     key without that number (torch 2.11 and 2.13). A CPU of another width that shares the folder compiles this text for
-    its own vectors: of 12 elements written for AVX-512, code for AVX2 leaves the last 4 as they were, without a word.
+    its own vectors: of 12 elements written for AVX-512, code for AVX2 silently leaves the last 4 as they were.
     A width that is named is in the key. No upstream issue is known.
     """
-    # For the process, and never put back: kernels are written at any time of it.
+    # Set for the whole process and never restored: kernels are written at any time.
     cpp = torch._inductor.config.cpp
     if cpp.simdlen is None:
         cpp.simdlen = BITS.get(torch.backends.cpu.get_cpu_capability())
@@ -106,7 +106,7 @@ def use_ptxas_of_workers() -> None:
     That version is in the key of Triton's cache. Workers of torch 2.11 take torch/bin/ptxas (CUDA 13.0 in a wheel for
     CUDA 13), the process takes Triton's own (12.8), so that max-autotune found none of the kernels that workers had
     compiled for it, and compiled them again one by one: 5 to 20 s for a matrix product on an H200, which are 0.6 s now.
-    In torch 2.13 both take Triton's, and this does nothing: pytorch/pytorch#163988, which says that only this function
+    In torch 2.13 both take Triton's, and this does nothing: pytorch/pytorch#163988, by which only this function
     finds it, put the program into wheels, and #174716 took it out again.
     """
     # Private: what the workers call, and without a public name. It sets TRITON_PTXAS_PATH, for this process and all
@@ -151,7 +151,7 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=60)
 "How long a collective may wait for a rank: a skewed cold compile outlasts NCCL's 10 minutes."
 WAIT_SECONDS = 0.2
-"Between two looks of a rank that waits outside of a collective."
+"Between two polls of a rank that waits outside of a collective."
 PATIENCE_SECONDS = 10.0
 "How long a process that is to end waits for its main thread, which may rename on a disk that hangs."
 
@@ -177,11 +177,11 @@ class Runtime:
     lock: RunLock | None = None
     "of the run directory; on the main rank"
     resumes: bool = False
-    "whether this start goes on with the run of its directory"
+    "whether this start continues the run of its directory"
     leaving: threading.RLock = field(default_factory=threading.RLock)
     "held by the thread that withdraws this start, or makes it the run of its directory"
     at_end: ExitStack = field(default_factory=ExitStack)
-    "what has to be put back when the run ends, registered by whoever changes it"
+    "restores what the run has changed; each change registers its own"
     _turns: int = 0
     "how often main_first was entered"
 
@@ -190,7 +190,7 @@ class Runtime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            # Told before signals are given back: the launcher sends one when another rank has failed.
+            # Reported before signals are given back: the launcher sends one when another rank has failed.
             stays = self.status is not None and not leaves_nothing(self.status) and not self.status.is_withdrawn()
             page = self.page if stays else None
             code = report(error, self.status, page) if isinstance(error, Exception) else None
@@ -286,7 +286,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which alone prints and writes what stands once for the run."""
+        """Return whether this is rank 0, the only one that prints and writes what the run has once."""
         return self.accelerator.is_main_process
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -398,7 +398,7 @@ class Runtime:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any rank requests a stop; every rank must call it. Evaluation and generation
-        call it on their way, which also tells the watchdog that they go on."""
+        call it on their way, which also shows the watchdog that they continue."""
         if self.status is not None:
             self.status.progress()
         if self.stop_requested():
@@ -433,9 +433,8 @@ def resolve_precision(wanted: str) -> str:
         return wanted
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16"):
-        raise ConfigError(
-            f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
-        )
+        problem = f"accelerate's mixed_precision={launched} is not supported; use bf16 or no, or set train.precision"
+        raise ConfigError(problem)
     use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
@@ -485,10 +484,10 @@ def start(
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
     launched_with = config_file_of_launcher()
-    if launched_with and (told := idle_pipeline(launched_with, train.engine, topology)):
-        rt.print(told, "warning")
-    if rt.device.type == "cpu" and (told := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
-        rt.print(told, "warning")
+    if launched_with and (idle := idle_pipeline(launched_with, train.engine, topology)):
+        rt.print(idle, "warning")
+    if rt.device.type == "cpu" and (warning := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
+        rt.print(warning, "warning")
     return rt
 
 
@@ -496,10 +495,7 @@ def crowded(processes: int, cores: int) -> str | None:
     """Return a warning of more processes on the CPU of a machine than it has cores; None: there are enough."""
     if processes <= cores:
         return None
-    return (
-        f"{processes} processes on {counted(cores, 'CPU core')} wait for each other: accelerate_configs/cpu_*.yaml "
-        "have one or two"
-    )
+    return hint("crowded CPU", processes=processes, cores=counted(cores, "CPU core"))
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
@@ -525,8 +521,8 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
-    """Within the context, let Python's cycle collector run only when the yielded function, gc.collect, is called: in
-    the middle of a step it would stop one rank, and with it all. Objects that exist already are not examined."""
+    """Let Python's cycle collector run only when the yielded function, gc.collect, is called: in the middle of a step
+    it would stop one rank, and with it all. Objects that exist already are not examined."""
     # torchtitan #148. Frozen are modules, weights and compiled code, of which a collection would look at every object.
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""No rank waits for ever: a thread per rank ends the process when it hangs or when another rank has failed."""
+"""No rank waits forever: a thread per rank ends the process when it hangs or when another rank has failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sftkit.runtime.start import Runtime
 _FLUSH_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 _STOPPED_SECONDS = 5.0
-"Between two polls: a thread that has not polled for so long was stopped, or had no processor."
+"Gap between two polls after which the thread must have been stopped, or had no processor."
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 30.0
 _LOOP_PHASES = ("data", "step")
@@ -126,7 +126,7 @@ class Watchdog:
         if status.world_size > 1:
             with suppress(OSError):
                 self._write_heartbeat(flush=True)
-            time.sleep(2.0)  # the others, whose time is up as well, say where they are
+            time.sleep(2.0)  # the others, whose time is up as well, write their places
             behind, where = find_blocking_ranks(
                 status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2, start_id=status.start_id
             )
@@ -194,6 +194,6 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start
 
 def main_stack() -> str:
     """Return where the main thread is, as Python sees it, innermost call last."""
-    # In spite of its underscore documented by Python, and the only way to another thread's stack.
+    # Documented by Python in spite of its underscore, and the only way to another thread's stack.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

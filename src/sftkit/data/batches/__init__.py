@@ -1,1 +1,1 @@
-"""From tokenized documents to the batches of every step: row shapes, packing, order, and each rank's share."""
+"""Turn tokenized documents into the batches of every step: row shapes, packing, order, and each rank's share."""

@@ -76,7 +76,7 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with every tensor changed by a function."""
-        # Any: `replace` takes the tensors among the fields, which it cannot tell from the numbers
+        # Any: `replace` takes the tensors among the fields, which it cannot distinguish from the numbers
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)
 

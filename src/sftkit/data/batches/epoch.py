@@ -22,7 +22,7 @@ import numpy as np
 
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, PlanSegment, pack
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,11 @@ def check_row_shard(layout: Layout, shard: RowShard) -> None:
     uneven = [length for length in lengths if length % multiple]
     if layout.kind == "bucketed" and uneven:
         better = sorted({-(-length // multiple) * multiple for length in lengths})
-        raise ConfigError(
-            f"data.bucket_lengths: rows of {', '.join(map(str, uneven))} positions do not split into {split}: take "
-            f"data.bucket_lengths={better} and data.max_length={better[-1]}, or data.layout=packed"
-        )
+        words = {"uneven": ", ".join(map(str, uneven)), "split": split, "better": better, "longest": better[-1]}
+        raise ConfigError(hint("buckets that do not split", **words))
     if layout.dynamic and layout.pad_multiple % multiple:
         wanted = _nearest(layout.pad_multiple, multiple, multiple)
-        raise ConfigError(
-            f"data.pad_multiple: rows of a multiple of {layout.pad_multiple} positions do not split into {split}: take "
-            f"{wanted}, with a multiple of it as data.max_length"
-        )
+        raise ConfigError(hint("rows that do not split", multiple=layout.pad_multiple, split=split, wanted=wanted))
     if uneven:
         packed = layout.kind == "packed"
         setting, least = ("data.row_length", layout.max_length) if packed else ("data.max_length", multiple)

@@ -163,7 +163,7 @@ class Batches:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
-        # In shared memory: a worker that was killed cannot report what it was building.
+        # Shared memory, since a worker that was killed cannot report what it was building.
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.runtime.script import counted
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a batch declares besides the number of its rows, whatever documents are in them."""
+    """The sizes that a batch declares besides the number of its rows, whatever documents are in them."""
 
     row_length: int
     "T, positions of a row"
@@ -220,16 +220,16 @@ def make_layout(
         if buckets is None:
             buckets = choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, max_length, rows_in_batch=first.rows)
         elif buckets[-1] != max_length:
-            raise ConfigError(
-                f"data.bucket_lengths: the last one, {buckets[-1]}, must be data.max_length, {max_length}"
-            )
+            problem = f"data.bucket_lengths: the last one, {buckets[-1]}, must be data.max_length, {max_length}"
+            raise ConfigError(problem)
         return replace(plain, row_lengths=buckets)
     if data.layout == "dynamic":
         if max_length % plain.pad_multiple:
             below = max_length // plain.pad_multiple * plain.pad_multiple
+            wanted = below or plain.pad_multiple
+            multiple = plain.pad_multiple
             raise ConfigError(
-                f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {plain.pad_multiple}: take "
-                f"{below or below + plain.pad_multiple}"
+                hint("max_length of dynamic rows", max_length=max_length, multiple=multiple, wanted=wanted)
             )
         # The warm-up has the longest row and one of half its length.
         half = plain.padded(max_length // 2)
@@ -257,10 +257,7 @@ def largest_divisor(number: int, limit: int) -> int:
 def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     """Return a packed layout, with document slots and longest document as the data needs them."""
     if row_length < plain.max_length:
-        raise ConfigError(
-            f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: raise "
-            "data.row_length or lower data.max_length"
-        )
+        raise ConfigError(hint("short rows", row_length=row_length, max_length=plain.max_length))
     return replace(
         plain,
         row_lengths=(row_length,),

@@ -1,1 +1,1 @@
-"""From a source to conversations, texts and pictures: find rows, read them, report faults in them. No torch."""
+"""Read conversations, texts and pictures from a source: find rows, read them, report faults in them. No torch."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.types import JsonObject
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 SYSTEM = ("system", "system_prompt", "system_message")
 "Columns with the text of the system message."
@@ -51,14 +51,14 @@ REJECTED_KEYS = {
     **dict.fromkeys(MARKS_OF_PARTS, "mark whole messages, with train: true or train: false"),
     **dict.fromkeys(MEDIA, "only text is learned"),
 }
-"Keys of a message that say something which training cannot follow, and what to do instead."
+"Keys of a message that training cannot honour, and what to do instead."
 _METADATA = """
 _id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
 category categories subject topic domain tags lang language languages model model_name generator url license date
 timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns file_name filename path
 file_path"""
 METADATA = frozenset(_METADATA.split())
-"Names that describe a row or message and say nothing about learning."
+"Names that describe a row or message and do not affect learning."
 SHAPES = """messages conversations instruction output response prompt completion question question_stem choices answer
 answerKey text content caption captions file_name input_ids from value function_call"""
 "Columns by which rows are recognised, and keys of turns in other shapes."
@@ -86,7 +86,7 @@ def standard_name(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_metadata(name: str) -> bool:
-    """Return whether a name describes a row or message and says nothing about learning."""
+    """Return whether a name describes a row or message and does not affect learning."""
     snake = _snake(name)
     return snake in METADATA or snake.endswith("_id") or snake.startswith(("__", "unnamed:")) or not snake
 
@@ -97,7 +97,7 @@ def is_nan(value: object) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value says nothing: null, blank text, an empty list or object, or NaN, the null of tables."""
+    """Return whether a value is empty: null, blank text, an empty list or object, or NaN, the null of tables."""
     return is_nan(value) or value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
@@ -114,10 +114,8 @@ def named(found: JsonObject, where: str) -> JsonObject:
         known = standard_name(name)
         if known in result and not is_empty(result[known]):
             if not is_empty(value) and value != result[known]:
-                raise DataError(
-                    f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one",
-                    reason="one column in two spellings",
-                )
+                problem = f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one"
+                raise DataError(problem, reason="one column in two spellings")
             continue
         result[known] = value
     return result
@@ -139,34 +137,22 @@ def is_learned(row: JsonObject, where: str) -> bool:
         return True
     for name in MARKS_OF_PARTS:
         if not is_empty(row.get(name)) and row[name] is not False:
-            raise DataError(
-                f"{where}: the column {name} marks parts of what is learned, which is not supported. Mark messages "
-                "(train: true or false) or remove the column",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / column", name=name)
     learned = True
     for name in MARKS:
         value = _cell(row.get(name))
         marks = isinstance(value, list) and (name not in TRUTH_MARKS or all(isinstance(one, bool) for one in value))
         if marks and value:
-            raise DataError(
-                f"{where}: the column {name} is a list: marks of tokens or messages next to a row are not supported. "
-                "Put marks into the messages (train: true or false)",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / list", name=name)
         if name in NUMBER_MARKS and isinstance(value, int | float) and (isinstance(value, bool) or value not in (0, 1)):
-            raise DataError(
-                f"{where}: the column {name} is {value!r}, not 0 or 1: a row is learned or it is not. Filter or repeat "
-                "rows instead, or remove or rename the column",
-                reason="bad weight",
-            )
+            raise fault(where, "bad weight", name=name, value=value)
         if understood(name, value):
             learned = learned and bool(value)
     return learned
 
 
 def understood(name: str, value: object) -> bool:
-    """Return whether the value of a column label, kto_tag or of a mark is of a kind that says true or false."""
+    """Return whether the value of a column label, kto_tag or of a mark is a truth value."""
     value = _cell(value)
     if name in NUMBER_MARKS:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -194,17 +180,11 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
     """
     for name in ("label", "kto_tag"):
         if understood(name, row.get(name)) and _cell(row[name]) is False:
-            raise DataError(
-                f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true",
-                reason="answer labelled false",
-            )
+            problem = f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true"
+            raise DataError(problem, reason="answer labelled false")
     mask = row.get("mask")
     if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
-        raise DataError(
-            f"{where}: the column mask is {mask!r}, expected the role that is not learned, such as User. The "
-            "assistant's messages are what is learned: mark messages with train: true or false, or remove the column",
-            reason="marks of parts",
-        )
+        raise fault(where, "marks of parts / mask", mask=mask)
 
 
 def check_media(row: JsonObject, where: str) -> None:
@@ -213,11 +193,7 @@ def check_media(row: JsonObject, where: str) -> None:
         return
     for name in MEDIA:
         if not is_empty(row.get(name)):
-            raise DataError(
-                f"{where}: the column {name} is not empty, and this stage learns from text alone, so what it shows "
-                "would be lost. Remove the row, or the column if the text is complete without it",
-                reason="pictures or sound with a text",
-            )
+            raise fault(where, "pictures or sound with a text", name=name)
 
 
 def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where: str) -> list[str]:
@@ -240,11 +216,7 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
 
     if not given or (chosen and turns and all(ends_turns(row[name]) for name in chosen)):
         return chosen
-    raise DataError(
-        f"{where}: a preference row (columns {', '.join(given)}), and SFT learns one answer. Write the chosen one into "
-        "the row's messages, or as completion next to prompt, and remove the columns of the others",
-        reason="preference row",
-    )
+    raise fault(where, "preference row", columns=", ".join(given))
 
 
 def turns_of(messages: object) -> list[tuple[object, object]]:
@@ -302,7 +274,7 @@ def current_message(message: object, where: str) -> object:
 
 
 def check_keys(message: JsonObject, where: str) -> None:
-    """Reject a message with a key that says something which training cannot follow."""
+    """Reject a message with a key that training cannot honour."""
     if message.keys().isdisjoint(REJECTED_KEYS):
         return
     for key, advice in REJECTED_KEYS.items():

@@ -14,12 +14,12 @@ from functools import lru_cache
 from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 NO_MEDIA = "place of a picture in the text"
-"What is odd in a text with a marker of pictures, videos or sound."
+"Data warning about a text with a marker of pictures, videos or sound."
 THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 "Reasoning that is written into the content."
 
@@ -39,7 +39,7 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     if not messages:
         raise DataError(f"{row.where}: messages is empty", reason="no messages")
     result = [_message(message, f"{row.where}: messages[{i}]") for i, message in enumerate(messages)]
-    _refuse_special_tokens(row, result, tuple(special_tokens))
+    _reject_special_tokens(row, result, tuple(special_tokens))
     return result
 
 
@@ -51,14 +51,12 @@ def require_answer(messages: list[Message], where: str) -> None:
         raise DataError(f"{where}: no assistant turn (roles: {said}), nothing to learn", reason="no assistant turn")
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and not answer_core(message) and not message.get("tool_calls"):
-            raise DataError(
-                f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)",
-                reason="empty answer",
-            )
+            problem = f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)"
+            raise DataError(problem, reason="empty answer")
 
 
 def oddities(messages: list[Message], where: str) -> dict[str, str]:
-    """Return what is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
+    """Return the data warnings about a conversation that is accepted: reason -> place and text of the first one."""
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
@@ -114,13 +112,12 @@ def _message(message: object, where: str) -> Message:
     message = current_message(message, where)
     if not isinstance(message, dict):
         raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
-    # A key with null is one that Arrow has filled in, except for content, where null says that there is none.
+    # A key with null is one that Arrow has filled in, except for content, where null means that there is none.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
-        raise DataError(
-            f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}", reason="unknown role"
-        )
+        problem = f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}"
+        raise DataError(problem, reason="unknown role")
     check_keys(message, where)
     if "tool_calls" in message:
         calls = message["tool_calls"]
@@ -130,9 +127,8 @@ def _message(message: object, where: str) -> Message:
         if not calls:
             del message["tool_calls"]
         elif role != "assistant":
-            raise DataError(
-                f"{where}: tool_calls of role {role}: only an assistant calls tools", reason="malformed tool call"
-            )
+            problem = f"{where}: tool_calls of role {role}: only an assistant calls tools"
+            raise DataError(problem, reason="malformed tool call")
     message["content"] = _content(message, where)
     return message
 
@@ -146,23 +142,17 @@ def _content(message: Message, where: str) -> str:
         if message["role"] == "assistant" and "tool_calls" in message:
             return ""
         state = "null" if "content" in message else "missing"
-        raise DataError(
-            f"{where}: content is {state} (allowed only for an assistant that calls tools)", reason="no content"
-        )
+        problem = f"{where}: content is {state} (allowed only for an assistant that calls tools)"
+        raise DataError(problem, reason="no content")
     if not isinstance(content, list):
         raise wrong_kind(f"{where}: content", content, "text or a list of text parts", reason="content is not text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise DataError(
-                f"{where}: content has a part of type {kind}; only text parts can be trained on",
-                reason="content is not text",
-            )
+            problem = f"{where}: content has a part of type {kind}; only text parts can be trained on"
+            raise DataError(problem, reason="content is not text")
         if marked := [key for key in MARKS if part.get(key) is not None]:
-            raise DataError(
-                f"{where}: a part of the content has {marked[0]}: mark whole messages, or write the parts as messages",
-                reason="marks of parts",
-            )
+            raise fault(where, "marks of parts / content", mark=marked[0])
     return "".join(part["text"] for part in content)
 
 
@@ -195,7 +185,7 @@ def _arguments(arguments: object) -> object:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
+def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
     """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
@@ -226,7 +216,7 @@ def _without_think_tags(value: object) -> object:
 @lru_cache(maxsize=8)
 def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds the next special token of a text, the longest if several begin there."""
-    # The longest first, as a pattern takes the first that fits.
+    # The longest first: a pattern takes the first that fits.
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
@@ -259,24 +249,19 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     if "from" not in turn or "value" not in turn:
         if "role" in turn:
             return turn
-        raise DataError(
-            f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value",
-            reason="malformed conversations",
-        )
+        problem = f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value"
+        raise DataError(problem, reason="malformed conversations")
     role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
-        raise DataError(
-            f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
-        )
+        problem = f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}"
+        raise DataError(problem, reason="unknown role")
     calls_tools = role == "function_call"
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     content = "" if calls_tools else turn["value"]
     for key, said in {"role": "assistant" if calls_tools else role, "content": content}.items():
         if rest.get(key) not in (None, "", said, turn["from"]):
-            raise DataError(
-                f"{where}: from and value next to a {key} that says something else: keep one of the two",
-                reason="malformed conversations",
-            )
+            problem = f"{where}: from and value next to a {key} that says something else: keep one of the two"
+            raise DataError(problem, reason="malformed conversations")
     if not calls_tools:
         return {**rest, "role": role, "content": content}
     value = turn["value"]

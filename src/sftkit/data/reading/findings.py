@@ -76,7 +76,8 @@ def log_findings(name: str, findings: Iterable[Finding]) -> None:
 @contextmanager
 def without_logging() -> Iterator[None]:
     """Keep `log_findings` quiet, for a caller that shows what was found itself."""
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:

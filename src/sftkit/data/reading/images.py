@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import warnings
@@ -15,13 +14,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sftkit.data.demo.builtin import PREFIX, picture
+from sftkit.data.reading import store
 from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
-from sftkit.rundir.files import own_name
-from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.script import first_of, working
 
-log = logging.getLogger(__name__)
+_ARRAY = "pictures"
+"The array in a folder of the cache."
 RESAMPLE = Image.Resampling.BILINEAR
 ImageSize = tuple[int, int, int]
 "Channels, height, width."
@@ -31,11 +30,11 @@ DEEP = ("I", "F")
 
 def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
     """Return each document's picture, uint8 [I, *size] with one for each different name, from the cache on disk if
-    it is there.
+    it is there; in memory if the disk is full.
 
     Args:
-        names: of each document the file of its picture, or the name of a generated one.
-        argument: what the array is called.
+        names: for each document the file of its picture, or the name of a generated one.
+        argument: the name of the array.
 
     Raises:
         DataError: a file is not a picture.
@@ -43,13 +42,29 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     different = list(number)
-    index = np.array([number[name] for name in names])
-    file = cache_dir / f"images-{_key(different, size)}.npy"
-    array = _opened(file, (len(different), *size))
+    shape = (len(different), *size)
+    folder = cache_dir / f"images-{_key(different, size)}"
+
+    def write(temporary: Path) -> None:
+        # Checked first: on a full disk, writing to mapped memory would end the process by a signal.
+        needed = int(np.prod(shape))
+        free = shutil.disk_usage(temporary).free
+        if needed > free:
+            raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
+        file = temporary / f"{_ARRAY}.npy"
+        _read(np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape), different, size)
+
+    def stored(instead: str = "") -> np.ndarray | None:
+        return store.load(folder, [_ARRAY], lambda arrays: arrays[_ARRAY], instead=instead)
+
+    array = stored("reading the pictures again")
     if array is None:
         with working(f"resizing {len(different):,} pictures to {size[2]} x {size[1]}"):
-            array = _written(file, different, size)
-    return EncoderInputs({argument: array}, index)
+            instead = "every start will read the pictures"
+            store.save(folder, write, lambda: stored() is not None, instead=instead)
+            array = stored()
+            array = _read(np.zeros(shape, np.uint8), different, size) if array is None else array
+    return EncoderInputs({argument: array}, np.array([number[name] for name in names]))
 
 
 def read_image(name: str, size: ImageSize) -> np.ndarray:
@@ -91,46 +106,8 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
     return found.hexdigest()[:32]
 
 
-def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Open a cached array; None if it is not there, damaged, or of another shape."""
-    if not file.exists():
-        return None
-    try:
-        compare_hashes(file.with_suffix(".json"), [file])
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
-        log.warning("%s: damaged cache (%s), reading the pictures again", file, error)
-        return None
-    return array if array.shape == shape and array.dtype == np.uint8 else None
-
-
-def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
-    """Return the array from a file that gets its name when it is complete; in memory if the disk is full."""
-    shape = (len(names), *size)
-    temporary = own_name(file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Checked first: on a full disk, writing to mapped memory would end the process by a signal.
-        needed = int(np.prod(shape))
-        free = shutil.disk_usage(file.parent).free
-        if needed > free:
-            raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
-        _read(array, names, size)
-        array.flush()
-        os.replace(temporary, file)
-        write_hashes(file.with_suffix(".json"), [file])
-        if (found := _opened(file, shape)) is not None:
-            return found
-    except OSError as error:
-        log.warning("%s: cannot write the cache (%s), every start will read the pictures", file, error)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return _read(np.zeros(shape, np.uint8), names, size)
-
-
 def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarray:
-    """Fill the array with all pictures.
+    """Fill the array with all pictures, and return it.
 
     Raises:
         DataError: some files are not pictures. The message counts all of them and names the first.

@@ -1,28 +1,420 @@
 """Find where the rows of a source are: a builtin, local files, or a dataset of the Hugging Face hub. No torch.
 
-Without network the hub's cache is used, or the error is quick and clear.
+Of a folder's files, names or the README of a downloaded hub dataset decide which hold the requested split. Slices of a
+split are written as in datasets: train[:1000], train[10%:]. Without network the hub's cache is used, or the error is
+quick and clear.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.data.demo import builtin
-from sftkit.data.reading import folders, readers
-from sftkit.data.reading.folders import base_split, configuration, configurations, sliced, sliced_beginning
-from sftkit.data.reading.readers import RawRow, without_fill
-from sftkit.errors import ConfigError
+from sftkit.data.reading import readers
+from sftkit.data.reading.readers import SUFFIXES, RawRow, suffix_of, without_fill
+from sftkit.errors import ConfigError, DataError, hint
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
+from sftkit.runtime.script import counted, first_of
+
+T = TypeVar("T")
+FARTHEST = 10_000
+"The most rows before a slice that are skipped to look at its beginning."
+
+
+def base_split(spec: str) -> str:
+    """Return a split without its slice: train of train[:1000]."""
+    return spec.split("[", 1)[0].strip()
+
+
+def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
+    """Return the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
+    start, stop = _bounds(source)
+    total = sum(1 for _ in rows()) if _is_relative(start) or _is_relative(stop) else 0
+    return islice(rows(), _index(start, total) if start else 0, _index(stop, total) if stop else None)
+
+
+def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the
+    first takes long."""
+    start, stop = _bounds(source)
+    start = "0" if start is None or start == "0%" else start
+    if _is_relative(start) or int(start) > FARTHEST:
+        return iter(())
+    return islice(rows(), int(start), None if stop is None or _is_relative(stop) else int(stop))
+
+
+def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
+    """Return the bounds of a slice: the texts before and after its colon."""
+    spec = source.split.strip()
+    if spec == base_split(spec):
+        return None, None
+    match = re.fullmatch(r"[^\[\]]+\[(-?\d+%?)?:(-?\d+%?)?\]", spec)
+    if match is None:
+        raise ConfigError(f"data source {source.path}: split {spec!r}; expected train, train[:1000] or train[10%:90%]")
+    for bound in match.groups():
+        if bound and bound.endswith("%") and abs(int(bound[:-1])) > 100:
+            raise ConfigError(f"data source {source.path}: {bound} in split {source.split!r} is more than 100%")
+    return match[1], match[2]
+
+
+def _is_relative(bound: str | None) -> bool:
+    """Return whether a bound of a slice depends on how many rows there are."""
+    return bound is not None and (bound.startswith("-") or bound.endswith("%"))
+
+
+def _index(bound: str, total: int) -> int:
+    """Return a bound of a slice as a row number."""
+    rows = round(int(bound[:-1]) * total / 100) if bound.endswith("%") else int(bound)
+    return max(0, rows + total) if bound.startswith("-") else rows
+
+
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+"Suffixes by which a folder of pictures alone is known."
+ABOUT = {
+    *("readme.txt", "license.txt", "licence.txt", "notice.txt", "dataset_info.json", "dataset_infos.json"),
+    *("dataset_dict.json", "config.json", "state.json"),
+}
+"Whole names of files that are about the data, not data."
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"Word that begins a name -> its split: the words of datasets."
+NOT_BUILT_WITH = {"config_name", "data_files", "data_dir", "default", "version", "description", "features"} | {
+    "drop_labels",
+    "drop_metadata",
+}
+"Keys of a configuration that change nothing in how files are read here."
+NAMES_SHOWN = 5
+"Names of files in a message."
+WHOLE_BYTES = 2**29
+"The most bytes of a source that is identified by all of its content; the files of a larger one are sampled."
+PART_BYTES = 2**16
+SAMPLED_PARTS = 16
+"Parts of a large file that are hashed, its head and tail included."
+
+
+def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
+    """Return the files that hold the requested split, and in words which splits a folder has and what is left out.
+
+    A folder that is a downloaded hub dataset, with configurations in its README.md, is read by these. In any other
+    folder names give the splits (`split_of`), and `subset` keeps the files with that name in their path.
+
+    Raises:
+        ConfigError, DataError: there are none, or some cannot be read.
+    """
+    split = base_split(source.split)
+    if root.is_file():
+        if suffix_of(root) is None:
+            raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
+        if split not in ("train", split_of(Path(root.name))):
+            problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
+            raise ConfigError(problem)
+        return [root], ""
+    present = sorted(_walk(root))  # sorted: the order of documents must not depend on the file system
+    if configured := configurations(root):
+        return _configured_files(source, root, configured, present)
+    files = [path for path in present if _is_data(path, root)]
+    if source.subset is not None:
+        starts = (f"{source.subset}-", f"{source.subset}.")
+        parts = {path: path.relative_to(root).parts for path in files}
+        files = [path for path in files if any(p == source.subset or p.startswith(starts) for p in parts[path])]
+    if not files:
+        raise DataError(f"{root}: {_nothing_here(source, present)}")
+    splits = {path: split_of(path.relative_to(root)) for path in files}
+    wanted = SPLITS.get(split, split)
+    chosen = [path for path in files if splits[path] == wanted] or [
+        path
+        for path in files
+        # A split of another name is that of a folder, or of a file without its suffixes.
+        if split not in SPLITS and split in (*path.relative_to(root).parts[:-1], path.name.partition(".")[0])
+    ]
+    if not chosen:
+        problem = f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
+        raise ConfigError(problem)
+    left_out = [path for path in present if path not in splits and not _is_silent(path, root)]
+    said = [_splits_text(splits, chosen, root), *_doubts(chosen, root)]
+    if left_out:
+        # Files that could be data come first: a README is expected there.
+        left_out.sort(key=lambda path: (path.name.lower() in ABOUT or path.suffix.lower() in ("", ".md"), path))
+        said.append(f"left out: {_names(left_out, root)}")
+    return chosen, "; ".join(said)
+
+
+def split_of(relative: Path) -> str:
+    """Return the split that a path names; train if it names none."""
+    return _named_split(relative) or "train"
+
+
+def _named_split(relative: Path) -> str | None:
+    """Return the split that the innermost part of a path names.
+
+    A part names a split if it begins with one of its words (train.jsonl, test/, dev-2.csv), never by a word inside it.
+    Shards are named as datasets names them, by the whole split (train_sft-00000-of-00002), or by their dataset and
+    split (c4-train.00000-of-01024).
+    """
+    for part in reversed(relative.parts):
+        name = part.lower()
+        if shard := _SHARD.match(name):
+            stem = shard["split"]
+            found = SPLITS.get(stem)
+            if found is None and re.fullmatch(r"\w+", stem):
+                found = stem if stem.split("_")[0] in SPLITS else None
+            elif found is None:
+                found = SPLITS.get(stem.rpartition("-")[2])
+            if found:
+                return found
+        word = _WORD.match(name)
+        if word and word[0] in SPLITS:
+            return SPLITS[word[0]]
+    return None
+
+
+_SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
+_WORD = re.compile(r"[a-z]+")
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, and links to folders, which are not followed.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        yield from (Path(folder, name) for name in names)
+        yield from (path for path in (Path(folder, name) for name in folders) if path.is_symlink())
+
+
+def _is_data(path: Path, root: Path) -> bool:
+    """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data.
+
+    Raises:
+        DataError: it is a link to a file that is not there.
+    """
+    hidden = any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+    if suffix_of(path) is None or hidden or path.name.lower() in ABOUT:
+        return False
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path}: a link to {os.readlink(path)}, which is not there. Was all of the dataset copied?")
+    return path.is_file()
+
+
+def _is_silent(path: Path, root: Path) -> bool:
+    """Return whether a file that is left out needs no word: a picture, which rows name, or a hidden one of no data."""
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.suffix.lower() in PICTURE_SUFFIXES or (hidden and suffix_of(path) is None)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def _names(paths: Iterable[Path], root: Path) -> str:
+    return first_of([path.relative_to(root) for path in paths], NAMES_SHOWN)
+
+
+def _splits_text(splits: Mapping[Path, str], chosen: list[Path], root: Path) -> str:
+    """Return how many files each split has, the chosen ones first, and the names of the others."""
+    others = {path: split for path, split in splits.items() if path not in set(chosen)}
+    name = splits[chosen[0]]
+    words = [f"{name}: {counted(len(chosen), 'file')}"]
+    for split in sorted({*others.values()}):
+        paths = [path for path, found in others.items() if found == split]
+        words.append(f"{split}: {len(paths)} ({_names(paths, root)})")
+    return ", ".join(words)
+
+
+def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
+    """Yield what may be wrong with the files of a split, which only their owner knows."""
+    relative = [path.relative_to(root) for path in chosen]
+    whole = [path for path in relative if not _SHARD.match(path.name)]
+    words = {path: re.findall(r"[a-z]+", path.name.lower().partition(".")[0]) for path in whole}
+    inside = [path for path in whole if any(SPLITS.get(word, "train") != "train" for word in words[path])]
+    if inside and split_of(inside[0]) == "train":
+        yield f"read as train, although its name has another split inside: {first_of(inside, NAMES_SHOWN)}"
+    # Next to files named train, one of another name may be there by mistake: it would be trained on.
+    unnamed = [path for path in relative if _named_split(path) is None and path not in inside]
+    if unnamed and any(_named_split(path) == "train" for path in relative):
+        yield f"read as train, although its name has no split: {first_of(unnamed, NAMES_SHOWN)}"
+    stems = Counter(path.with_name(path.name.partition(".")[0]) for path in whole)
+    if twice := [stem for stem, times in stems.items() if times > 1]:
+        yield f"several files of the same name, are they copies: {first_of(twice, NAMES_SHOWN)}"
+    shards: dict[tuple[Path, str, str], set[str]] = {}
+    for path in relative:
+        if shard := _SHARD.match(path.name):
+            shards.setdefault((path.parent, shard["split"], shard["total"]), set()).add(shard["index"])
+    for (_, name, total), found in shards.items():
+        if len(found) < int(total):
+            yield f"{len(found)} of the {int(total)} shards of {name} are there"
+
+
+def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
+    """Return why a folder has no data, and what to do."""
+    of = f' with subset "{source.subset}"' if source.subset else ""
+    suffixes = {path.suffix.lower() for path in present}
+    advice = ""
+    if suffixes & {*PICTURE_SUFFIXES}:
+        advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
+    elif ".arrow" in suffixes:
+        advice = "; a dataset of save_to_disk: write it with to_parquet or to_json"
+    return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{advice}"
+
+
+# ---- configurations of a hub dataset ---------------------------------------------------------------------------------
+
+
+def configurations(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the configurations in the README.md of a hub dataset, by name; none in a folder without any.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    readme = root / "README.md"
+    if not readme.is_file():
+        return {}
+    content = readme.read_bytes().decode("utf-8-sig", errors="replace")
+    front = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", content, re.DOTALL | re.MULTILINE)
+    try:
+        values = yaml.safe_load(front[1]) if front else None
+        listed = values.get("configs") if isinstance(values, dict) else None
+        return {str(each["config_name"]): each for each in listed or ()}
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"{readme}: its configs cannot be read: {type(error).__name__}: {error}") from error
+
+
+def configuration(source: SourceConfig, configured: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the configuration that `subset` names or, as on the hub, the default one.
+
+    Raises:
+        ConfigError: there is none of that name, or several and none is named.
+    """
+    defaults = [name for name, each in configured.items() if name == "default" or each.get("default")]
+    name = source.subset or (next(iter(configured)) if len(configured) == 1 else next(iter(defaults), ""))
+    if name not in configured or (source.subset is None and len(defaults) > 1):
+        wrong = f'no subset "{source.subset}"' if source.subset else "subset must name a configuration"
+        raise ConfigError(f"data source {source.path}: {wrong}; its README.md has {', '.join(configured)}")
+    found = configured[name]
+    if unread := found.keys() - NOT_BUILT_WITH:
+        listed = ", ".join(sorted(unread))
+        raise ConfigError(hint("configuration of datasets", path=source.path, unread=listed, name=name))
+    return found
+
+
+def _configured_files(
+    source: SourceConfig, root: Path, configured: Mapping[str, dict[str, Any]], present: list[Path]
+) -> tuple[list[Path], str]:
+    """Return the files that a configuration names for the requested split, and in words what is left out."""
+    split = base_split(source.split)
+    found = configuration(source, configured)
+    name = found["config_name"]
+    base = root / str(found.get("data_dir") or "")
+    readme = f"{root / 'README.md'}: configuration {name}"
+    patterns = _patterns(found.get("data_files"), readme)
+    if patterns is None:
+        files = [path for path in present if base in path.parents and _is_data(path, base)]
+        splits = {split_of(path.relative_to(base)) for path in files}
+        matched = {each: [path for path in files if split_of(path.relative_to(base)) == each] for each in splits}
+    else:
+        matched = {each: sorted(_matched(base, listed, readme)) for each, listed in patterns.items()}
+    if split not in matched:
+        raise ConfigError(f'data source {source.path}: no split "{split}" in {name}, but {", ".join(sorted(matched))}')
+    chosen = matched[split]
+    if missing := [path for path in chosen if not path.exists()]:
+        raise DataError(f"{missing[0]}: a link to a file that is not there. Was all of the dataset copied?")
+    if not chosen or any(suffix_of(path) is None for path in chosen):
+        bad = next((path.name for path in chosen), f"nothing that matches {', '.join((patterns or {}).get(split, []))}")
+        raise DataError(f"{readme}: split {split} has {bad}, expected files of the kinds {', '.join(SUFFIXES)}")
+    named = {path for paths in matched.values() for path in paths}
+    others = [path for path in present if suffix_of(path) is not None and path not in named and _is_data(path, root)]
+    words = [f"{each}: {len(paths)}" for each, paths in sorted(matched.items()) if each != split]
+    said = ", ".join([f"configuration {name}: {split}: {counted(len(chosen), 'file')}", *words])
+    return chosen, f"{said}; left out: {_names(others, root)}" if others else said
+
+
+def _patterns(data_files: Any, readme: str) -> dict[str, list[str]] | None:
+    """Return split -> patterns of its files; None: the names of the files decide.
+
+    Raises:
+        ConfigError: it has none of the forms that the hub knows, or leads out of the folder.
+    """
+    if data_files is None:
+        return None
+    listed = [data_files] if isinstance(data_files, str) else data_files
+    if isinstance(listed, list) and all(isinstance(each, str) for each in listed):
+        listed = [{"split": "train", "path": listed}]
+    patterns: dict[str, list[str]] = {}
+    for each in listed if isinstance(listed, list) else [None]:
+        paths = each.get("path") if isinstance(each, dict) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not (isinstance(each, dict) and "split" in each and isinstance(paths, list) and paths):
+            raise ConfigError(f"{readme}: data_files is not a path, a list of paths, or a list of split and path")
+        if outside := [p for p in map(str, paths) if p.startswith("/") or "://" in p or ".." in Path(p).parts]:
+            raise ConfigError(f"{readme}: {outside[0]} leads out of the folder")
+        patterns.setdefault(str(each["split"]), []).extend(map(str, paths))
+    return patterns
+
+
+def _matched(base: Path, patterns: list[str], readme: str) -> set[Path]:
+    """Return the files that match patterns, as the hub matches them."""
+    try:
+        found = {Path(base, name) for each in patterns for name in glob.glob(each, root_dir=base, recursive=True)}
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"{readme}: {', '.join(patterns)}: {error}") from error
+    return {path for path in found if not path.is_dir() and path.name != "README.md"}
+
+
+# ---- identity --------------------------------------------------------------------------------------------------------
+
+
+def content_identity(files: Sequence[Path]) -> list[list[object]]:
+    """Return what identifies the content of files: path, size and a digest of each.
+
+    Times lie: an editor or a copy may keep them. Digests are of all the content up to WHOLE_BYTES in all files; beyond
+    that of the head, the tail and samples of each file, and then its time counts too.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    try:
+        whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
+        return [_file_identity(file, whole=whole) for file in files]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _file_identity(path: Path, *, whole: bool) -> list[object]:
+    stat = path.stat()
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        if whole or stat.st_size <= SAMPLED_PARTS * PART_BYTES:
+            while part := file.read(2**20):
+                found.update(part)
+        else:
+            for i in range(SAMPLED_PARTS):
+                # The first part is the head, the last one the tail.
+                file.seek(i * (stat.st_size - PART_BYTES) // (SAMPLED_PARTS - 1))
+                found.update(file.read(PART_BYTES))
+    return [str(path.resolve()), stat.st_size, found.hexdigest(), None if whole else stat.st_mtime_ns]
 
 
 # Any: datasets has no types.
@@ -40,12 +432,15 @@ def load_from_hub(source: SourceConfig) -> Any:
             return datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
         if not connected:
-            return _snapshot(source)
+            from huggingface_hub import constants
+
+            if (folder := _cached_snapshot(source.path)) is None:
+                place = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
+                raise _missing(source, place) from None
+            return folder
         reason = str(error).strip() or type(error).__name__
-        raise ConfigError(
-            f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
-            f"Neither a local file or folder of that name exists{similar_paths(source.path)}"
-        ) from error
+        words = {"path": source.path, "subset": source.subset or "none", "split": source.split, "reason": reason}
+        raise ConfigError(hint("no data source", meant=similar_paths(source.path), **words)) from error
 
 
 def check_dataset(source: SourceConfig) -> None:
@@ -64,15 +459,6 @@ def _check_configuration(source: SourceConfig) -> None:
     """Raise a ConfigError if a downloaded snapshot has configurations, and the source names none of them."""
     if (folder := _cached_snapshot(source.path)) and (configured := configurations(folder)):
         configuration(source, configured)
-
-
-def _snapshot(source: SourceConfig) -> Path:
-    """Return the folder of a downloaded snapshot."""
-    from huggingface_hub import constants
-
-    if (folder := _cached_snapshot(source.path)) is None:
-        raise _missing(source, f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}")
-    return folder
 
 
 def _cached_snapshot(name: str) -> Path | None:
@@ -169,8 +555,8 @@ def find_here(source: SourceConfig) -> Origin | None:
     if path.exists():
         return _local(source, path)
     if readers.looks_local(source.path):
-        hint = similar_paths(source.path)
-        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
+        meant = similar_paths(source.path)
+        raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){meant}")
     return None
 
 
@@ -197,7 +583,7 @@ def _builtin(source: SourceConfig) -> Origin:
 
 def _local(source: SourceConfig, path: Path) -> Origin:
     """Find a source in a file or folder."""
-    files, said = folders.files_of(source, path)
+    files, said = files_of(source, path)
 
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
@@ -205,4 +591,4 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     rows = partial(sliced, raw_rows, source)
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
     num_bytes = sum(file.stat().st_size for file in files)
-    return Origin(rows, partial(folders.content_identity, files), first, num_bytes, said)
+    return Origin(rows, partial(content_identity, files), first, num_bytes, said)

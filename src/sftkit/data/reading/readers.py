@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
 
 
@@ -44,8 +44,8 @@ def without_fill(value: object, feature: object = None) -> object:
 
 
 RawRow = tuple[str, object]
-"Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
-DataError that is to be raised for it."
+"""(place of the row, the row): an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or
+the DataError to raise for it."""
 LONGEST_RECORD = 32 * 2**20
 "The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
@@ -106,7 +106,7 @@ def parsed(raw: RawRow) -> object:
     """Parse a raw row.
 
     Raises:
-        DataError: it is not JSON, or stands for a row that could not be read.
+        DataError: it is not JSON, or the error of a row that could not be read.
     """
     where, value = raw
     if isinstance(value, DataError):
@@ -137,11 +137,7 @@ def json_error(where: str, error: Exception) -> DataError:
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     """Return the DataError for bytes that are not UTF-8, with what to do."""
-    return DataError(
-        f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x}, {error.reason}. Convert the file: "
-        "iconv -f WINDOWS-1252 -t UTF-8, or whatever its encoding is",
-        reason="not UTF-8",
-    )
+    return fault(where, "not UTF-8", byte=error.object[error.start], cause=error.reason)
 
 
 def wrong_kind(what: str, value: object, expected: str, *, reason: str) -> DataError:
@@ -201,10 +197,8 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         if found is None and max(head[0::2].count(0), head[1::2].count(0)) > len(head) / 4 > 1:
             found = "UTF-16"
         if found is not None:
-            raise DataError(
-                f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}",
-                reason="not UTF-8",
-            )
+            problem = f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}"
+            raise DataError(problem, reason="not UTF-8")
         yield cast(IO[bytes], file)
 
 
@@ -231,10 +225,8 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(
-        f"{where}: more than {LONGEST_RECORD // 2**20} MiB: cut it into several records",
-        reason="record too long to read",
-    )
+    problem = f"{where}: more than {LONGEST_RECORD // 2**20} MiB: cut it into several records"
+    return DataError(problem, reason="record too long to read")
 
 
 def _json(path: Path) -> Iterator[RawRow]:
@@ -261,9 +253,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     if isinstance(value, dict):
         lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
         if "data" in lists and len(lists) > 1:
-            raise DataError(
-                f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
-            )
+            problem = f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
+            raise DataError(problem)
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")
@@ -337,11 +328,9 @@ def _delimited(path: Path) -> Iterator[RawRow]:
                 if cells == header:
                     raise DataError(f"{where}: the header again: remove it", reason="repeated header")
                 if len(cells) != len(header):
-                    raise DataError(
-                        f"{where}: {counted(len(cells), 'cell')}, but the header has {len(header)}. A cell with "
-                        f"{NAMES_OF_DELIMITERS[delimiter]} in it needs quotation marks around it",
-                        reason="wrong number of cells",
-                    )
+                    found = counted(len(cells), "cell")
+                    mark = NAMES_OF_DELIMITERS[delimiter]
+                    raise fault(where, "wrong number of cells", cells=found, expected=len(header), mark=mark)
                 yield where, dict(zip(header, cells, strict=True))
             except DataError as error:
                 if b"\n" in record.rstrip(b"\r\n") and error.reason == MALFORMED:
@@ -373,11 +362,7 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
             open_quote_hint = ", perhaps from a quotation mark that is not closed" if open_quote else ""
             raise DataError(f"{where}: a record of more than {LONGEST_RECORD // 2**20} MiB{open_quote_hint}")
         if open_quote:
-            raise DataError(
-                f"{where}: a quotation mark is opened here and never closed, so it is not certain where the later "
-                'records begin. Write a quotation mark as "" in a cell with quotation marks around it',
-                reason=MALFORMED,
-            )
+            raise fault(where, "malformed cells / open")
         if record.strip():
             yield where, bytes(record)
 
@@ -406,11 +391,7 @@ def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
         cells.append(plain if quoted is None else quoted.replace('""', '"'))
         end = match.end() if match else len(text)
         if match is None or (end < len(text) and text[end] != delimiter):
-            raise DataError(
-                f"{where}: cell {len(cells)}: a quotation mark or a line end in a cell without quotation marks around "
-                'it, or text behind the closing one. Write the cell as "...", and each quotation mark in it as ""',
-                reason=MALFORMED,
-            )
+            raise fault(where, "malformed cells / quotation", number=len(cells))
     return cells
 
 

@@ -14,7 +14,7 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import turn_to_message
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 Raw = JsonObject
 
@@ -56,21 +56,15 @@ def convert(raw: object, where: str) -> Row:
     given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
     present = columns.named(given, where)
     if not columns.is_empty(present.get("input_ids")):
-        raise DataError(
-            f"{where}: a row that is tokenized already (input_ids), which sftkit does not read: give its text or "
-            "messages alone, without input_ids",
-            reason="tokenized row",
-        )
+        raise fault(where, "tokenized row")
     fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
     if not fitting:
         columns.check_preferences(present, [], where)
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         shapes = " ".join(ACCEPTED.split())
-        raise DataError(
-            f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
-            reason="unknown columns",
-        )
+        problem = f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}"
+        raise DataError(problem, reason="unknown columns")
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
@@ -119,11 +113,7 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
         return {*other.columns}
-    raise DataError(
-        f"{where}: two conversations that differ: {', '.join(shape.columns)} and {', '.join(other.columns)}. Remove "
-        "the columns of one of them",
-        reason="two conversations",
-    )
+    raise fault(where, "two conversations", first=", ".join(shape.columns), second=", ".join(other.columns))
 
 
 def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str) -> None:
@@ -134,34 +124,22 @@ def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str
         if name in used or columns.is_empty(value):
             continue
         if not isinstance(value, str) or not any(isinstance(text, str) and value.strip() in text for text in texts):
-            raise DataError(
-                f"{where}: the column {name} is in none of the messages, so the answer would be learned without it. "
-                "Write it into the question, or remove or rename the column",
-                reason="context outside the messages",
-            )
+            raise fault(where, "context outside the messages", name=name)
 
 
 def require_text(row: Row) -> str:
     """Return the text of a row of base training; raises a DataError if it has none."""
-    refuse_picture(row)
+    reject_picture(row)
     if row.text is None:
-        raise DataError(
-            f"{row.where}: a conversation, but this script learns from plain text. Conversations are for mid_train.py "
-            "and chat_sft.py",
-            reason="conversation, not text",
-        )
+        raise fault(row.where, "conversation, not text")
     return row.text
 
 
 def require_conversation(row: Row) -> list[JsonObject]:
     """Return the messages of a row of chat SFT; raises a DataError if it has none."""
-    refuse_picture(row)
+    reject_picture(row)
     if row.messages is None:
-        raise DataError(
-            f"{row.where}: a text without turns, but this script learns from conversations (messages, or instruction "
-            "and output). Text is for base_train.py and mid_train.py",
-            reason="text, not a conversation",
-        )
+        raise fault(row.where, "text, not a conversation")
     return row.messages
 
 
@@ -176,15 +154,10 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
     plain = not row.tools and not row.template_args and not any(turn.get("tool_calls") for turn in turns)
     if plain and [turn["role"] for turn in turns] == ["user", "assistant"]:
         return turns[0]["content"], [turns[1]["content"]]
-    raise DataError(
-        f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a "
-        "question with its answer (prompt, completion), one of which this script needs. Texts and conversations, also "
-        "those with system texts or tools, are for the other stages",
-        reason="nothing for an encoder",
-    )
+    raise fault(row.where, "nothing for an encoder")
 
 
-def refuse_picture(row: Row) -> None:
+def reject_picture(row: Row) -> None:
     """Reject a row that only a model with an encoder learns from."""
     if row.image is not None and row.text is None:
         raise DataError(f"{row.where}: a picture with captions, which are for caption_train.py", reason="a picture")
@@ -223,25 +196,21 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
         if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
-            raise DataError(
-                f"{where}: the column history is for a question that is a text: put its turns into the messages",
-                reason="malformed history",
-            )
+            problem = f"{where}: the column history is for a question that is a text: put its turns into the messages"
+            raise DataError(problem, reason="malformed history")
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
-        messages, context = [*_history(raw["history"], where), *messages], 0
+        messages = [*_history(raw["history"], where), *messages]
+        context = 0
     # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
     system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if system and first.get("role") in ("system", "developer"):
         if first.get("content") != system:
-            raise DataError(
-                f"{where}: the column system and the first message are both system texts, and they differ: drop one "
-                "of them, or put both into the first message",
-                reason="two system texts",
-            )
+            raise fault(where, "two system texts")
     elif system:
-        # The system message goes in front, so what is context is one message longer.
-        messages, context = [{"role": "system", "content": system}, *messages], context + 1 if context else 0
+        # The system message goes in front, so the context, if any, is one message longer.
+        messages = [{"role": "system", "content": system}, *messages]
+        context += bool(context)
     return replace(row, messages=messages, context_messages=context)
 
 
@@ -252,9 +221,8 @@ def _system_text(raw: Raw, where: str) -> str:
     texts = {name: _text(raw, name, where) for name in columns.SYSTEM if name in raw}
     different = list(dict.fromkeys(text for text in texts.values() if text.strip()))
     if len(different) > 1:
-        raise DataError(
-            f"{where}: {' and '.join(texts)} are different system texts: keep one", reason="two system texts"
-        )
+        problem = f"{where}: {' and '.join(texts)} are different system texts: keep one"
+        raise DataError(problem, reason="two system texts")
     return different[0] if different else ""
 
 
@@ -263,24 +231,21 @@ def _history(history: object, where: str) -> list[JsonObject]:
     turns: list[JsonObject] = []
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise DataError(
-                f"{where}: history is not a list of pairs of texts, a question and its answer",
-                reason="malformed history",
-            )
+            problem = f"{where}: history is not a list of pairs of texts, a question and its answer"
+            raise DataError(problem, reason="malformed history")
         turns += _turns(*pair)
     return turns
 
 
 def _template_args(raw: Raw, where: str) -> JsonObject | None:
     """Return the arguments of the template: chat_template_kwargs, and documents for templates that render them."""
-    args, documents = raw.get("chat_template_kwargs"), raw.get("documents")
+    args = raw.get("chat_template_kwargs")
+    documents = raw.get("documents")
     if args is not None and not isinstance(args, dict):
         raise wrong_kind(f"{where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
-        raise DataError(
-            f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
-            reason="malformed template arguments",
-        )
+        problem = f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself"
+        raise DataError(problem, reason="malformed template arguments")
     if columns.is_empty(documents):
         return args or None
     if not isinstance(documents, list):
@@ -291,72 +256,68 @@ def _template_args(raw: Raw, where: str) -> JsonObject | None:
 # ---- one function for each shape -------------------------------------------------------------------------------------
 
 
-def _conversations(raw: Raw, where: str) -> Row:
-    """Convert ShareGPT's columns; some datasets have role and content under this name too."""
-    turns = raw["conversations"]
+def _plain(raw: Raw, where: str, column: str) -> Row:
+    """Convert a text."""
+    return Row(where, text=_text(raw, column, where))
+
+
+def _messages(raw: Raw, where: str, column: str) -> Row:
+    """Take messages as they are."""
+    return Row(where, messages=raw[column])
+
+
+def _conversations(raw: Raw, where: str, column: str) -> Row:
+    """Convert ShareGPT's turns; some datasets have role and content under this name too."""
+    turns = raw[column]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
-    places = [f"{where}: conversations[{i}]" for i in range(len(turns))]
+        raise DataError(f"{where}: {column} is not a list of objects", reason="malformed conversations")
+    places = [f"{where}: {column}[{i}]" for i in range(len(turns))]
     messages = [turn_to_message(columns.named(turn, at), at) for turn, at in zip(turns, places, strict=True)]
     return Row(where, messages=messages)
 
 
-def _question(question: str, answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of questions with answers as published: Alpaca (input, output) and Dolly (context, response),
-    whose extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
-
-    def make(raw: Raw, where: str) -> Row:
-        asked = _text(raw, question, where)
-        below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
-        if len({text.strip() for text in below}) > 1:
-            raise DataError(
-                f"{where}: {' and '.join(columns.CONTEXT_COLUMNS)} are two texts: put one of them into the question",
-                reason="context outside the messages",
-            )
-        return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
-
-    return make
+def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
+    """Convert a question with its answer as published: Alpaca (input, output) and Dolly (context, response), whose
+    extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
+    asked = _text(raw, question, where)
+    below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
+    if len({text.strip() for text in below}) > 1:
+        both = " and ".join(columns.CONTEXT_COLUMNS)
+        problem = f"{where}: {both} are two texts: put one of them into the question"
+        raise DataError(problem, reason="context outside the messages")
+    return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
 
 
-def _prompt(answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of prompt and completion (or response): two texts, or two lists of messages. Of the prompt
-    nothing is learned."""
-
-    def make(raw: Raw, where: str) -> Row:
-        sides: list[list[JsonObject]] = []
-        for column, role in (("prompt", "user"), (answer, "assistant")):
-            value = raw[column]
-            if not isinstance(value, str | list):
-                raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
-            sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
-        given, learned = sides
-        return Row(where, messages=[*given, *learned], context_messages=len(given))
-
-    return make
+def _prompt(raw: Raw, where: str, prompt: str, answer: str) -> Row:
+    """Convert prompt and completion (or response): two texts, or two lists of messages. Nothing of the prompt is
+    learned."""
+    sides: list[list[JsonObject]] = []
+    for column, role in ((prompt, "user"), (answer, "assistant")):
+        value = raw[column]
+        if not isinstance(value, str | list):
+            raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
+        sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
+    given, learned = sides
+    return Row(where, messages=[*given, *learned], context_messages=len(given))
 
 
-def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
-
-    def make(raw: Raw, where: str) -> Row:
-        question = _text(raw, asked, where)
-        given = raw["choices"]
-        choices = given.get("text") if isinstance(given, dict) else given
-        labels: Any = given.get("label") if isinstance(given, dict) else None
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-            raise DataError(
-                f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
-            )
-        labelled = isinstance(labels, list)
-        if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
-            said = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
-            raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
-        labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
-        own = labelled and answer == "answerKey"
-        index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
-        return Row(where, messages=_turns(multiple_choice(question, choices), ascii_uppercase[index]))
-
-    return make
+def _choices(raw: Raw, where: str, question: str, column: str, answer: str) -> Row:
+    """Convert MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
+    asked = _text(raw, question, where)
+    given = raw[column]
+    choices = given.get("text") if isinstance(given, dict) else given
+    labels: Any = given.get("label") if isinstance(given, dict) else None
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        problem = f"{where}: {column} is not a list of texts, or an object with text and label"
+        raise DataError(problem, reason="malformed choices")
+    labelled = isinstance(labels, list)
+    if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
+        count = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
+        raise DataError(f"{where}: {len(choices)} choices, but {count}", reason="malformed choices")
+    labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
+    own = labelled and answer == "answerKey"
+    index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
+    return Row(where, messages=_turns(multiple_choice(asked, choices), ascii_uppercase[index]))
 
 
 def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
@@ -379,43 +340,34 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
         return meant[0]
     if meant:
         letters = ", ".join(ascii_uppercase[i] for i in sorted(set(meant)))
-        raise DataError(
-            f"{where}: answer {key!r} names several choices: {letters}. "
-            + ("Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"),
-            reason="answer names several choices",
-        )
-    raise DataError(
-        f"{where}: answer {key!r} is none of the {len(choices)} choices", reason="answer is none of the choices"
-    )
+        advice = "Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"
+        problem = f"{where}: answer {key!r} names several choices: {letters}. {advice}"
+        raise DataError(problem, reason="answer names several choices")
+    problem = f"{where}: answer {key!r} is none of the {len(choices)} choices"
+    raise DataError(problem, reason="answer is none of the choices")
 
 
-def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
-    generated one; captions are one text or several. A record of `file_name` and `text` whose file does not exist
-    counts as plain text, as corpora have columns of file names too."""
-
-    def make(raw: Raw, where: str) -> Row:
-        name = _text(raw, image, where)
-        said = raw[text]
-        captions = said if isinstance(said, list) else [said]
-        if not captions or not all(isinstance(caption, str) for caption in captions):
-            raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
-        if not name.startswith(GENERATED):
-            name = str(Path(where).parent / name)
-        if name.startswith(GENERATED) or os.path.isfile(name):  # False for a name that no file can have
-            return Row(where, image=name, captions=tuple(captions))
-        if (image, text) != ("file_name", "text") or not isinstance(said, str):
-            raise _missing(name, where)
-        return Row(where, text=said, image=name, captions=(said,))
-
-    return make
+def _picture(raw: Raw, where: str, image: str, text: str) -> Row:
+    """Convert a picture with captions. A picture is a file, relative to the row's own, or the name of a generated one;
+    captions are one text or several. A record of `file_name` and `text` whose file does not exist counts as plain text:
+    corpora have columns of file names too."""
+    name = _text(raw, image, where)
+    given = raw[text]
+    captions = given if isinstance(given, list) else [given]
+    if not captions or not all(isinstance(caption, str) for caption in captions):
+        raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
+    if not name.startswith(GENERATED):
+        name = str(Path(where).parent / name)
+    if name.startswith(GENERATED) or os.path.isfile(name):  # False for a name that no file can have
+        return Row(where, image=name, captions=tuple(captions))
+    if (image, text) != ("file_name", "text") or not isinstance(given, str):
+        raise _missing(name, where)
+    return Row(where, text=given, image=name, captions=(given,))
 
 
 def _missing(image: str, where: str) -> DataError:
-    return DataError(
-        f"{where}: {image}: no such picture. Without the column that names it the text alone would be read",
-        reason="picture is missing",
-    )
+    problem = f"{where}: {image}: no such picture. Without the column that names it the text alone would be read"
+    return DataError(problem, reason="picture is missing")
 
 
 class RowShape(NamedTuple):
@@ -423,29 +375,29 @@ class RowShape(NamedTuple):
 
     columns: tuple[str, ...]
     "Columns that must be there."
-    make: Callable[[Raw, str], Row]
+    convert: Callable[..., Row]
+    "(row, place, *columns) -> Row"
     extra: tuple[str, ...] = ()
     "Further columns that it reads."
 
+    def make(self, raw: Raw, where: str) -> Row:
+        """Convert a row of this kind."""
+        return self.convert(raw, where, *self.columns)
+
 
 _QA = (*columns.CONTEXT_COLUMNS, "history")
-_CAPTIONED = ("captions", "caption")
 FORMATS = (
-    *(RowShape(pair, _picture(*pair)) for pair in product(("image", "file_name"), _CAPTIONED)),
-    RowShape(("image", "text"), _picture("image", "text")),
-    RowShape(("messages",), lambda raw, where: Row(where, messages=raw["messages"])),
+    *(RowShape(pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
+    RowShape(("image", "text"), _picture),
+    RowShape(("messages",), _messages),
     RowShape(("conversations",), _conversations),
-    RowShape(("instruction", "output"), _question("instruction", "output"), _QA),
-    RowShape(("instruction", "response"), _question("instruction", "response"), _QA),
-    RowShape(("prompt", "completion"), _prompt("completion"), ("history",)),
-    RowShape(("prompt", "response"), _prompt("response"), ("history",)),
-    RowShape(("question", "choices", "answerKey"), _choices("question", "answerKey")),
-    RowShape(("question_stem", "choices", "answerKey"), _choices("question_stem", "answerKey")),
-    RowShape(("question", "choices", "answer"), _choices("question", "answer")),
-    RowShape(("question", "answer"), _question("question", "answer"), _QA),
-    RowShape(("file_name", "text"), _picture("file_name", "text")),
-    RowShape(("text",), lambda raw, where: Row(where, text=_text(raw, "text", where))),
-    RowShape(("content",), lambda raw, where: Row(where, text=_text(raw, "content", where))),
+    *(RowShape(("instruction", answer), _question, _QA) for answer in ("output", "response")),
+    *(RowShape(("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
+    *(RowShape((question, "choices", "answerKey"), _choices) for question in ("question", "question_stem")),
+    RowShape(("question", "choices", "answer"), _choices),
+    RowShape(("question", "answer"), _question, _QA),
+    RowShape(("file_name", "text"), _picture),
+    *(RowShape((column,), _plain) for column in ("text", "content")),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 

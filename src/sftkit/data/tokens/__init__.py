@@ -1,1 +1,1 @@
-"""From conversations and texts to tokens, and which of them are targets; kept on disk."""
+"""Turn conversations and texts into tokens with their loss mask, and keep them on disk."""

@@ -24,15 +24,14 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import Message, special_pattern
 from sftkit.data.tokens import loss_mask
-from sftkit.data.tokens.context import Tools, check_context
-from sftkit.data.tokens.loss_mask import Thinking, fault
+from sftkit.data.tokens.loss_mask import Thinking
 from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import Template, render_conversation, template_of
+from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 NOWHERE = (-1, -1)
-"The place of an answer that does not stand in a text after the prompt that a server would send for it."
+"The place of an answer that is not in a text after the prompt that a server would send for it."
 LONGEST_TURN = 50
 "The most messages of a turn that are compared; answers further into a turn are rendered."
 RENDERED_FIRST = 2
@@ -40,14 +39,14 @@ RENDERED_FIRST = 2
 
 
 Surroundings = tuple[str, ...]
-"""How an answer stands in a longer conversation: the text from the beginning of its header up to the answer, and the
-text after the answer that belongs to it, the end of its turn."""
+"""The surroundings of an answer in a longer conversation: the text from the beginning of its header up to the answer,
+and the text after the answer that belongs to it, the end of its turn."""
 NOT_THERE: Surroundings = ()
 "The outcome of an answer that is NOWHERE."
 
 
 class AnswerMatcher:
-    """What is known of the answers of one rendered conversation."""
+    """Find answers of a rendered conversation by the surroundings of answers that were rendered before."""
 
     def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
         """Find the headers of the answers in a rendered conversation.
@@ -65,7 +64,7 @@ class AnswerMatcher:
 
     def find(self, k: int) -> Span | None:
         """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
-        # What was rendered must have come out alike each time: a single answer may be rendered so by chance.
+        # All rendered answers of the situation must be alike: a single answer may be rendered so by chance.
         alike = self._known.get(self._situation(k), [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
         if outcome is None:
@@ -135,10 +134,10 @@ class Document:
 
     text: str
     spans: dict[int, list[Span]]
-    "By index in messages, for each answer that stands after the prompt that a server would send: the characters that \
-the model writes. The end-of-turn token belongs to them, whitespace after that does not."
+    """Index in messages -> the characters that the model writes, of each answer after the prompt that a server would
+    send. The end-of-turn token belongs to them, whitespace after that does not."""
     texts: dict[int, Span] = field(default_factory=dict)
-    "Where the text of each answer is, after a prompt or not; only of a document that is learned whole."
+    "Place of each answer's text, after a prompt or not; only of a document that is learned whole."
 
 
 class _LastAnswer(NamedTuple):
@@ -151,7 +150,7 @@ class _LastAnswer(NamedTuple):
     end: int
 
 
-class Finder:
+class AnswerLocator:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:

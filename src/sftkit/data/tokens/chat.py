@@ -19,12 +19,13 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
-from sftkit.data.tokens.answers import HISTORY, Finder
-from sftkit.data.tokens.context import Tools, check_context
+from sftkit.data.tokens.answers import HISTORY, AnswerLocator
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
 from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import (
+    Tools,
+    check_context,
     render_conversation,
     renders_key,
     special_tokens_of,
@@ -57,7 +58,7 @@ class Learning:
     targets: Targets = "assistant"
     "assistant: every answer; last_turn: those after the last user message; all: every token but the first"
     thinking: Thinking = "auto"
-    "see answers.Finder"
+    "see answers.AnswerLocator"
     split_turns: bool = True
     """Answers that the template renders differently in the middle of a conversation end documents of their own; if
     every token is learned, only answers whose reasoning is left out there do."""
@@ -90,29 +91,29 @@ def tokenize(
     if not row.learned:
         counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
-    finder = Finder(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
-    unused = unused_arguments(row, finder.template)
+    locator = AnswerLocator(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
+    unused = unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
-    counts = Counter(answers=len(finder.answers))
+    counts = Counter(answers=len(locator.answers))
     counts.update(skipped.values())
-    conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
+    conversation.require_answer(locator.messages, row.where)  # without reasoning that is left out
     # documents before they are cut to max_length
-    learnable = set(finder.answers) - skipped.keys()
+    learnable = set(locator.answers) - skipped.keys()
     if learning.targets == "all":
-        texts = _everything(finder, skipped, max_length, counts, split=learning.split_turns)
+        texts = _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
-    counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
-    # cut, dropped or rejected, as too_long says; what is left is counted
+        texts = _answers(locator, learnable, max_length, counts, split=learning.split_turns)
+    counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
+    # cut, dropped or rejected as too_long says; the rest is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
-    counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
+    counts[THINKING_OFF] = int(bool(learnable) and locator.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
-    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, finder.template))
+    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, locator.template))
     if examples:
-        odd = {**conversation.oddities(messages, row.where), **unused, **finder.odd}
+        odd = {**conversation.oddities(messages, row.where), **unused, **locator.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
@@ -132,26 +133,28 @@ class Text(NamedTuple):
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
 
-def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool) -> list[Text]:
+def _answers(
+    locator: AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
+) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
-    tokenizer = finder.tokenizer
+    tokenizer = locator.tokenizer
     found: list[Text] = []
     left = set(learnable)
     while left:
-        # From the end: the document of the last answer holds most of the others as well.
+        # Backwards: the document of the last answer holds most of the others as well.
         last = max(left)
-        document = finder.document(last, left)
+        document = locator.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
-        spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        answers = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items() if k not in shared}
-        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded), end=finder.end_token(last))
+        answers = {k: parts for k, parts in document.spans.items() if k not in shared}
+        spans = sorted(span for parts in answers.values() for span in parts)
+        places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
+        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
         rest = None if encoded.complete else bool(spans)
-        places = _places(answers, encoded, last, len(learned[0]))
-        found.append(Text(*learned, places, finder.reasoned(last, document.spans), rest))
+        found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
@@ -160,10 +163,10 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
             # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is
             # lost by it.
-            reach = _reach(finder.messages, tokenizer, max_length + 1)
+            reach = _reach(locator.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
-            found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & finder.reasons))
+            found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & locator.reasons))
             left -= beyond
     counts[HISTORY] = len(left)
     return found[::-1]
@@ -182,7 +185,7 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 
 def _everything(
-    finder: Finder, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
+    locator: AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
@@ -190,55 +193,57 @@ def _everything(
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
     own; these come first.
     """
-    tokenizer = finder.tokenizer
-    last = finder.answers[-1]
-    document = finder.everything(last, skipped)
-    reasoned = finder.reasoned(last, document.spans)
+    tokenizer = locator.tokenizer
+    last = locator.answers[-1]
+    document = locator.everything(last, skipped)
+    reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
-    apart = finder.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(finder, apart, max_length, counts, split=split)
+    apart = locator.reasons - reasoned - skipped.keys() if split else set()
+    before = _answers(locator, apart, max_length, counts, split=split)
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
-    spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
-    is_target = ~tokens_inside(sorted(spans), encoded)
+    spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
     # An answer after no prompt has no place but that of its text.
     whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
-    answers = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
-    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=finder.end_token(last))
-    places = _places(answers, encoded, last, len(learned[0]))
-    return [*before, Text(*learned, places, reasoned, None if encoded.complete else True)]
+    places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
+    is_target = ~tokens_inside(spans, encoded)
+    learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
+    return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
 
 
-def _places(answers: dict[int, Span], encoded: Encoded, last: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the first token of each answer and one past its last, by its characters.
-
-    Args:
-        last: the last answer of the document, to which an end that was appended belongs.
-        size: tokens of the document with that end.
-    """
-    found = {k: token_range(span, encoded) for k, span in answers.items()}
-    if last in found and encoded.complete:
-        found[last] = found[last][0], size
-    return tuple(found.values())
-
-
-def _ended(
-    tokenizer: PreTrainedTokenizerBase,
+def _finished(
+    locator: AnswerLocator,
     encoded: Encoded,
     is_target: np.ndarray,
+    answers: dict[int, Span],
+    last: int,
     *,
     learned: bool = True,
-    end: str | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Append a token that ends the turn to a document if the template writes none there: `end`, else eos."""
+) -> tuple[np.ndarray, np.ndarray, tuple[tuple[int, int], ...]]:
+    """End a document: append a token that ends its last turn if the template writes none there.
+
+    Args:
+        is_target: bool [n].
+        answers: the characters of each answer.
+        last: the last answer of the document, to which an appended token belongs.
+        learned: whether an appended token is a target.
+
+    Returns:
+        (ids; is_target; the first token of each answer and one past its last)
+    """
     ids = encoded.ids
-    if not encoded.complete or ids[-1] in end_of_turn_ids(tokenizer):
-        return ids, is_target
-    end_id = tokenizer.convert_tokens_to_ids(end) if end else tokenizer.eos_token_id
-    if end_id is None:
-        raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
-    return np.append(ids, np.asarray(end_id, dtype=np.int32)), np.append(is_target, learned)
+    if encoded.complete and ids[-1] not in end_of_turn_ids(locator.tokenizer):
+        end = locator.end_token(last)
+        end_id = locator.tokenizer.convert_tokens_to_ids(end) if end else locator.tokenizer.eos_token_id
+        if end_id is None:
+            raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
+        ids = np.append(ids, np.asarray(end_id, dtype=np.int32))
+        is_target = np.append(is_target, learned)
+    ranges = {k: token_range(span, encoded) for k, span in answers.items()}
+    if last in ranges and encoded.complete:
+        ranges[last] = ranges[last][0], len(ids)
+    return ids, is_target, tuple(ranges.values())
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
@@ -247,7 +252,7 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     is_target[:1] = False
     if not is_target.any():
         return None
-    # What follows the last target changes no loss, but would be computed.
+    # Tokens after the last target change no loss, but would be computed.
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
@@ -289,8 +294,8 @@ def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
-    finder = Finder(tokenizer, replace(row, messages=messages), thinking)
-    return replace(row, messages=finder.messages, template_args=finder.arguments(k) or None)
+    locator = AnswerLocator(tokenizer, replace(row, messages=messages), thinking)
+    return replace(row, messages=locator.messages, template_args=locator.arguments(k) or None)
 
 
 def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Tokenized], max_length: int) -> None:
@@ -317,9 +322,8 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
-        raise DataError(
-            f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop", reason="too long"
-        )
+        problem = f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop"
+        raise DataError(problem, reason="too long")
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest

@@ -119,7 +119,8 @@ def encode_answers(
     if not encoded.complete:
         return encode_answers(tokenizer, text, spans, last, None)
     prompt_end = spans[last][0][0]
-    before, after = encode(tokenizer, text[:prompt_end]), encode(tokenizer, text[prompt_end:])
+    before = encode(tokenizer, text[:prompt_end])
+    after = encode(tokenizer, text[prompt_end:])
     joined = np.concatenate([before.ids, after.ids])
     if tokenizer.decode(joined) != tokenizer.decode(encoded.ids):
         return encoded, shared  # this tokenizer begins texts in another way
@@ -148,7 +149,8 @@ def _shares(
         prompt_end, begin = prompt_end - begin, 0
     # The tokens of the whole text between that special token and the end of the prompt, against those of the
     # prompt alone.
-    first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
+    first = np.searchsorted(encoded.ends, begin, side="right")
+    past = np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 
 

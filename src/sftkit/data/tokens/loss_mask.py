@@ -16,7 +16,7 @@ from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template
 from sftkit.data.types import Row
-from sftkit.errors import DataError
+from sftkit.errors import DataError, fault
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:
@@ -54,38 +54,6 @@ def common_prefix(texts: list[str]) -> str:
     return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
-FAULTS = {
-    "template refuses it": "the chat template refuses this conversation: {error}",
-    "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of "
-    "this answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows "
-    "them): model.chat_template",
-    "template does not render the reasoning": "messages[{k}]: the chat template does not render the reasoning of this "
-    "answer, so it could not be learned. Set data.thinking=off to leave reasoning out, or take a template that "
-    "renders it: model.chat_template",
-    "template opens a thinking block before an answer without reasoning": "messages[{k}]: the chat template opens a "
-    "thinking block before every answer, and this one has no reasoning. Set data.thinking=learn_empty to learn that "
-    "the block is closed at once, or take a template that does not open it: model.chat_template",
-    "template renders the prompt differently": "messages[{k}]: the prompt that the chat template makes for this "
-    "answer is not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation "
-    "{text!r}. Use a template with {{% generation %}} marks: model.chat_template",
-    "marked answer cannot be found": "messages[{k}]: this answer is marked as not to be learned, but the chat template "
-    "renders it differently in the middle of a conversation, so it cannot be located: remove the record",
-    "no end-of-turn token": "messages[{k}]: no end-of-turn token {token!r} after this answer",
-    "template marks no answer": "messages[{k}]: the chat template marks no part of this answer",
-    "template cannot begin with an answer": "messages[0]: the chat template cannot begin with an answer",
-}
-"Reason -> what is wrong with a conversation or one of its answers, messages[k]."
-
-
-def fault(where: str, reason: str, **words: object) -> DataError:
-    """Return the DataError for one of FAULTS.
-
-    Args:
-        words: what its text names.
-    """
-    return DataError(f"{where}: {FAULTS[reason].format(**words)}", reason=reason)
-
-
 Targets = Literal["assistant", "last_turn", "all"]
 
 CONTEXT = "not_learned_prompt"
@@ -107,11 +75,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
             token is learned, one that is marked as not learned, or a role that the row masks.
     """
     if targets == "all" and row.masked_role:
-        raise DataError(
-            f"{row.where}: column mask: the role {row.masked_role} is not to be learned, but here every token is: "
-            "data.targets=assistant learns answers only. Set it, or remove the column",
-            reason="marks of parts",
-        )
+        raise fault(row.where, "marks of parts / role", role=row.masked_role)
     reasons: dict[int, str] = {}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
@@ -119,11 +83,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
         marked = _marked(message, f"{row.where}: messages[{i}]")
         if message["role"] != "assistant":
             if marked is False and targets == "all":
-                raise DataError(
-                    f"{row.where}: messages[{i}]: the role {message['role']} is marked as not learned, but here every "
-                    "token of the questions is: data.targets=assistant learns answers only. Set it, or remove the mark",
-                    reason="bad train mark",
-                )
+                raise fault(row.where, "bad train mark", i=i, role=message["role"])
             continue
         # Marks of the data count before the recipe.
         if marked is False or not row.learned:
@@ -141,20 +101,17 @@ def without_marks(messages: list[Message]) -> list[Message]:
 
 
 def _marked(message: Message, where: str) -> bool | None:
-    """Return whether all marks of a message say that it is learned; None: it has no mark."""
+    """Return whether all marks of a message are true: it is learned; None: it has no mark."""
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):
             raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
         if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
-            raise DataError(
-                f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
-            )
+            problem = f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not"
+            raise DataError(problem, reason="bad weight")
     if message["role"] != "assistant" and any(marks.values()):
-        raise DataError(
-            f"{where}: a message of role {message['role']} is marked as learned: only answers are",
-            reason="bad train mark",
-        )
+        problem = f"{where}: a message of role {message['role']} is marked as learned: only answers are"
+        raise DataError(problem, reason="bad train mark")
     return all(marks.values()) if marks else None
 
 
@@ -220,25 +177,19 @@ def check_reasoning(messages: list[Message], where: str) -> None:
         texts = {value.strip() for value in given.values()}
         inline, rest = split_thoughts(message["content"])
         texts.update(map(str.strip, inline))
+        fields = ", ".join(given)
         if (block := _OTHER_BLOCK.match(rest)) and block[2].strip() in texts - {""}:
-            raise DataError(
-                f"{where}: messages[{i}]: the same reasoning is in {', '.join(given) or '<think>'} and in <{block[1]}> "
-                "at the start of content, so it would be learned twice: keep one",
-                reason="two reasonings of an answer",
-            )
+            raise fault(where, "two reasonings of an answer / same", i=i, places=fields or "<think>", tag=block[1])
         if len(texts - {""}) > 1:
-            raise DataError(
-                f"{where}: messages[{i}]: two different reasonings before one answer ({', '.join(given)}"
-                f"{' and <think> in content' if inline else ''}): keep one",
-                reason="two reasonings of an answer",
-            )
+            more = " and <think> in content" if inline else ""
+            raise fault(where, "two reasonings of an answer / different", i=i, fields=fields, more=more)
 
 
 def template_arguments(
     template: Template, messages: list[Message], k: int, args: Mapping[str, object] | None, thinking: Thinking
 ) -> dict[str, object]:
     """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
-    and off elsewhere, unless the recipe or the record says otherwise."""
+    and off elsewhere, unless the recipe or the record sets it."""
     result = dict(args or {})
     name = template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":

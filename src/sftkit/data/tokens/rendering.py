@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from threading import Event, Lock, Thread, get_ident
+from threading import Lock, Thread, get_ident
 from typing import Any, TypeVar
 
 from jinja2 import Template
@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 MAX_SECONDS = 10.0
 "Seconds of processor time that a rendering may take; the longest records that are read take about one."
@@ -75,8 +75,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     # `exceeded` is read: so one of the two notices the other, without a lock for the many that are short.
     try:
         _running[thread] = run
-        if not _watch_is_awake:
-            _wake_watch()
+        if not _watching:
+            _start_watch()
         try:
             return work(*args, **options)
         finally:
@@ -87,9 +87,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     except _Ended:
         _running.pop(thread, None)
         _take_back(thread)
-        raise ConfigError(
-            f"the chat template does not end: {run.exceeded}. Take another template: model.chat_template"
-        ) from None
+        problem = f"the chat template does not end: {run.exceeded}. Take another template: model.chat_template"
+        raise ConfigError(problem) from None
 
 
 def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
@@ -97,25 +96,18 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     time of rendering."""
     compiled = _compiled(source)
     blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
-    found = list(islice(blocks, _BLOCKS))
-    length = sum(map(len, found))
-    counted = len(found)
-    while counted and counted % _BLOCKS == 0:
-        _check_length(length)
-        chunk = list(islice(blocks, _BLOCKS))
+    found = list[str]()
+    length = 0
+    while chunk := list(islice(blocks, _BLOCKS)):
         length += sum(map(len, chunk))
-        counted = counted + len(chunk) if chunk else 0
+        _check_length(length)
         found += chunk
-    _check_length(length)
     return "".join(found), []
 
 
 def _check_length(length: int) -> None:
     if length > MAX_RENDERED:
-        raise ConfigError(
-            f"the chat template does not end: it writes more than {MAX_RENDERED:,} characters for one conversation. "
-            "Take another template: model.chat_template"
-        )
+        raise ConfigError(hint("endless chat template", most=MAX_RENDERED))
 
 
 def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
@@ -209,36 +201,29 @@ class _Run:
 
 _running: dict[int, _Run] = {}
 "Thread -> its rendering."
-_watch_is_awake = False
-"Whether the watch looks at _running every quarter of a second; without renderings it sleeps."
-_wake = Event()
+_watching = False
+"Whether the watch checks _running every quarter of a second. It ends when nothing is rendered."
 _lock = Lock()
-_watches: list[Thread] = []
 
 
-def _wake_watch() -> None:
-    """Wake the watch, a thread that ends renderings in others: a signal would reach the main thread only."""
-    global _watch_is_awake
-    with _lock:
-        _watch_is_awake = True
-        _wake.set()
-        if not _watches:
-            _watches.append(Thread(target=_watch, name="chat template limits", daemon=True))
-            _watches[0].start()
+def _start_watch() -> None:
+    """Start the watch, a thread that ends renderings in others: a signal would reach the main thread only."""
+    global _watching
+    _watching = True
+    Thread(target=_watch, name="chat template limits", daemon=True).start()
 
 
 def _watch() -> None:
-    global _watch_is_awake
+    global _watching
     while True:
-        _wake.wait()
         time.sleep(_POLL_SECONDS)
         for thread, run in list(_running.items()):
             _check(thread, run)
         if not _running:
-            _wake.clear()
-            _watch_is_awake = False
-            if _running:  # one that began just now and took the watch for awake
-                _wake_watch()
+            _watching = False
+            if not _running:
+                return
+            _watching = True  # a rendering that began just now relied on this watch
 
 
 def _check(thread: int, run: _Run) -> None:
@@ -279,12 +264,10 @@ def _memory() -> int:
 
 def _after_fork() -> None:
     """Forget the renderings of other threads, and the watch, which a forked process does not have."""
-    global _lock, _wake, _watch_is_awake
+    global _lock, _watching
     _lock = Lock()
-    _wake = Event()
-    _watch_is_awake = False
+    _watching = False
     _running.clear()
-    _watches.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

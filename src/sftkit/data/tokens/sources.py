@@ -1,31 +1,26 @@
-"""From data sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache.
+"""Turn data sources into tokenized examples: read rows, tokenize them in order, count their outcomes, cache.
 
-A cache entry is a folder of flat, memory-mapped .npy files with a hash of each. It is complete or not there at all.
+A cache entry is a folder of flat arrays, see reading/store.py.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import multiprocessing
-import os
 import runpy
-import shutil
 import signal
-import socket
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.data.reading import conversation, findings, readers, rows
+from sftkit.data.reading import conversation, findings, readers, rows, store
 from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
@@ -41,8 +36,6 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError
-from sftkit.rundir.files import flush_folder, own_name
-from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.script import counted, likely_cause, oom_kills, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
@@ -51,15 +44,8 @@ FORMAT = 4
 MASK_VERSION = 1
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
-HASHED = "hashes.json"
-"Name -> sha256 of every other file of an entry, and the stamp that the file had when it was last compared."
-WRITING = ".writing"
-"In a folder that is not complete yet: locked by the process that writes there, whose host it names."
-DEAD_SECONDS = 86_400.0
-"Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
-ENTRY_FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
-"The files of a cache entry, besides the hashes."
+"Arrays of a cache entry, each in a file of its own."
 
 log = logging.getLogger(__name__)
 
@@ -79,115 +65,46 @@ def data_key(description: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | None:
-    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged. Files whose stamp
-    is not known are compared with their hash, once.
+def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> Examples | None:
+    """Return the examples in a folder, as store.load."""
 
-    Args:
-        report: whether to log the warning.
-    """
-    if not folder.exists():
-        return None
-    try:
-        compare_hashes(folder / HASHED, [folder / name for name in ENTRY_FILES])
-        # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
+    def build(arrays: dict[str, Any]) -> Examples:
         meta = json.loads((folder / "meta.json").read_text())
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-        findings = {name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()}
-        names = tuple(meta["source_names"])
         examples = Examples(
-            **arrays, source_names=names, counts=meta["counts"], findings=findings, encoder_sources=meta["given"]
+            **arrays,
+            source_names=tuple(meta["source_names"]),
+            counts=meta["counts"],
+            findings={name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()},
+            encoder_sources=meta["given"],
         )
         # The arrays must fit together.
-        documents = len(examples)
         tokens = int(examples.offsets[-1])
-        sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1}
+        sizes = {"ids": tokens, "is_target": tokens, "offsets": len(examples) + 1}
         for name, dtype in ARRAYS.items():
-            size = sizes.get(name, documents)
+            size = sizes.get(name, len(examples))
             if arrays[name].dtype != dtype or arrays[name].shape != (size,):
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
-        if report:
-            log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
-        return None
-    return examples
+        return examples
+
+    return store.load(folder, ARRAYS, build, instead=instead)
 
 
 def save_cached_examples(folder: Path, examples: Examples) -> Examples:
-    """Write under a temporary name, then rename. Returns the memory-mapped copy, or `examples` on a full disk.
+    """Write examples to a folder. Return the memory-mapped copy, or `examples` on a full disk."""
 
-    Several processes may do so at once: they write the same bytes, and the first one to rename wins.
-    """
-    temporary = own_name(folder)
-    try:
-        temporary.mkdir(parents=True)
-        _sweep(folder.parent)
-        with (temporary / WRITING).open("w") as mark:
-            with suppress(OSError):  # a file system without locks: the age of the folder decides
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mark.write(f"{socket.gethostname()}\n")
-            mark.flush()
-            for name, dtype in ARRAYS.items():
-                array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
-                np.save(temporary / f"{name}.npy", array, allow_pickle=False)
-            findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
-            meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
-            meta |= {"given": list(examples.encoder_sources)}
-            (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-            write_hashes(temporary / HASHED, [temporary / name for name in ENTRY_FILES])
-            (temporary / WRITING).unlink()
-            # Else a power failure could leave the name, and zeros for tokens in files of the right length.
-            flush_folder(temporary)
-            _replace(temporary, folder)
-    except OSError as error:
-        log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
-        return examples
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return load_cached_examples(folder) or examples
+    def write(temporary: Path) -> None:
+        for name, dtype in ARRAYS.items():
+            array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
+            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+        findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
+        meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
+        (temporary / "meta.json").write_text(json.dumps(meta | {"given": list(examples.encoder_sources)}, indent=1))
 
+    def is_whole() -> bool:
+        return load_cached_examples(folder, instead="") is not None
 
-def _replace(temporary: Path, folder: Path) -> None:
-    """Rename to the final name, unless another process was faster."""
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        # Not a race but an error of the disk.
-        if not folder.exists():
-            raise
-        # Another process was faster, or the old one is damaged: keep the one that loads.
-        if load_cached_examples(folder, report=False) is None:
-            damaged = own_name(folder)
-            os.rename(folder, damaged)
-            os.rename(temporary, folder)
-            shutil.rmtree(damaged, ignore_errors=True)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what killed processes left half-written."""
-    for path in parent.glob(".*.tmp"):
-        with suppress(OSError):  # another process sweeps, too, or it is another user's
-            if not _is_dead(path):
-                continue
-            log.info("%s: left by a process that was killed, removed", path)
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _is_dead(path: Path) -> bool:
-    if (mark := path / WRITING).exists():
-        with mark.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:
-                pass  # a file system without locks
-            else:
-                # Not every file system shows the locks of other machines.
-                if file.read().strip() == socket.gethostname():
-                    return True
-    newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
-    return time.time() - newest > DEAD_SECONDS
+    store.save(folder, write, is_whole, instead="every start will tokenize")
+    return load_cached_examples(folder, instead="") or examples
 
 
 OnBadRow = Literal["error", "skip"]
@@ -195,7 +112,7 @@ OnBadRow = Literal["error", "skip"]
 
 @dataclass(frozen=True)
 class RowTokenizer:
-    """What a stage learns from a row: a rule, and the settings with which it turns a row into documents and their mask.
+    """The mask policy of a stage: a rule and its settings, which turn a row into documents and their loss mask.
 
     Training and inspection of a stage share a cache, whose key names the rule and its settings.
     """
@@ -224,7 +141,7 @@ class RowTokenizer:
     def identity(self) -> dict[str, str]:
         """Return what the documents of a row depend on besides the row, as text for the cache's key."""
         rule = f"{self.rule.__module__}.{self.rule.__qualname__}"
-        # The fingerprint stands for the tokenizer: the text of the object would differ in every process.
+        # The fingerprint identifies the tokenizer: the text of the object would differ in every process.
         fingerprint = tokenizer_fingerprint(self.tokenizer)
         return {"cache_key": f"{rule} {fingerprint}", "bound": str(sorted(self.settings.items()))}
 
@@ -288,7 +205,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterato
 
 @dataclass
 class _TokenizedRows:
-    """What became of some rows: arrays of their documents, and counts."""
+    """The outcome of some rows: arrays of their documents, and counts."""
 
     documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     "of each chunk that has any: ids, is_target, lengths and bytes of its documents"
@@ -366,9 +283,9 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
         raise readers.no_rows(source)
     if not total.documents:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        told = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
+        found = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
         rows_read = counted(total.counts["rows"], "row")
-        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){told}")
+        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
     return total
 
 
@@ -390,7 +307,7 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             continue
         for name in (*row.unused, *result.unused):
             findings.add(part.tally, "unused", name, row.where)
-        # What became of the row: learned from, dropped, or learned from although something was odd.
+        # The outcome of the row: learned from, dropped, or learned from with data warnings.
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
@@ -443,7 +360,7 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
 
 
 _worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
-"What a worker process was started with."
+"The function that a worker process was started with."
 
 
 @contextmanager

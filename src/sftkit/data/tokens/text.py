@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.schema import DataConfig
 from sftkit.data.reading.columns import has_marker, unused_keys
 from sftkit.data.reading.conversation import NO_MEDIA
-from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
+from sftkit.data.reading.rows import reject_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.tokens.loss_mask import not_learned
@@ -54,7 +54,7 @@ def tokenize_any(
     learning: chat.Learning = chat.EVERYTHING,
 ) -> Tokenized:
     """Tokenize text as text, conversations as conversations; mid-training learns every token of both."""
-    refuse_picture(row)
+    reject_picture(row)
     if row.messages is None:
         return tokenize(row, tokenizer, max_length=max_length)
     return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
@@ -86,10 +86,8 @@ def tokenize_captions(
     if size > max_length:
         asked = f"the text for the encoder has {size} tokens, but data.max_length holds {max_length}"
         if too_long == "error":
-            raise DataError(
-                f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop",
-                reason="too long",
-            )
+            problem = f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop"
+            raise DataError(problem, reason="too long")
         if too_long == "drop":
             counts[chat.TOO_LONG] = len(whole)
             return Tokenized([], "dropped_too_long", counts, asked)
@@ -98,7 +96,7 @@ def tokenize_captions(
     chat.count_cut(counts, whole, fitted, max_length)
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:
-        # What an encoder and its decoder are given is text alone, of two messages.
+        # An encoder and its decoder are given only the text of two messages.
         keys = unused_keys(row.messages or (), lambda role, key: False, reasoning=False)
         is_cut = size > max_length or any(one.note == "truncated" for one in fitted)
         return Tokenized(made, "truncated" if is_cut else None, counts, odd=odd, unused=keys)
