@@ -166,30 +166,28 @@ def analyse(
         plan: of its memory.
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
-    conversations = facts.of_conversations(examples)
-    # The data is counted, the machine estimated; times are those that an earlier run has measured.
-    template = str(tokenizer.chat_template or "") if conversations.any() else None
+    # The data is counted, the machine estimated; times are those that an earlier run measured.
+    end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
+    template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
     sources = facts.source_facts(examples)
     lengths = examples.lengths
-    for source, one in zip(cfg.data.train, sources, strict=True):
-        one["split_turns"] = facts.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
     for row in layouts:
-        row["tok_per_sec"] = speeds[row["layout"]].tok_per_sec if row["layout"] in speeds else None
+        row["tok_per_sec"] = speeds.get(row["layout"], {}).get("tok_per_sec")
     time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     if memory and plan and plan.setup and orig_model:
-        work = costs.work_of_step(orig_model, lengths, round(lengths.sum() * targets / tokens), len(epoch))
-        memory["stages"] = costs.stage_facts(plan.setup, orig_model, work)
+        share = round(lengths.sum() * targets / tokens)
+        memory["stages"] = costs.stage_facts(plan.setup, orig_model, lengths, share, len(epoch))
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
         "target_pct": 100.0 * targets / tokens,
-        "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
+        "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),

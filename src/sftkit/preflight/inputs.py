@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,14 +91,9 @@ SMALL_BYTES = 2 * 2**20
 "Of files that are read to the end where no first row is found."
 
 
-def _readable(row: Row) -> list[conversation.Message] | None:
-    """Return the messages of a conversation, of whatever they may be; None: a text."""
-    return None if row.messages is None else conversation.validated(row, ())
-
-
 def _learnable(row: Row) -> None:
-    if (messages := _readable(row)) is not None:
-        conversation.require_answer(messages, row.where)
+    if row.messages is not None:
+        conversation.require_answer(conversation.validated(row, ()), row.where)
 
 
 def _conversation(row: Row) -> None:
@@ -110,7 +106,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "mid": _learnable,
     "sft": _conversation,
     "caption": rows.require_source_and_texts,
-    None: _readable,
+    None: lambda row: None if row.messages is None else conversation.validated(row, ()),
 }
 "Stage -> the function that rejects a row that the stage cannot learn from."
 
@@ -157,7 +153,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         require: rejects a row that cannot be learned from; None: only the text of a row is read.
     """
     skips = get("data.on_bad_row") == "skip"
-    # One by one, as another source of the list may be one that cannot be read.
+    # One by one, because another source of the list may be one that cannot be read.
     for i in itertools.count():
         try:
             values = get(f"{part}.{i}")
@@ -172,8 +168,8 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are rejected where they are all that there
-    is, or where the columns of all of the first are wrong in the same way.
+    """Find a source and look at its first rows. Rows that the run would skip are rejected if the source has no others,
+    or if the columns of all of the first rows are wrong in the same way.
 
     Raises:
         DataError: the source has no rows, or none that can be learned from.
@@ -182,7 +178,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if origin is None:
         hub.check_dataset(source)
         return
-    first, bad, seen = None, BadRows(), 0
+    first = None
+    bad = BadRows()
+    seen = 0
     for raw in until_broken(itertools.islice(origin.beginning(), source.max_rows), bad):
         seen += 1
         try:
@@ -192,7 +190,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         except DataError as error:
             first = first or error
             bad.add(raw[0], error)
-        # Where a bad row ends the run others are looked for, unless none can be used for their columns.
+        # If a bad row ends the run, others are looked for, unless no row can be used because of its columns.
         if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
             break
     # Small files whose beginning has no row are read to their end.
@@ -202,7 +200,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if first is None:
         return
     if not skips and not _alike(bad, seen):
-        # Rows before the first bad one could be used, so leaving bad rows out is an option.
+        # If rows before the first bad one could be used, leaving out bad rows is an option.
         raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
     # All have the same wrong columns, or the source has fewer rows than were asked for and all are bad.
     if not skips or bad.rows == seen < FIRST_ROWS:
@@ -260,18 +258,14 @@ def _is_made(path: str, made: Collection[str]) -> bool:
 def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
     path = get("model.tokenizer")
     if path is not None:
-        yield from _as_problem("model.tokenizer", _check_tokenizer, path)
+        if not (Path(path) / "tokenizer_config.json").is_file():
+            yield from _as_problem("model.tokenizer", lambda: find_model(path) and None)
     elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
         yield (
             "model.train_tokenizer",
             f"{STAGE_SCRIPTS[stage]} trains no tokenizer: set model.tokenizer, or make model and tokenizer with "
             "base_train.py and set model.path to its run",
         )
-
-
-def _check_tokenizer(path: str) -> None:
-    if not (Path(path) / "tokenizer_config.json").is_file():
-        find_model(path)
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
@@ -376,14 +370,11 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         choices=tuple(STAGE_SCRIPTS),
         help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, caption*.yaml, otherwise sft",
     )
-    documents, gpus = whole_number("documents", 0, ", say 3"), whole_number("GPUs", 1, ", say 8")
-    parser.add_argument(
-        "--preview", metavar="N", type=documents, default=3, help="documents to show with their masks; 3"
-    )
+    documents = whole_number("documents", 0, ", say 3")
+    gpus = whole_number("GPUs", 1, ", say 8")
+    parser.add_argument("--preview", metavar="N", type=documents, default=3, help="documents shown with their masks; 3")
     parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
-    parser.add_argument(
-        "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
-    )
+    parser.add_argument("--json", metavar="FILE", type=new_file, help="the numbers, as training's preflight.json")
     parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
     parser.add_argument(
         "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
@@ -393,9 +384,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     if flags.num_processes and not flags.config_file:
         parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
 
+    file = flags.config_file
+
     def launched(train: TrainConfig) -> Topology:
-        one = not flags.config_file
-        return Topology() if one else topology_of(flags.config_file, flags.num_processes, num_stages(train))
+        return topology_of(file, flags.num_processes, num_stages(train)) if file else Topology()
 
     try:
         # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
@@ -405,10 +397,9 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
     # Without a launch it is not known yet over which processes it will run.
-    of_launch = launch_rules() if flags.config_file else []
+    of_launch = launch_rules() if file else []
     cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
-    file = flags.config_file
     if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):
         print_text(warning, level="warning")
     flags.recipe = sys.argv[1]
@@ -417,13 +408,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
 
 def size(word: str) -> float:
     """Return a GPU's GiB, more than 0, from a word."""
-    try:
-        gib = float(word)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
-    return gib
+    with suppress(ValueError):
+        if 0 < (gib := float(word)) < float("inf"):
+            return gib
+    raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
 
 
 def new_file(word: str) -> Path:
