@@ -1,11 +1,13 @@
-"""The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
+"""What only some evaluations compute: the log-likelihood of each continuation of a prompt, tokenized and computed as
+lm-evaluation-harness does it, and the texts that a model with an encoder writes about data.val.
 
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,15 +18,18 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
-from sftkit.data.types import Row
+from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals.results import Result, example_record, interval
 from sftkit.evals.task import Choices, Likelihoods, Message, Question
-from sftkit.generation.decode import ALONE, Batching, gathered, longest_input, turns
+from sftkit.generation.decode import ALONE, Batching, gathered, generate, longest_input, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
+from sftkit.runtime.start import Runtime
 
 MAX_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."
@@ -237,3 +242,69 @@ def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+# ---- captions --------------------------------------------------------------------------------------------------------
+
+CAPTIONS_TASK = "captions"
+
+
+def evaluate_captions(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Mapping[str, Examples],
+    config: EvalConfig,
+    rt: Runtime,
+) -> tuple[list[Result], list[dict[str, Any]]]:
+    """Return (exact_match with every text, and token_f1, over the first config.max_examples documents of each source;
+    the first config.samples texts); every rank calls it.
+
+    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
+    the reference's tokens that the other text has as often; its mean over documents.
+
+    Args:
+        config: with max_new_tokens.
+    """
+    max_new_tokens = config.max_new_tokens
+    assert max_new_tokens is not None
+    scores: list[dict[str, float]] = []
+    records: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
+    for name, examples in sources.items():
+        count = min(config.max_examples or len(examples), len(examples))
+        # A prompt is a document's first token, which no answer has. Every rank gets all answers, so the scores are
+        # the same everywhere.
+        answers = generate(
+            orig_model,
+            tokenizer,
+            [[orig_model.generation_config.decoder_start_token_id]] * count,
+            Batching(config.batch_size, rt),
+            max_new_tokens=max_new_tokens,
+            encoder_inputs=examples.encoder_inputs,
+        )
+        for document, answer in enumerate(answers):
+            reference = examples[document].ids[1:].tolist()
+            # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.
+            reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
+            score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
+            scores.append(score)
+            source = examples.encoder_sources[document]
+            said = text_of(reference, tokenizer)
+            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
+            records.append(example_record(question, answer, {**score}))
+            if len(shown) < config.samples:
+                shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
+    results: list[Result] = []
+    for metric in ("exact_match", "token_f1"):
+        found = interval([score[metric] for score in scores])
+        # The records hold both scores: they go with the first metric, as a file is written for the task.
+        kept = [] if results else records
+        results.append(Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, {metric: found[0]}, kept))
+    return results, shown
+
+
+def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:
+    """Return twice the tokens that both have over all that they have; 1.0 where both are empty."""
+    both = (Counter(written) & Counter(reference)).total()
+    return 2 * both / (len(written) + len(reference)) if written or reference else 1.0

@@ -280,7 +280,7 @@ class Suite:
         encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
         if not encoded or self.layout is None:
             return [], []
-        from sftkit.evals.captions import evaluate_captions
+        from sftkit.evals.scoring import evaluate_captions
 
         with working("describing what is held out"):
             # Without a limit a text may be as long as the longest row of training.

@@ -30,18 +30,17 @@ from sftkit.rundir.status import read_status
 
 
 def finished(cfg: Config) -> str | None:
-    """Return a line that says that a run is finished, where train.resume=auto would find it at its last step; None: it
-    has to be started.
+    """Return a line that says that a run is finished, if train.resume=auto would find it at its last step; None: the
+    run has to be started.
 
-    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made
-    from are those that it has written down. The line warns of weights that have changed since: no start would
-    train from them.
+    A finished run has the same recipe, a complete newest checkpoint, and the files that it recorded at its start. The
+    line warns of weights that have changed since: no start would train from them.
     """
     run_dir = Path(cfg.run.dir)
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
         return None
     try:
-        # From the cheapest question to the dearest: the last one reads every byte of the checkpoint.
+        # Cheap checks first: the last one reads every byte of the checkpoint.
         summary = json.loads((run_dir / SUMMARY).read_text())
         newest = latest_checkpoint(run_dir)
         step = summary["step"]
@@ -50,7 +49,8 @@ def finished(cfg: Config) -> str | None:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
-        began, now = read_provenance(run_dir), current_provenance(cfg.model, cfg.data)
+        began = read_provenance(run_dir)
+        now = current_provenance(cfg.model, cfg.data)
         if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +19,8 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
@@ -119,29 +119,16 @@ def cpu_cores() -> int:
 
 def idle_cores() -> int | None:
     """Return how many of the physical cores that this process may use have been idle for half a second; None: the
-    system does not say.
+    system does not say which cores it may use.
 
     A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
     """
-    before = _idle_ticks()
-    time.sleep(_WATCH_SECONDS)
-    after = _idle_ticks()
-    cores: dict[str, float] = {}
-    for cpu, (idle, total) in after.items():
-        share = (idle - before[cpu][0]) / (total - before[cpu][1] or 1)
-        cores[_core_of(cpu)] = min(share, cores.get(_core_of(cpu), 1.0))
-    own = {_core_of(cpu) for cpu in _usable()}
-    shares = [share for core, share in cores.items() if core in own]
-    return round(sum(shares)) if shares else None
-
-
-def _idle_ticks() -> dict[int, tuple[int, int]]:
-    """Return CPU -> (ticks without work, all ticks) since the machine was started; {} where the system does not say."""
-    found = re.findall(r"^cpu(\d+) (.+)$", read_text(Path("/proc/stat")), flags=re.MULTILINE)
-    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
-    # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; the guests after them are in user
-    # already.
-    return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
+    busy: dict[str, float] = {}
+    own = _usable()
+    for cpu, percent in enumerate(psutil.cpu_percent(_WATCH_SECONDS, percpu=True)):
+        if cpu in own:
+            busy[_core_of(cpu)] = max(percent, busy.get(_core_of(cpu), 0.0))
+    return round(sum(1 - percent / 100 for percent in busy.values())) if busy else None
 
 
 def _usable() -> set[int]:
@@ -297,7 +284,6 @@ def accelerate_launch() -> None:
     With several processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a
     process, the exit code says which.
     """
-    import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -120,7 +120,8 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    waits, filled = 0.0, 1.0
+    waits = 0.0
+    filled = 1.0
     if t.stages > 1:
         # A pipeline fills and drains once a step: its processes wait, the head counted, and its exchanges take longer.
         step_of = PipelineStep(setup.stage_layers, setup.schedule, count, t.stages)
@@ -228,7 +229,7 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
 
 
 def best_fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
-    """Return of each topology that fits the setup that leaves it most speed."""
+    """Return, for each topology that fits, its fastest setup."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in found:
         fitting = on_paper(setup, memory, machines)

@@ -23,8 +23,7 @@ from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
-from sftkit.reports.components import headline_tiles, html_document, macros, section
-from sftkit.reports.values import NONE, el, join
+from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
 from sftkit.runtime.script import VisibleConsole, counted
 
 BAR_WIDTH = 40

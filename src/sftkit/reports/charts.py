@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, ticks
+from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, macros, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -266,3 +266,29 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
 def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
     """Return an SVG image of these parts."""
     return el("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
+
+
+def figure(
+    title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
+) -> Html | None:
+    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not
+    begin at 0.
+
+    None without a value.
+    """
+    if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
+        return None
+    # An axis that begins at 0 cannot be logarithmic.
+    axis = replace(axis, log=not axis.zero and is_log(shown))
+    last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
+    lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
+    label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
+    drawing = line_chart(shown, label, axis)
+    if wide:
+        drawing = macros.both_widths(line_chart(shown, label, axis, WIDE), drawing)
+    words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
+    keys: list[tuple[str, Html, str | None]]
+    keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]
+    if axis.level is not None:
+        keys.append((f"chance {format_value(axis.level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
+    return macros.framed(drawing, title, words, macros.legend(keys))

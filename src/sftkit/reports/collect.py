@@ -17,21 +17,10 @@ from sftkit.config.keys import key_table
 from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class
+from sftkit.reports import values
 from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
 from sftkit.reports.details import load_of
-from sftkit.reports.values import (
-    Rows,
-    checkpoint,
-    clean,
-    dicts,
-    drawable_number,
-    format_value,
-    mapping,
-    on_cpu,
-    read_json,
-    read_rows,
-    stored_parameters,
-)
+from sftkit.reports.values import Rows, checkpoint, clean, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
 from sftkit.rundir import names
 from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
 from sftkit.rundir.status import as_killed
@@ -357,7 +346,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "parent_report": parent_report(run_dir, settings),
             "base_model": origin(settings),
             "datasets": hub_datasets(settings),
-            "parameters": stored_parameters(folder) if folder else None,
+            "parameters": values.stored_parameters(folder) if folder else None,
             "checkpoint": folder.name if folder else None,
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
@@ -474,9 +463,9 @@ def thin(points: Curve) -> Curve:
     for bucket in range(_BUCKETS):
         stretch = range(bucket * len(points) // _BUCKETS, (bucket + 1) * len(points) // _BUCKETS)
         # Lowest and highest, not means: a spike of one step has to stay visible.
-        values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
-        kept |= {min(values)[1], max(values)[1]} if values else set()
-        kept |= {next(i for i in stretch if points[i][1] is None)} if len(values) < len(stretch) else set()
+        known_values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
+        kept |= {min(known_values)[1], max(known_values)[1]} if known_values else set()
+        kept |= {next(i for i in stretch if points[i][1] is None)} if len(known_values) < len(stretch) else set()
     return [points[i] for i in sorted(kept)]
 
 
@@ -495,4 +484,4 @@ def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: b
         ("peak memory", peak, "GiB", memory),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
-    return [{"name": n, "value": v, "text": format_value(v, u), "how": how} for n, v, u, how in rows]
+    return [{"name": n, "value": v, "text": values.format_value(v, u), "how": how} for n, v, u, how in rows]

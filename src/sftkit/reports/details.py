@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sftkit.reports import values
 from sftkit.reports.charts import histogram
-from sftkit.reports.components import columns, facts, html_table, macros, plain_numbers, section, setting, value_text
-from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, format_value, mapping, moment
+from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
 
 LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
 _MAX_TITLES = 2000
@@ -19,7 +19,7 @@ def load_of(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
     empty if it is not usable."""
     rows = content.get("load")
-    numbers = [plain_numbers(row) for row in rows] if isinstance(rows, list) else []
+    numbers = [values.plain_numbers(row) for row in rows] if isinstance(rows, list) else []
     if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
         return {}
     return {"step": drawable_number(content.get("step")), "load": rows}
@@ -57,7 +57,7 @@ def experts(report: Report) -> Html | None:
     ]
     names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
     drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
-    return macros.framed(drawing, "Load of the experts", words)
+    return values.macros.framed(drawing, "Load of the experts", words)
 
 
 SOURCES = {
@@ -126,7 +126,7 @@ def data(report: Report) -> Html:
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
     """Return the warnings of preflight.json."""
     texts = preflight["warnings"] if isinstance(preflight.get("warnings"), list) else []
-    return [el("p", value_text(text), class_="warning") for text in texts]
+    return [el("p", values.value_text(text), class_="warning") for text in texts]
 
 
 def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
@@ -169,7 +169,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
 
 def _table(rows: Rows, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
     """Return a table of the columns that any row has; None without rows."""
-    return html_table(*columns(rows, names), caption, text) if rows else None
+    return values.html_table(*values.columns(rows, names), caption, text) if rows else None
 
 
 def _percent(value: Any) -> str | None:
@@ -196,8 +196,8 @@ def _leaves(value: Any) -> dict[str, Any]:
 def _lengths(lengths: dict[str, Any]) -> Html | None:
     """Draw the lengths of documents, or say them where there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
-    edges = plain_numbers(lengths.get("edges"))
-    counts = plain_numbers(lengths.get("counts"))
+    edges = values.plain_numbers(lengths.get("edges"))
+    counts = values.plain_numbers(lengths.get("counts"))
     drawing = histogram(edges, counts, marks, "tokens", "Number of documents by their length in tokens")
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
@@ -205,7 +205,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     # Without bins nothing can be drawn, but mean and percentiles still say something.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
-    return macros.framed(drawing, "Document lengths", words)
+    return values.macros.framed(drawing, "Document lengths", words)
 
 
 def compiler(report: Report) -> Html:
@@ -224,11 +224,12 @@ def compiler(report: Report) -> Html:
     late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
     late = [event for event in report["events"] if event.get("kind") in late_kinds]
     # A run that recompiles at every step would make the page too long to open.
-    reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
+    whys = [el("pre", values.value_text(event.get("text"))) for event in late[:20]]
+    reasons = [el("h3", "Why"), whys] if late else None
     tables = el(
         "div",
-        html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
-        html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
+        values.html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
+        values.html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
     both = el("div", facts(counts, "Graphs"), tables, class_="two")
     return section("compile", "Compiler", both, reasons, lead=report["compiling"])
@@ -243,22 +244,23 @@ def events(report: Report) -> Html:
     cells = [
         [
             format_value(drawable_number(row.get("step"))),
-            _EVENTS.get(str(row.get("kind")), value_text(row.get("kind"))),
-            value_text(row.get("text")),
-            moment(row.get("time")),
+            _EVENTS.get(str(row.get("kind")), values.value_text(row.get("kind"))),
+            values.value_text(row.get("text")),
+            values.moment(row.get("time")),
         ]
         for row in rows[:_MAX_EVENTS]
     ]
     cut = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
-    return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=cut)
+    table = values.html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3))
+    return section("events", "Events", table, lead=cut)
 
 
 def settings_section(report: Report) -> Html:
     """Return the section on settings that differ from the defaults, and from the other run where there is one."""
 
     def table(rows: Rows, second: str, titles: Sequence[str], caption: str) -> Html | None:
-        cells = [[row["key"], setting(row["value"]), setting(row[second])] for row in rows]
-        return html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
+        cells = [[row["key"], values.setting(row["value"]), values.setting(row[second])] for row in rows]
+        return values.html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
 
     parts = []
     # The other run's settings first: whoever names a second run asks what differs.

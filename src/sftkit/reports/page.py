@@ -16,41 +16,12 @@ from urllib.parse import quote
 
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
-from sftkit.reports import details
+from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.charts import Series, ValueAxis, interval_chart
+from sftkit.reports.charts import Series, ValueAxis, figure, interval_chart
 from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, standing
 from sftkit.reports.compare import speed_words
-from sftkit.reports.components import (
-    check_table,
-    facts,
-    figure,
-    folded,
-    html_document,
-    html_table,
-    macros,
-    section,
-    value_text,
-)
-from sftkit.reports.values import (
-    NONE,
-    Html,
-    Report,
-    Rows,
-    applies,
-    checkpoint,
-    drawable_number,
-    duration,
-    el,
-    format_interval,
-    format_value,
-    join,
-    mapping,
-    moment,
-    on_cpu,
-    parameters,
-    passed,
-)
+from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
@@ -92,14 +63,14 @@ def proof(report: Report) -> Html:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
         return section("proof", "Proof", lead=lead)
     # None is a check that was not made, and neither passes nor fails.
-    states = [passed(row) for row in rows if applies(row)]
-    failed = [value_text(row.get("name")) for row in rows if passed(row) is False]
+    states = [values.passed(row) for row in rows if values.applies(row)]
+    failed = [value_text(row.get("name")) for row in rows if values.passed(row) is False]
     words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
     # Hardware, commit and the versions that decide numbers and speed.
     found = report["environment"]
-    packages = mapping(found.get("packages"))
+    packages = values.mapping(found.get("packages"))
     names = ("torch", "transformers", "accelerate", "sftkit")
     made = {
         "hardware": " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key)),
@@ -108,9 +79,9 @@ def proof(report: Report) -> Html:
         "Python": found.get("python"),
     }
     tables = (
-        check_table(rows),
-        facts({name: value for name, value in made.items() if value}, "Made with"),
-        facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
+        values.check_table(rows),
+        values.facts({name: value for name, value in made.items() if value}, "Made with"),
+        values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
     )
     return section("proof", "Proof", *tables, lead="; ".join(words) + ".")
 
@@ -120,7 +91,7 @@ def curves(report: Report) -> Html:
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     # Memory of a CPU run is a process's resident set; two runs share their charts, so one word has to fit both.
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
-    rank = "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
+    rank = "process" if any(values.on_cpu(run["device"]) for run in runs) else "GPU"
     found = [
         figure(title, unit.format(rank=rank), _series(report, metrics, scale), ValueAxis(zero=zero))
         for title, unit, metrics, scale, zero in CURVES
@@ -137,9 +108,9 @@ def curves(report: Report) -> Html:
     # Every logged name with its last, lowest and highest value, folded away.
     rows = []
     for name, curve in sorted(report["curves"].items()):
-        values = [value for _, value in curve if value is not None]
-        rows.append([name, report["last"].get(name), min(values, default=None), max(values, default=None)])
-    every = folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
+        known = [value for _, value in curve if value is not None]
+        rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
+    every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
     return section("curves", "Curves", *parts, el("div", shown, class_="charts"), details.experts(report), every)
 
 
@@ -184,7 +155,8 @@ def evaluations_section(report: Report) -> Html:
         for part in ("settings", "metrics")
         if row[part]
     ]
-    parts += [folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2)))] if cells else []
+    if cells:
+        parts.append(values.folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2))))
     return section("evaluations", "Evaluations", *parts, validation)
 
 
@@ -197,7 +169,7 @@ def _evaluation_table(report: Report, newest: Rows) -> Html:
     cells = []
     for row in newest:
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(row["task"]), row["metric"], _share(row["value"]), format_interval(row) or NONE]
+        cell = [_task(row["task"]), row["metric"], _share(row["value"]), values.format_interval(row) or NONE]
         cell += [row["chance"], row["examples"], step]
         cell += [_share(first.get((row["task"], row["metric"]), {}).get("value"))] if moved else []
         cell += [_others_at(row, other)] if other else []
@@ -238,7 +210,8 @@ def _over_steps(report: Report) -> list[Html]:
                 own = rows
             label = run["run"]["name"] if report["against"] else metric
             # Intervals of two lines would lie on each other: only this run's are drawn.
-            bars = [(row["step"], row["low"], row["high"]) for row in rows if run is report and format_interval(row)]
+            known = [row for row in rows if run is report and values.format_interval(row)]
+            bars = [(row["step"], row["low"], row["high"]) for row in known]
             points = [(row["step"], row["value"]) for row in rows]
             series.append(Series(label, points, other=run is not report, intervals=bars))
         # A single point is in the table already, and parts of a task would be as many charts as it has families.
@@ -292,8 +265,8 @@ def render_report(report: Report) -> str:
         details.environment_section(report),
     )
     words = "Made from the files of the run directory; report.json beside this page has the same content as data."
-    body = join(header, el("main", parts), el("footer", words))
-    return html_document(f"{report['run']['name']} · training report", body)
+    body = values.join(header, el("main", parts), el("footer", words))
+    return values.html_document(f"{report['run']['name']} · training report", body)
 
 
 def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
@@ -302,21 +275,21 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
     model: str | Html | None = value_text(run["model"]) if run["model"] else None
     if run["parent_report"] is not None:
         model = el("span", "from ", el("a", model, href=quote(run["parent_report"])))
-    size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
+    size = f"({values.parameters(run['parameters'])} parameters)" if run["parameters"] else ""
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
-    steps = drawable_number(status.get("step"))
-    total = drawable_number(status.get("total_steps"))
+    steps = values.drawable_number(status.get("step"))
+    total = values.drawable_number(status.get("total_steps"))
     numbers = (
         ("tokens", summary.get("tokens"), format_value),
-        ("in steps", summary.get("train_seconds"), duration),
-        ("warm-up", summary.get("warm_up_seconds"), duration),
-        ("", status.get("time"), moment),
+        ("in steps", summary.get("train_seconds"), values.duration),
+        ("warm-up", summary.get("warm_up_seconds"), values.duration),
+        ("", status.get("time"), values.moment),
     )
     return [
         (size, model),
         ("", value_text(device) if device else None),
         (f"of {format_value(total)} steps" if total else "steps", format_value(steps) if steps is not None else None),
-        *((name, words(value)) for name, value, words in numbers if drawable_number(value)),
+        *((name, words(value)) for name, value, words in numbers if values.drawable_number(value)),
     ]
 
 
@@ -352,7 +325,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Everything is built before anything is written: an error leaves the earlier report whole.
     texts = {data: content, target: visible(render_report(report))}
-    if out is None and (folder := checkpoint(run_dir)) is not None:
+    if out is None and (folder := values.checkpoint(run_dir)) is not None:
         card = folder / CARD
         texts[card] = visible(model_card(report, licence(card)))
     for path, text in texts.items():

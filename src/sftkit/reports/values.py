@@ -1,8 +1,9 @@
-"""What all parts of a report use: values as people read them, readers of a run's files, and markup.
+"""Shared by all parts of a report: values as people read them, readers of a run's files, markup, and the macros of
+page.html.jinja as functions.
 
 Files may be missing, cut short by a kill, or written by another version. Numbers get four significant digits, with
-thousands set apart, and times hours and minutes. Text that is not markup already is escaped, so text from data can
-never become markup.
+thousands set apart, and times hours and minutes. Functions that return markup escape text that is not markup already,
+so text from data can never become markup.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
@@ -239,3 +241,55 @@ def join(*children: Any) -> Html:
     """Return several children as one element of markup."""
     flat = (join(*child) if isinstance(child, list | tuple) else child for child in children if child is not None)
     return Html().join(flat)
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_MAX_VALUES = 12
+
+
+def value_text(value: Any) -> str:
+    """Return any value of a setting or a fact as text."""
+    if value is None:
+        return NONE
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return f"{len(value)} values" if len(value) > _MAX_VALUES else ", ".join(map(format_value, value)) or NONE
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return format_value(value)
+
+
+templates = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=lambda name: str(name).endswith(".html.jinja"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+templates.filters |= {"text": value_text, "flat": join}
+templates.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
+macros: Any = templates.get_template("page.html.jinja").module
+badge, section, html_table, check_table = macros.badge, macros.section, macros.html_table, macros.check_table
+headline_tiles, folded, facts = macros.headline_tiles, macros.folded, macros.facts
+
+
+def html_document(title: str, body: Html, more_style: str = "") -> str:
+    """Return a page that loads nothing and runs nothing."""
+    return str(macros.html_document(title, body, more_style))
+
+
+def setting(value: Any) -> Html:
+    """Return a setting as it is written in a recipe."""
+    return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+    """Return (titles, cells) of the columns that any row has."""
+    present = [key for key in names if any(row.get(key) is not None for row in rows)]
+    return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
+
+
+def plain_numbers(values: Any) -> list[float]:
+    """Return the numbers of a list, none if any item is no number."""
+    # All or nothing: numbers with gaps would no longer match their edges or layers.
+    found = [drawable_number(value) for value in values] if isinstance(values, list) else []
+    return [value for value in found if value is not None] if None not in found else []
