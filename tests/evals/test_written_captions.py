@@ -19,8 +19,8 @@ from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import scoring as captioned
-from sftkit.evals.scoring import evaluate_captions, token_f1
 from sftkit.evals.results import interval, values_of
+from sftkit.evals.scoring import evaluate_captions, token_f1
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
 from sftkit.generation.repl import Answer
