@@ -376,7 +376,7 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
         "time      "
     )  # of a run's log: no line about what is unknown
     inspection.print_preflight(inspection.preflight_console(), prepared.look(), [])
-    assert "how long they take is told here once a run in run.dir has measured its speed" in capsys.readouterr().out
+    assert "hours are shown here once a run in run.dir has measured its speed" in capsys.readouterr().out
     assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
     sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
     assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]

@@ -100,7 +100,7 @@ def load_validation(
     too_long = trained.get("too_long", "truncate")
     tokenize = RowTokenizer(text.tokenize_any, tokenizer, max_length, too_long, learning)
     chosen = tuple(sources)
-    # all together say how rows are laid out
+    # All sources together decide how rows are laid out.
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
     # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
@@ -112,7 +112,7 @@ def load_validation(
 
 
 def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
-    """Refuse what cannot work before a model is loaded.
+    """Reject settings that cannot work, before a model is loaded.
 
     Raises:
         ConfigError: no lm_eval here, several processes, an unknown task, a setting that it does not take.
@@ -136,7 +136,7 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
 
 
 def task_manager() -> Any:
-    """Return lm_eval's list of its tasks; refuses a recipe where lm_eval is not installed."""
+    """Return lm_eval's list of its tasks. ConfigError: lm_eval is not installed."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -164,7 +164,7 @@ def evaluate_with_lm_eval(
         def apply_chat_template(self, *args: Any, **options: Any) -> str:
             return limited(super().apply_chat_template, *args, **options)
 
-    connected = hub_answers()  # else its client tries for half a minute before it says so
+    connected = hub_answers()  # without a connection its client retries for half a minute
     # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:

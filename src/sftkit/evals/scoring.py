@@ -65,7 +65,7 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     has_prefix = tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
     bos = (str(tokenizer.decode([prefix_token(tokenizer)])),) if has_prefix else ()
     ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
-    # Two calls, as the tokenizer takes one setting for all of its texts; equal texts are tokenized once.
+    # The tokenizer takes one setting for all of its texts, so there are two calls; equal texts are tokenized once.
     for adds in (True, False):
         wanted = [key for key in dict.fromkeys(texts) if adds != (key[1] or key[0].startswith(bos))]
         if wanted:

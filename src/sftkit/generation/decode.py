@@ -2,7 +2,7 @@
 
 Which rows a model reads together, and the rank that computes each batch, are decided from the rows alone, so that
 results are the same on any number of ranks. `Decoding` holds the rows of a batch while they are decoded: what each has
-said, when it ends, their cache and their next tokens.
+written, when it ends, their cache and their next tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime
 
 KEPT_SHARE = 0.75
-"Rows that have ended are taken out of the cache once at most this share of a batch goes on."
+"Rows that have ended are taken out of the cache once at most this share of a batch continues."
 KEPT_SHARE_REPLAYED = 0.5
-"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded anew."
+"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded again."
 MAX_POSITIONS = 32_768
 "The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 DEFAULT_LENGTH = 2048
-"Longest input in tokens, if neither model nor tokenizer says."
+"Longest input in tokens, if neither model nor tokenizer limits it."
 
 K = TypeVar("K", int, tuple[int, int])
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
 
 
 def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
+    """Return the positions of a model, else the maximum length of its tokenizer, else DEFAULT_LENGTH."""
     if longest is None and tokenizer.model_max_length < 10**9:
         longest = int(tokenizer.model_max_length)
     return longest or DEFAULT_LENGTH
@@ -200,7 +200,7 @@ class DecodedSequence:
     targets: int = 1
     tokens: list[int] = field(default_factory=list)
     stop: str = ""
-    "why it ended; empty: it goes on"
+    "why it ended; empty: it continues"
 
     def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
         """Add the next token of the answer, and note whether it ends it. Does nothing for an answer that has ended."""
@@ -236,7 +236,7 @@ def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
 
 
 class Decoding:
-    """A batch while it is decoded: rows that go on, their cache and their next tokens."""
+    """A batch while it is decoded: rows that continue, their cache and their next tokens."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Decoding:
         self._cache: Cache = prefix.cache(len(rows), width + new_tokens)
 
     def goes_on(self, together: Runtime | None) -> bool:
-        """Return whether this rank, or any of the ranks that work together, has rows that go on."""
+        """Return whether this rank, or any of the ranks that work together, has rows that continue."""
         going = any(not row.stop for row in self.rows)
         return together.any_rank(going) if together else going
 

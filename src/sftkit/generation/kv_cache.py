@@ -62,7 +62,7 @@ class FixedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of new positions, [B, KV, T, D]. Returns all up to them, [B, KV, T', D]; after
         `written_at` the whole memory."""
-        # Taken at the first update, which tells how many rows and heads there are.
+        # Allocated at the first update, which has the number of rows and heads.
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = (
@@ -241,7 +241,7 @@ class StaticStep:
         self._warm = False
 
     def __call__(self) -> torch.Tensor:
-        """Return the tokens after the present ones, int64 [B, 1]; the next call goes on from them."""
+        """Return the tokens after the present ones, int64 [B, 1]; the next call continues from them."""
         if self._graph is None:
             with implementation(self._orig_model, IMPLEMENTATION):
                 self._first() if self._tokens.device.type == "cuda" else self._compute()

@@ -1,6 +1,6 @@
 """A conversation in the terminal: flags of scripts/chat.py, edited and remembered lines, commands. No torch.
 
-`Sampling` and `Answer`, what a model is asked for and gives, are here for whoever needs them without torch.
+`Sampling` and `Answer`, the settings and the result of an answer, are here for modules that load no torch.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def print_answer(chunks: Iterator[str]) -> str:
 def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
     messages = conversation.with_question(text)
     try:
-        # Closed at once when it is broken off, or the model would go on computing.
+        # Closed at once when it is interrupted, or the model would continue to compute.
         with closing(stream(messages)) as chunks:  # type: ignore[type-var]
             reply = print_answer(chunks)
     except KeyboardInterrupt:

@@ -96,7 +96,7 @@ def stream(
         except Exception as error:
             failure.append(error)
         finally:
-            # Whoever reads the stream would wait for more text.
+            # Without an end the reader of the stream would wait for more text.
             streamer.end()
 
     worker = Thread(target=work, daemon=True)

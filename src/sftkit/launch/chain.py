@@ -54,7 +54,7 @@ def finished(cfg: Config) -> str | None:
         if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None  # the start itself says what is wrong
+        return None  # the start itself reports the error
     warning = weights_changed(cfg.model, began, now)
     if warning is not None and "model.path" in cfg.train.resume_changes:
         return None  # the start writes them down
@@ -63,7 +63,7 @@ def finished(cfg: Config) -> str | None:
 
 
 def _recipe(text: str) -> dict[str, Any]:
-    """Return the settings of a resolved recipe without those that say how a run is resumed."""
+    """Return the settings of a resolved recipe without those on how a run is resumed."""
     recipe = yaml.load(text, Loader=RecipeLoader)
     return {**recipe, "train": {**recipe["train"], "resume": None, "resume_changes": None}}
 

@@ -132,7 +132,7 @@ def idle_cores() -> int | None:
 
 
 def _usable() -> set[int]:
-    """Return the CPUs that this process may run on; none where the system does not say."""
+    """Return the CPUs that this process may run on; none if the system does not tell."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -150,7 +150,7 @@ _OPTIONS = ("--demo", "--help")
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start: an Accelerate config, a number of processes, environment variables, and a line that says why."""
+    """How to start: an Accelerate config, a number of processes, environment variables, and a line with the reason."""
 
     config_file: Path
     num_processes: int
@@ -361,7 +361,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
         print_text(line)
-    # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
+    # A stopped run has recorded that itself; a killed run shows only in its files and in the kernel's counters.
     earlier = newest_start(Path(cfg.run.dir))
     before = oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
@@ -394,7 +394,7 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 def demo() -> int:
     """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
-    # No GPU, so that it shows the same on every machine; one thread for each process, as they share its cores.
+    # No GPU, so that it shows the same on every machine; one thread for each process, because they share its cores.
     return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
 
 

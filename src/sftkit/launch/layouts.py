@@ -25,7 +25,7 @@ from sftkit.models.files import fields_of, of_fields, size_of
 from sftkit.rundir.names import resolve, trained_length
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
+"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.stages."
 DATASHEET = 989e12
 "bf16 operations per second of an H100 or H200."
 NEARLY = 0.97
@@ -251,7 +251,7 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     is another architecture.
 
     Args:
-        parameters: of all of it, where its files say more exactly.
+        parameters: of the whole model, if its files give an exact number.
     """
     if (size := of_fields(fields)) is None:
         return None
@@ -320,7 +320,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
 
 
 def _row_length(cfg: Config) -> int | None:
-    """Return the positions of a row, where the recipe or the run that it starts from says; None: unknown."""
+    """Return the positions of a row by the recipe, or by the run that it starts from; None: unknown."""
     if length := cfg.data.row_length or cfg.data.max_length:
         return length
     if cfg.model.path is None or not Path(cfg.model.path).is_dir():

@@ -103,7 +103,7 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    plan_log.disabled = True  # what it says and warns of is in the preflight
+    plan_log.disabled = True  # its lines and warnings are in the preflight
     try:
         with redirect_stdout(io.StringIO()):
             # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
@@ -267,8 +267,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
 
 
 def encoder_padding_text(analysis: dict[str, Any]) -> str:
-    """Return what empty places cost an encoder in each layout, which its padding does not say; empty
-    without an encoder."""
+    """Return what empty places cost an encoder in each layout, which padding does not include; empty without an
+    encoder."""
     known = [row for row in analysis["layouts"] if row.get("taken_pct") is not None]
     taken = [f"{row['layout']} {row['taken_pct']:.1f} %" for row in known]
     if not taken:

@@ -246,7 +246,7 @@ def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
 def _check_length(path: str | None) -> str | None:
     try:
         length = None if path is None else trained_length(Path(resolve(path)))
-    except (ConfigError, ValueError):  # that the model is not there, or damaged, is told without this
+    except (ConfigError, ValueError):  # a missing or damaged model has a problem of its own
         return None
     return unresolved_reason(path) if length is None else None
 

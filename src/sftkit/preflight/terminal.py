@@ -118,7 +118,7 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     plain = console.no_color or not console.is_terminal
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
     if analysis["time"]["hours"] is None:
-        costs.insert(0, f"{'':<10}how long they take is told here once a run in run.dir has measured its speed")
+        costs.insert(0, f"{'':<10}hours are shown here once a run in run.dir has measured its speed")
     # Why rows of a source were left out, or are odd, and which columns are not used; a run logs these itself.
     rows = []
     for source in (*analysis["sources"], *analysis["validation"]):
@@ -215,7 +215,7 @@ def layout_notes(analysis: dict[str, Any]) -> str:
 LAYOUT_NOTES = (
     "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest "
     "document of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own "
-    "longest. So many times faster per position must the compiled step be for the layout to win; below 1 it wins "
+    "longest. The compiled step must be that many times faster per position for the layout to win; below 1 it wins "
     "without any gain from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
 )
 
@@ -241,13 +241,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
         tiles.append(("memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"))
     name = el("div", el("h1", title), class_="title")
     header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(tiles)))
-    notes = (
-        f"Layouts: {layout_notes(analysis)}",
-        f"Memory: {memory_text(analysis)}",
-        f"Disk: {disk_text(analysis)}",
-        f"Time: {preflight.time_text(analysis['time'])}",
-    )
-    small = [el("p", note, class_="soft small") for note in notes]
+    small = el("p", f"Layouts: {layout_notes(analysis)}", class_="soft small")
     parts = [section("data", "Data", details.data_tables(analysis), small)]
     if samples:
         documents = [(preview_title(preview), preview.spans) for preview in samples]

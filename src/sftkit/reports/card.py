@@ -28,7 +28,7 @@ LICENCE = ("license", "license_name", "license_link")
 
 
 def licence(card: Path) -> dict[str, str]:
-    """Return what the header of an earlier card says of the licence; empty without one that can be read."""
+    """Return the licence in the header of an earlier card; empty without a header that can be read."""
     try:
         # Only the header counts: the rest of the card may hold lines of dashes too.
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
@@ -52,7 +52,7 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     training += [[name, words(summary[key])] for name, key, words in sums if drawable_number(summary.get(key))]
     known = [row for row in report["headline"] if row["value"] is not None]
     training += [[f"{row['name']} ({row['how']})", row["text"]] for row in known]
-    # Sources as preflight has found them where there is one, as it counts; else of the recipe, which names them.
+    # The sources of preflight.json, which have counts; without that file, those of the recipe.
     head, cells = columns(dicts(report["preflight"].get("sources")), SOURCES)
     data = (head, [[md(value) for value in row] for row in cells], range(1, len(head)))
     if not cells:

@@ -152,7 +152,7 @@ def line_class(one: Series, series: Sequence[Series]) -> str:
 
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
-    """Draw the line, its intervals, and points that say their value when pointed at."""
+    """Draw the line, its intervals, and points that show their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
     # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only

@@ -31,7 +31,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
 
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
+    """Return config.yaml as a nested dictionary; problems are added to `notes`, never raised."""
     try:
         # The parser of recipes has limits, and a config.yaml may come from anybody.
         text = path.read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ def latest_evaluations(evaluation_rows: Rows) -> Rows:
 
 
 def standing(report: dict[str, Any]) -> Rows:
-    """Return what stands for the model: its final evaluation, and for other tasks the newest one."""
+    """Return the results that describe the model: its final evaluation, and for other tasks the newest one."""
     return latest_evaluations([*report["evaluations"], *report["final"]])
 
 
@@ -237,7 +237,7 @@ _BUCKETS = 160
 
 
 def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
-    """Return what a run's files say, ready to show; `against` is a second run to compare with.
+    """Return the content of a run's files, ready to show; `against` is a second run to compare with.
 
     Raises:
         ConfigError: a folder is not there or holds no run.
@@ -319,7 +319,7 @@ def run_of(folder: Path) -> Path | None:
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     """Return what is shown of a run, and its curves with every logged step."""
     check_run(run_dir)
-    # Every file of the run; `notes` says what cannot be read.
+    # Every file of the run; `notes` lists those that cannot be read.
     notes: list[str] = []
     settings = read_settings(run_dir / names.CONFIG, notes)
     status = as_killed(run_dir, mapping(read_json(run_dir / names.STATUS, notes)))
@@ -448,7 +448,7 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
         if step is None:
             continue
         for name, value in row.items():
-            # A null is kept as a gap of the line: it stands for a value that was not finite.
+            # A null, which replaced a value that was not finite, is kept as a gap of the line.
             if name not in ("step", "time") and (value is None or drawable_number(value) is not None):
                 curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}

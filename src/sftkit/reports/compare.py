@@ -102,7 +102,7 @@ SPEEDS = (
 
 
 _TARGETS = ("targets", "thinking", "split_turns", "too_long", "max_length")
-"Keys of the recipe's data section that say which tokens are targets."
+"Keys of the recipe's data section that decide which tokens are targets."
 
 
 def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -181,7 +181,7 @@ def compare_curves(
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
     peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
     rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
-    # Speeds are of all ranks; two machines are told apart in a note, and still divided: that is what was asked.
+    # Speeds are of all ranks. Speeds of two machines are divided too: a note names the machines.
     speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
     here, there = (machine or "unknown" for machine in machines)
     if speeds[0] and speeds[1] and here != there:

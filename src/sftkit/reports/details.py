@@ -36,7 +36,7 @@ def experts(report: Report) -> Html | None:
     across = (WIDTH - LEFT) / count
     down = min(MAX_CELL_HEIGHT, max(across, 8.0))
     height = len(rows) * down + 22
-    # Each cell says its value when pointed at, unless there are too many.
+    # Each cell shows its value when pointed at, unless there are too many.
     titled = count * len(rows) <= _MAX_TITLES
     cells = []
     for layer, row in enumerate(rows):
@@ -194,7 +194,7 @@ def _leaves(value: Any) -> dict[str, Any]:
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
-    """Draw the lengths of documents, or say them where there is no histogram."""
+    """Draw the lengths of documents, or list them if there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
     edges = values.plain_numbers(lengths.get("edges"))
     counts = values.plain_numbers(lengths.get("counts"))
@@ -236,7 +236,7 @@ def compiler(report: Report) -> Html:
 
 
 def events(report: Report) -> Html:
-    """Return the section on what happened that should not, by step."""
+    """Return the section on unwanted events, by step."""
     rows: Rows = report["events"]
     if not rows:
         lead = "None: no recompile, no value that was not finite, no spike, no waiting for data."
@@ -263,7 +263,7 @@ def settings_section(report: Report) -> Html:
         return values.html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
 
     parts = []
-    # The other run's settings first: whoever names a second run asks what differs.
+    # The other run's settings first: a user who names a second run wants the differences.
     if report["against"]:
         its = report["against"]["run"]["name"]
         other = table(report["against"]["config_diff"], "other", ("this run", its), f"Different in {its}")

@@ -57,7 +57,7 @@ _MAX_SOURCES = 6
 
 
 def proof(report: Report) -> Html:
-    """Return the section on each check that the run made of itself, with what was found and what was expected."""
+    """Return the section on the run's checks of itself, each with the value found and the value expected."""
     rows: Rows = report["proof"]
     if not rows:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
@@ -68,22 +68,8 @@ def proof(report: Report) -> Html:
     words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
-    # Hardware, commit and the versions that decide numbers and speed.
-    found = report["environment"]
-    packages = values.mapping(found.get("packages"))
-    names = ("torch", "transformers", "accelerate", "sftkit")
-    made = {
-        "hardware": " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key)),
-        "commit": found.get("git"),
-        "versions": ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name)),
-        "Python": found.get("python"),
-    }
-    tables = (
-        values.check_table(rows),
-        values.facts({name: value for name, value in made.items() if value}, "Made with"),
-        values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
-    )
-    return section("proof", "Proof", *tables, lead="; ".join(words) + ".")
+    logits = values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded")
+    return section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
 
 
 def curves(report: Report) -> Html:

@@ -52,7 +52,7 @@ class Item(NamedTuple):
     prompt: str
     "format completion: the text that one of the choices continues, after a space"
     question: str
-    "format chat: what stands above the lettered options"
+    "format chat: the text above the lettered options"
     choices: Sequence[str]
     gold: tuple[int, ...]
     "indices of the right ones"
@@ -204,7 +204,7 @@ DESIGNS = {
 def build(
     name: str, read: data.Read, shots: int | None, format: str, max_examples: int | None
 ) -> Task[Choices, Likelihoods]:
-    """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+    """Return the task. `shots` None: no shots, as is lm-evaluation-harness's default."""
     design = DESIGNS[name]
     shots = shots or 0
     drawn: Sequence[Sequence[data.CheckedRow]]

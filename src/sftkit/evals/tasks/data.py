@@ -30,7 +30,7 @@ class DatasetSplit:
 
 
 class CheckedRow(dict[str, Any]):
-    """A row that says where it is when a column is missing or is not what it must be: a DataError."""
+    """A row that raises a DataError with its place if a column is missing or has another type."""
 
     def __init__(self, values: dict[str, Any], origin: str, index: int) -> None:
         super().__init__(values)
@@ -151,7 +151,7 @@ def _hub_name(split: DatasetSplit) -> str:
     return f"{split.hub} ({f'subset {split.subset}, ' if split.subset else ''}split {split.split}) of the hub"
 
 
-# ---- shots, and what a task says of its rows -------------------------------------------------------------------------
+# ---- shots, and settings of a task -----------------------------------------------------------------------------------
 
 SHOTS_SEED = 1234
 "lm-evaluation-harness's fewshot_random_seed."
@@ -201,5 +201,5 @@ def drawn_shots(
 
 def conversation(shots: Sequence[tuple[str, str]], question: str) -> tuple[Message, ...]:
     """Return a user's question after turns of (question, answer)."""
-    said = [text for shot in shots for text in shot] + [question]
-    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said))
+    texts = [text for shot in shots for text in shot] + [question]
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))
