@@ -18,13 +18,15 @@ def main() -> None:
     """Look at the data, print what was found, and write the files that are asked for."""
     from sftkit.preflight.inputs import parse
 
-    cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
+    cfg, flags = parse(__doc__)  # rejects wrong words and recipes before torch is imported
 
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import make_layout
     from sftkit.launch.layouts import advice
+    from sftkit.models.load import resolve_max_length
+    from sftkit.models.structure import positions
     from sftkit.preflight import analysis
     from sftkit.preflight import terminal as inspection
     from sftkit.preflight.terminal import page
@@ -37,7 +39,8 @@ def main() -> None:
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
     orig_model = analysis.meta_model(cfg.model, tokenizer, analysis.gpu_precision(cfg.train))
     precision = analysis.precision_text(cfg.train)
-    max_length, start = analysis.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
+    longest = positions(orig_model) if orig_model else None
+    max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     console.print(start, markup=False, soft_wrap=True)
 
     # What it would learn from, and in which steps.

@@ -32,8 +32,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.models.load import load_model, resolve_max_length
-from sftkit.models.structure import positions
+from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.preflight import costs
 from sftkit.preflight import data as facts
@@ -111,18 +110,6 @@ def memory_plan(
             return make_plan(cfg, orig_model, layout, rt, Fixed(total))
     finally:
         plan_log.disabled = False
-
-
-def max_length_of(
-    model: ModelConfig,
-    max_length: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    orig_model: PreTrainedModel | None,
-    precision: str,
-) -> tuple[int, str]:
-    """Return data.max_length, or that of the run before, and a line about where the run would start."""
-    longest = positions(orig_model) if orig_model is not None else None
-    return resolve_max_length(model, max_length, tokenizer, precision, longest)
 
 
 def prepared_examples(

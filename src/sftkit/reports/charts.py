@@ -73,12 +73,6 @@ class Axis:
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, num_ticks)
 
 
-def is_log(series: Sequence[Series]) -> bool:
-    """Return whether values span so much that a logarithmic axis shows them better."""
-    values = [v for one in series for _, v in one.points if v is not None]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
-
-
 def line_chart(
     series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
 ) -> Html:
@@ -278,8 +272,9 @@ def figure(
     """
     if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
         return None
-    # An axis that begins at 0 cannot be logarithmic.
-    axis = replace(axis, log=not axis.zero and is_log(shown))
+    # Logarithmic where values span much; an axis that begins at 0 cannot be.
+    known = [value for one in shown for _, value in one.points if value is not None]
+    axis = replace(axis, log=not axis.zero and min(known) > 0 and max(known) / min(known) > _LOG_RATIO)
     last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
     lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
     label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
