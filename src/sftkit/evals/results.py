@@ -12,7 +12,7 @@ from typing import Any
 
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.generation.repl import Answer
-from sftkit.rundir.files import replace_text
+from sftkit.rundir.files import clean, replace_text
 from sftkit.rundir.names import RESULTS, VALIDATION
 
 Z = 1.959964
@@ -123,6 +123,10 @@ def example_record(example: Choices | Question, output: Likelihoods | Answer, sc
     return row | {"marks": scores, "source": example.source}
 
 
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(clean(value), indent=indent, ensure_ascii=False)
+
+
 def write_results(folder: Path, results: Sequence[Result]) -> None:
     """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
     results nothing is written."""
@@ -142,19 +146,6 @@ def write_validation(folder: Path, values: Mapping[str, float | None], settings:
     if values:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinity and NaN, which JSON lacks, by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def results_table(results: Sequence[Result], validation: Mapping[str, float | None]) -> str:

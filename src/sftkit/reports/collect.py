@@ -20,8 +20,9 @@ from sftkit.models.files import auto_class
 from sftkit.reports import values
 from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
 from sftkit.reports.details import load_of
-from sftkit.reports.values import Rows, checkpoint, clean, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
+from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
 from sftkit.rundir import names
+from sftkit.rundir.files import clean
 from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
 from sftkit.rundir.status import as_killed
 
@@ -145,8 +146,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
-            # low and high belong to a task, not to a metric: with several metrics nobody could say
-            # whose they are.
+            # low and high belong to a task, not to a metric: with several metrics nobody could say whose they are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
             _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)

@@ -62,11 +62,7 @@ def experts(report: Report) -> Html | None:
 
 SOURCES = {
     "name": "source",
-    "rows": "rows",
-    "documents": "documents",
-    "tokens": "tokens",
-    "targets": "targets",
-    "truncated": "truncated",
+    **{key: key for key in ("rows", "documents", "tokens", "targets", "truncated")},
     "dropped_too_long": "dropped, too long",
     "dropped_no_target": "dropped, no target",
     "skipped_bad": "skipped, bad",

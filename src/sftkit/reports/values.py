@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
 from sftkit.models.files import num_elements
+from sftkit.rundir.files import clean
 from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
@@ -37,17 +38,6 @@ def drawable_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST_NUMBER else None
-
-
-def clean(value: Any) -> Any:
-    """Return the value as strict JSON: NaN and infinities, which JSON does not have, become null."""
-    if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def dicts(value: Any) -> Rows:
