@@ -77,8 +77,8 @@ def parse(description: str | None) -> Namespace:
 
 
 def eval_config(args: Namespace) -> EvalConfig:
-    """Return the settings of the flags. Without tasks: those of the run, or the held-out built-in ones,
-    unless --val is given."""
+    """Return the settings of the flags. Without tasks: those of the run, or the held-out built-in ones, unless --val is
+    given."""
     given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
     if args.own is not None:
         return replace(args.own, **given)

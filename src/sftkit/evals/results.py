@@ -70,8 +70,8 @@ def evaluated(
 
 def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float]:
     """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for scores of 0 and 1, which stays
-    within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within [0, 1] if
-    all scores are."""
+    within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within [0, 1] if all
+    scores are."""
     n = len(scores)
     mean = sum(scores) / n
     stderr = math.sqrt(sum((score - mean) ** 2 for score in scores) / (n - 1) / n) if n > 1 else None
@@ -86,15 +86,15 @@ def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:
-    """Return the mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no
-    task with a known chance."""
+    """Return the mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no task with
+    a known chance."""
     parts = [(r.value - r.chance) / (1 - r.chance) for r in results if r.chance is not None and r.chance < 1]
     return sum(parts) / len(parts) if parts else None
 
 
 def values_of(results: Sequence[Result]) -> dict[str, float | None]:
-    """Return the values as they are logged: eval/<task>/<metric>, eval/<task>/low and high,
-    eval/<family>/<metric>, eval/centred_mean.
+    """Return the values as they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>,
+    eval/centred_mean.
 
     Bounds are those of a task's first result.
     """
@@ -128,8 +128,8 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def write_results(folder: Path, results: Sequence[Result]) -> None:
-    """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
-    results nothing is written."""
+    """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without results nothing is
+    written."""
     if not results:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +141,8 @@ def write_results(folder: Path, results: Sequence[Result]) -> None:
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
-    """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without
-    values nothing is written."""
+    """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without values nothing is
+    written."""
     if values:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))

@@ -155,8 +155,8 @@ def score(
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
-            # One token more than the model reads, of which the last is only predicted; cut on the left, where
-            # the context begins.
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where the
+            # context begins.
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
             row = inputs.setdefault((i, ids.tobytes()), ScoredInput(ids, group))
             row.continuations[i, k] = continuation
@@ -215,8 +215,8 @@ def _score_batch(
 
 
 def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[list[float], list[int]]:
-    """Return (fp32 log-probability of each (position, token), the most likely token of each
-    position) from logits [N, V]."""
+    """Return (fp32 log-probability of each (position, token), the most likely token of each position) from logits [N,
+    V]."""
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
@@ -272,8 +272,8 @@ def evaluate_captions(
     shown: list[dict[str, Any]] = []
     for name, examples in sources.items():
         count = min(config.max_examples or len(examples), len(examples))
-        # A prompt is a document's first token, which no answer has. Every rank gets all answers, so the scores are
-        # the same everywhere.
+        # A prompt is a document's first token, which no answer has. Every rank gets all answers, so the scores are the
+        # same everywhere.
         answers = generate(
             orig_model,
             tokenizer,

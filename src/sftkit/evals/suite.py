@@ -96,8 +96,8 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
 
 
 def sample_rows(validation: Sequence[SourceConfig], tokenize: RowTokenizer, num_samples: int) -> list[Row]:
-    """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
-    asked as they are trained."""
+    """Return the first rows of the validation sources, in turn, that can be learned from as a whole; asked as they are
+    trained."""
     heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
     in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
     return in_turn[:num_samples]
@@ -244,8 +244,8 @@ class Suite:
         return [(task, scoring.encode_examples(task.examples, self.tokenizer)) for task in loaded]
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Return (val/* of every validation source, eval/* of every task and of captions, sample
-        answers); every rank calls it.
+        """Return (val/* of every validation source, eval/* of every task and of captions, sample answers); every rank
+        calls it.
 
         With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
         """

@@ -138,8 +138,8 @@ def turns(
     orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
 ) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
     """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
-    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
-    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
+    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of a
+    pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
     Without a runtime: all batches. To be called inside plain_forward.
 
     Args:
@@ -255,8 +255,8 @@ class Decoding:
         self._static: StaticStep | None = None
         if not rows:
             return
-        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
-        # 0 at padding.
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
+        # padding.
         skip = len(prefix.ids)
         width = max(len(row.ids) for row in rows) - skip
         new_tokens = max(row.new_tokens for row in rows)

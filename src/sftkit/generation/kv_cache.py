@@ -29,8 +29,8 @@ MAX_CACHE_BYTES = 8 * 2**30
 
 
 def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
-    """Return for how many positions, over all rows of a batch, keys and values fit in MAX_CACHE_BYTES; None
-    if the model keeps none.
+    """Return for how many positions, over all rows of a batch, keys and values fit in MAX_CACHE_BYTES; None if the
+    model keeps none.
 
     Computed from the whole model's sizes, also where ranks share its heads.
     """
@@ -45,8 +45,8 @@ def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
 
 
 class FixedLayer(DynamicLayer):
-    """One layer's keys and values in memory that is taken once; attention reads the part that is filled,
-    without a copy.
+    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a
+    copy.
 
     Layers with a sliding window keep everything too: transformers' masks apply the window.
     """
@@ -80,9 +80,9 @@ class FixedLayer(DynamicLayer):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def written_at(self, at: torch.Tensor, seen: int) -> None:
-        """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads
-        the whole memory. What lies behind the `seen` positions is set to zero: uninitialized memory may hold NaN,
-        which a mask does not remove."""
+        """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads the
+        whole memory. What lies behind the `seen` positions is set to zero: uninitialized memory may hold NaN, which a
+        mask does not remove."""
         for memory in (self.keys, self.values):
             assert memory is not None
             memory[:, :, seen:] = 0
@@ -154,8 +154,8 @@ def empty_pass(orig_model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
-    no dropout, no gradients."""
+    """Let the model compute as transformers does inside the block: eagerly, with masks and caches, no dropout, no
+    gradients."""
     with inference(orig_model), plain_attention(orig_model), without_sequence_parallel(orig_model):
         yield
 
@@ -250,8 +250,8 @@ class StaticStep:
         return self._tokens
 
     def _first(self) -> None:
-        """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is
-        recorded on the default one.
+        """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is recorded on
+        the default one.
 
         What a first call sets up, a workspace of the stream for one, may not be part of the recording, which
         would own it.

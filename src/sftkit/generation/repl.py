@@ -237,8 +237,8 @@ def _ask() -> str | None:
 
 @contextmanager
 def _editing() -> Iterator[None]:
-    """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
-    readline, on a terminal."""
+    """Let `input` edit lines inside the block, and remember those of earlier times; where Python has readline, on a
+    terminal."""
     if find_spec("readline") is None or not sys.stdin.isatty():
         yield
         return

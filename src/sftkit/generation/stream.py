@@ -49,8 +49,8 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def learned_questions(folder: Path) -> list[str]:
-    """Return held-out questions of three of the built-in task families, if the run that wrote this
-    folder has trained on them."""
+    """Return held-out questions of three of the built-in task families, if the run that wrote this folder has trained
+    on them."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text())
     except OSError:
@@ -66,8 +66,8 @@ def learned_questions(folder: Path) -> list[str]:
 def stream(
     orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], sampling: Sampling
 ) -> Iterator[str]:
-    """Yield one answer in parts as it is decoded. Closing the generator early waits for the
-    token that is being computed."""
+    """Yield one answer in parts as it is decoded. Closing the generator early waits for the token that is being
+    computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(Row("prompt", messages=messages), tokenizer)], device=orig_model.device)
     # transformers' generate runs in a thread and hands its text over through the streamer. `closed` ends it early; what

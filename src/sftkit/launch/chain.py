@@ -123,8 +123,8 @@ def was_stopped(run_dir: Path, earlier: str | None, code: int) -> bool:
 
 
 def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
-    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as
-    its own evaluations."""
+    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
+    own evaluations."""
     limit = ["--max-examples", str(eval.max_examples)] if eval.max_examples else []
     out = str(Path(run.dir) / FINAL)
     return [sys.executable, shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
@@ -134,8 +134,8 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
-        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same
-        # after another training.
+        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same after another
+        # training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
         same_limit = settings["max_examples"] == eval.max_examples

@@ -34,8 +34,8 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Machines:
-    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s
-    of network each."""
+    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s of
+    network each."""
 
     gpus: int
     per_machine: int = 8
@@ -221,8 +221,8 @@ def divides(topology: Topology, rows: int, row_length: int) -> bool:
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
-    """Return each topology that fits, the simplest first, with the settings that leave it most speed. The
-    arguments are those of `setups`."""
+    """Return each topology that fits, the simplest first, with the settings that leave it most speed. The arguments are
+    those of `setups`."""
     found = setups(shape, topologies(machines, shape), rows, row_length, micro)
     # A pipeline of this schedule, 1f1b, has as many micro-batches in flight as stages (config.engine_rules).
     return best_fitting((each for each in found if each[0].layout.accumulation >= each[0].topology.stages), machines)
@@ -247,8 +247,8 @@ def choice(fitting: list[OnPaper]) -> OnPaper | None:
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
-    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it
-    is another architecture.
+    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it is
+    another architecture.
 
     Args:
         parameters: of the whole model, if its files give an exact number.
@@ -339,8 +339,8 @@ def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool 
 
 
 def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
-    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
-    does not; None: sizes are unknown, or there is one process.
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that does
+    not; None: sizes are unknown, or there is one process.
 
     Args:
         topology: of the run.
@@ -394,8 +394,8 @@ def _with_fewer_micro_batches(
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
-    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
-    as the schedule needs."""
+    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages as the
+    schedule needs."""
     if train.pipeline_layers:
         return train.pipeline_layers
     stages = stages_of_schedule(train.pipeline_schedule, None, pipeline_size)

@@ -236,8 +236,8 @@ def disk_facts(
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
-    # On disk together: those kept, the best, and the one being written. One save more than by the
-    # interval: a run ends with a checkpoint.
+    # On disk together: those kept, the best, and the one being written. One save more than by the interval: a run ends
+    # with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     count = min(checkpoint.keep + 1 + bool(checkpoint.best), saves)
     return {

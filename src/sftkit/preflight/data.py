@@ -118,8 +118,8 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
-    """Return a histogram in powers of two (counts[i] documents of edges[i] to edges[i + 1] - 1
-    positions) and percentiles.
+    """Return a histogram in powers of two (counts[i] documents of edges[i] to edges[i + 1] - 1 positions) and
+    percentiles.
 
     Args:
         lengths: int [D], positions of the documents.
@@ -139,8 +139,8 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def roles(examples: Examples) -> dict[str, int]:
-    """Return the messages of each role in the conversations that are learned from, the most frequent first;
-    empty for texts."""
+    """Return the messages of each role in the conversations that are learned from, the most frequent first; empty for
+    texts."""
     every = examples.counts.values()
     totals = Counter({role: sum(counts.get(name, 0) for counts in every) for role, name in ROLE_COUNTS.items()})
     return {role: total for role, total in totals.most_common() if total}

@@ -1,6 +1,6 @@
 """Check before a run starts, without torch, that what its recipe names exists and fits: data with columns that the
-stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on
-the processes of the launch. Also the flags of scripts/inspect_data.py.
+stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on the
+processes of the launch. Also the flags of scripts/inspect_data.py.
 
 Launcher, chain and scripts read a recipe with these rules, so that one report has all that is missing and all that
 is wrong. They look at first records and file names; a run finds what shows only when it is loaded. What the config

@@ -149,9 +149,9 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that show their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
-    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only
-    # some answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for
-    # most, always does.
+    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only some
+    # answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for most, always
+    # does.
     few = len(known) <= _FEW
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
@@ -214,8 +214,8 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
 def histogram(
     edges: Sequence[float], counts: Sequence[float], marks: dict[str, float], unit: str, label: str
 ) -> Html | None:
-    """Draw bars between edges (one more than counts), and named values marked across them; None if
-    there is nothing to draw."""
+    """Draw bars between edges (one more than counts), and named values marked across them; None if there is nothing to
+    draw."""
     if not counts or len(edges) != len(counts) + 1 or max(counts) <= 0 or list(edges) != sorted(edges):
         return None
     width, height = 440.0, 220.0
@@ -265,8 +265,8 @@ def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
 def figure(
     title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
 ) -> Html | None:
-    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not
-    begin at 0.
+    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not begin
+    at 0.
 
     None without a value.
     """

@@ -1,5 +1,5 @@
-"""Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and
-how they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
+"""Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and how
+they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changed(settings: dict[str, Any]) -> Rows:
-    """Return the settings that differ from their default, as {"key", "value", "default"}; default null
-    also where there is none."""
+    """Return the settings that differ from their default, as {"key", "value", "default"}; default null also where there
+    is none."""
     rows = []
     for key, value in _flat(settings):
         # Lists of mappings are numbered in a recipe; the table of keys has one entry, N, for all of them.
@@ -95,8 +95,8 @@ def _text(value: Any) -> str:
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch
-    or from a local folder."""
+    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch or
+    from a local folder."""
     # A run may continue another one, which continues another: ten at most, because a folder may name itself.
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
@@ -128,8 +128,8 @@ EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "exa
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Return every evaluation of every task, by step: from evals/step-*/results.json, and
-    evals.jsonl for what is not there."""
+    """Return every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not
+    there."""
     table: EvaluationTable = {}
     told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
@@ -154,8 +154,8 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
 
 
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
-    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if
-    it was of an earlier one."""
+    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if it was of an
+    earlier one."""
     table: EvaluationTable = {}
     for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
         model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
@@ -209,8 +209,8 @@ def is_part(row: dict[str, Any]) -> bool:
 
 
 def newest_samples(rows: Rows) -> Rows:
-    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of
-    each, texts cut to a length."""
+    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of each, texts cut to
+    a length."""
     by_step: dict[float, Rows] = {}
     keys = ("prompt", "reference", "answer", "stop")
     for row in rows:
@@ -393,8 +393,8 @@ def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[st
 
 
 def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
-    """Return where the report of the run that this one started from lies, relative to this one's;
-    None: there is none here."""
+    """Return where the report of the run that this one started from lies, relative to this one's; None: there is none
+    here."""
     path = mapping(settings.get("model")).get("path")
     # Both paths are resolved, so the link also holds if runs/ is a link to another disk.
     page = Path(path) / names.REPORT if isinstance(path, str) else None
@@ -455,8 +455,8 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
 
 
 def thin(points: Curve) -> Curve:
-    """Return at most about 500 points that look the same: of each stretch its lowest, its highest,
-    and a gap if it has one."""
+    """Return at most about 500 points that look the same: of each stretch its lowest, its highest, and a gap if it has
+    one."""
     if len(points) <= 3 * _BUCKETS:
         return points
     kept = {0, len(points) - 1}

@@ -1,5 +1,5 @@
-"""Compare two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory. And the
-time that compiling costs, and how long a run must be for it to pay.
+"""Compare two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory. And the time
+that compiling costs, and how long a run must be for it to pay.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from sftkit.reports.values import dicts, duration, format_value, mapping
 
 LITTLE = 1.3
-"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one;
-the other example is twice."""
+"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one; the other
+example is twice."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def compare_curves(
     machines: Sequence[str | None] = (None, None),
     reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
-    or null, "notes": [...]}.
+    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes":
+    [...]}.
 
     Args:
         machines: what each run ran on, by which speeds are told apart.

@@ -16,8 +16,8 @@ FULL = 2.0
 
 
 def load_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
-    empty if it is not usable."""
+    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E]; empty if it is
+    not usable."""
     rows = content.get("load")
     numbers = [values.plain_numbers(row) for row in rows] if isinstance(rows, list) else []
     if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
@@ -205,8 +205,8 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
 
 
 def compiler(report: Report) -> Html:
-    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why
-    anything was compiled late."""
+    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why anything was compiled
+    late."""
     last: dict[str, Any] = report["last"]
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}

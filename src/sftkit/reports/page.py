@@ -320,8 +320,8 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
 
 
 def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
-    """Write the report where it must neither fail nor delay the run; `print_line` gets where it
-    is, or why there is none."""
+    """Write the report where it must neither fail nor delay the run; `print_line` gets where it is, or why there is
+    none."""
 
     def work() -> None:
         try:

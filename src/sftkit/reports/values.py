@@ -61,8 +61,8 @@ def applies(check: dict[str, Any]) -> bool:
 
 
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
-    """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file
-    is `optional` and missing."""
+    """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file is `optional` and
+    missing."""
     try:
         return clean(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -74,8 +74,8 @@ def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
 
 
 def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
-    """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last
-    one) are counted in `notes`."""
+    """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last one) are counted in
+    `notes`."""
     try:
         # Not splitlines: a line separator such as U+2028 inside a text ends no row.
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -103,8 +103,8 @@ def checkpoint(run_dir: Path) -> Path | None:
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Return the parameters in the safetensors files of a folder, from their headers; None if there
-    are none or one is damaged."""
+    """Return the parameters in the safetensors files of a folder, from their headers; None if there are none or one is
+    damaged."""
     with suppress(ConfigError, OSError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
     return None
@@ -190,8 +190,8 @@ def ticks(low: float, high: float, num_ticks: int = 4) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers in [low, high] for a logarithmic axis: powers of ten, with multiples
-    of those if they are few."""
+    """Return round numbers in [low, high] for a logarithmic axis: powers of ten, with multiples of those if they are
+    few."""
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for factors in ((1,), (1, 3), (1, 2, 5)):
         found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
@@ -216,8 +216,8 @@ Html = Markup
 
 
 def el(name: str, /, *children: Any, **attributes: Any) -> Html:
-    """Return an element. Children are markup, text, numbers, lists of those, or None; attributes
-    that are None are left out.
+    """Return an element. Children are markup, text, numbers, lists of those, or None; attributes that are None are left
+    out.
 
     `class_` is the attribute class, `aria_label` aria-label and so on.
     """

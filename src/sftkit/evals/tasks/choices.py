@@ -105,8 +105,8 @@ def piqa(row: data.CheckedRow, format: str) -> Item:
 
 
 def boolq(row: data.CheckedRow, format: str) -> Item:
-    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false,
-    true) as in BoolQ itself."""
+    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false, true)
+    as in BoolQ itself."""
     question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
     column = "answer" if "answer" in row else "label"
     return Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))

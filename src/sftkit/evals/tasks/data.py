@@ -61,8 +61,8 @@ class CheckedRow(dict[str, Any]):
         return value
 
     def number(self, column: str, below: int) -> int:
-        """Return the whole number in a column, 0 <= number < `below`; "2" and false count as numbers,
-        as data sets write them."""
+        """Return the whole number in a column, 0 <= number < `below`; "2" and false count as numbers, as data sets
+        write them."""
         value = self[column]
         number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
         if not 0 <= number < below:
