@@ -166,8 +166,8 @@ def analyse(
     time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     if memory and plan and plan.setup and orig_model:
-        share = round(lengths.sum() * targets / tokens)
-        memory["stages"] = costs.stage_facts(plan.setup, orig_model, lengths, share, len(epoch))
+        epoch_targets = round(lengths.sum() * targets / tokens)
+        memory["stages"] = costs.stage_facts(plan.setup, orig_model, lengths, epoch_targets, len(epoch))
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
