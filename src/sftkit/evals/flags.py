@@ -136,7 +136,7 @@ def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | N
     if not file.is_file():
         return None
     problems: list[str] = []
-    # By the parser of recipes, which has limits.
+    # The parser of recipes has limits on size and nesting.
     recipe = parse_recipe(file.read_text(encoding="utf-8", errors="replace"), file.name, problems).plain()
     if not problems and not (isinstance(recipe, dict) and {"eval", "data"} <= recipe.keys()):
         return None  # such as the one that wandb writes

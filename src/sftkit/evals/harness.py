@@ -53,7 +53,7 @@ VALIDATION_ROWS = 4
 
 def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
-    # Empty where it will be sharded: every rank then reads its own part, and none holds the whole.
+    # Empty if it will be sharded: every rank then reads its own part, and no rank holds the whole.
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)

@@ -1,4 +1,4 @@
-"""What an evaluation found: values with confidence intervals, and every example, as a table and as files. No torch."""
+"""Results of an evaluation: values with confidence intervals, and every example, as a table and as files. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What only some evaluations compute: the log-likelihood of each continuation of a prompt, tokenized and computed as
-lm-evaluation-harness does it, and the texts that a model with an encoder writes about data.val.
+"""Scores that only some evaluations compute: the log-likelihood of each continuation of a prompt, tokenized and
+computed as lm-evaluation-harness does it, and the texts that a model with an encoder writes about data.val.
 
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
@@ -52,7 +52,7 @@ def rendered_prompt(prompt: str | Sequence[Message], tokenizer: PreTrainedTokeni
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that stands before a continuation without a context: bos, else eos."""
+    """Return the token before a continuation without a context: bos, else eos."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if token is None:
         raise ConfigError("the tokenizer has neither a bos nor an eos token, so a prompt cannot be empty")
@@ -100,7 +100,7 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     found: list[list[Pair]] = [[] for _ in examples]
     for (i, context, text, _), context_ids, full_ids in zip(texts, encoded[::2], encoded[1::2], strict=True):
         if not context:
-            # The token that stands before a continuation without a context, unless the text begins with it.
+            # A continuation without a context follows this token, unless the text begins with it.
             context_ids = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
             full_ids = full_ids if np.array_equal(full_ids[:1], context_ids) else np.append(context_ids, full_ids)
         continuation = full_ids[len(context_ids) :]
@@ -150,7 +150,7 @@ def score(
     # Continuations of one token (letters of options) end in the same input: it is computed once for all of them.
     inputs: dict[tuple[int, bytes], ScoredInput] = {}
     for i, pairs in enumerate(encoded):
-        # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
+        # No group if tokens are mixed other than by attention: a cache of keys and values does not hold that state.
         group = "" if mixes_tokens(orig_model) else examples[i].group
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
@@ -169,7 +169,7 @@ def score(
             elif rt is not None and rt.topology.sharded:
                 # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
                 empty_pass(orig_model)
-    # In the order of examples and continuations, whatever rank computed which.
+    # The order is that of examples and continuations, whichever rank computed them.
     values = iter(gathered(found, rt))
     return [Likelihoods(*zip(*islice(values, len(pairs)), strict=True)) for pairs in encoded]
 
@@ -220,7 +220,7 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
-    # In chunks: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
+    # Computed in chunks: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
     for start in range(0, len(logits), _CHUNK):
         log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
         best.append(log_probs.argmax(-1))
@@ -305,6 +305,6 @@ def evaluate_captions(
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:
-    """Return twice the tokens that both have over all that they have; 1.0 where both are empty."""
+    """Return twice the tokens that both have over all that they have; 1.0 if both are empty."""
     both = (Counter(written) & Counter(reference)).total()
     return 2 * both / (len(written) + len(reference)) if written or reference else 1.0

@@ -282,7 +282,7 @@ class Suite:
         from sftkit.evals.scoring import evaluate_captions
 
         with working("describing what is held out"):
-            # Without a limit a text may be as long as the longest row of training.
+            # The default limit is the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
             found, written = evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return self._with_settings(found), written

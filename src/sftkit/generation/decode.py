@@ -30,7 +30,7 @@ from sftkit.runtime.start import Runtime
 KEPT_SHARE = 0.75
 "Rows that have ended are taken out of the cache once at most this share of a batch continues."
 KEPT_SHARE_REPLAYED = 0.5
-"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded again."
+"The same for replayed steps, whose ended rows cost less and a smaller batch is recorded again."
 MAX_POSITIONS = 32_768
 "The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
@@ -47,7 +47,7 @@ class Batching:
     """Settings: how rows are batched, and by which ranks."""
 
     batch_size: int = 64
-    "the most rows of a batch; fewer where memory asks for it"
+    "the most rows of a batch; fewer if memory is short"
     rt: Runtime | None = None
     "whose ranks share the batches and all get the results; None: this process reads all"
 

@@ -266,7 +266,7 @@ class StaticStep:
             self._warm = True
             return
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, memory pinned by a loader for one, is no part of it
+        # The work of other threads, such as a loader that pins memory, is not recorded.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._compute()
         self._graph = graph

@@ -230,7 +230,7 @@ def _ask() -> str | None:
             lines.append(line[:-1])
             prompt = ". "
     except EOFError:
-        # What was typed before Ctrl-D is still asked.
+        # Text typed before Ctrl-D is still asked.
         return "\n".join(lines) or None
     return "\n".join([*lines, line])
 

@@ -1,4 +1,4 @@
-"""What scripts/chat.py needs of a model: the lines before a conversation, and one answer as a stream of text."""
+"""The model side of scripts/chat.py: the lines before a conversation, and one answer as a stream of text."""
 
 from __future__ import annotations
 

@@ -48,16 +48,16 @@ _WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a launch can use."""
+    """The hardware that a launch can use."""
 
     gpus: int
     cpu_cores: int
-    "Physical cores that this process may run on, at most the container's CPU quota."
+    "physical cores that this process may run on, at most the container's CPU quota"
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
     idle_cores: int | None = None
-    "Those of the physical cores that have no busy CPU just now; None: unknown."
+    "physical cores without a busy CPU at the moment; None: unknown"
 
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
@@ -97,7 +97,7 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
 
 
 def nvidia_smi(*options: str) -> list[str]:
-    """Return lines of output; none without the tool, or where it fails."""
+    """Return lines of output; none if the tool is missing or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -159,7 +159,7 @@ class Launch:
 
 
 class Needs(NamedTuple):
-    """What a run needs of its GPUs."""
+    """The needs of a run that decide how many GPUs it takes, and how."""
 
     replica: Replica | None = None
     "what a copy of the model takes; None: unknown, taken to fit"
@@ -220,7 +220,7 @@ def choose(
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
         note = f", {threads} thread" + "s" * (threads != "1")
     else:
-        # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
+        # The most GPUs that leave each the same number of rows; some stay idle if no more of them divide the batch.
         numbers = [n for n in range(1, hardware.gpus + 1) if n % (stages or n) == 0]
         shared = [n for n in numbers if global_batch_size % (n // (stages or n)) == 0]
         processes = max(shared)
@@ -230,7 +230,7 @@ def choose(
             pipelines = f"are pipelines of {stages} stages and " * (stages != 1)
             note = f", {processes} of {hardware.gpus} GPUs: the most that {pipelines}"
             note += f"divide train.global_batch_size {global_batch_size}"
-        # Shards only where a replica has no room: replicas exchange less.
+        # Shards only if a replica has no room: replicas exchange less.
         reason = _sharding_reason(hardware, processes, needs)
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
@@ -307,7 +307,7 @@ def accelerate_launch() -> None:
         sys.exit(exit_code([error.returncode]))
     except ChildFailedError as error:
         traceback.print_exc()
-        # Those that failed first: later ones were ended by the launcher, or lost a connection.
+        # The first failures count: later processes were ended by the launcher, or lost a connection.
         first = min(failure.timestamp for failure in error.failures.values())
         sys.exit(exit_code([failure.exitcode for failure in error.failures.values() if failure.timestamp == first]))
 
@@ -348,7 +348,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if line := finished(cfg):
         print_text(line)
         return 0
-    # What the machine has decides the Accelerate config and the number of processes.
+    # The machine decides the Accelerate config and the number of processes.
     hardware = find_hardware()
     stages = num_stages(cfg.train)
     launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs_of(cfg, hardware), stages)

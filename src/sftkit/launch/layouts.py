@@ -60,7 +60,7 @@ class OnPaper:
     share: float
     "of one GPU's speed, per GPU, 0-1"
     hidden: float
-    "seconds of exchanges that take place while a GPU computes, over those of all exchanges; 1.0 where there are none"
+    "seconds of exchanges that take place while a GPU computes, over those of all exchanges; 1.0 if there are none"
     sent: float
     "bytes that a GPU sends in a step"
 
@@ -339,7 +339,7 @@ def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool 
 
 
 def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
-    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that does
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits if that does
     not; None: sizes are unknown, or there is one process.
 
     Args:

@@ -129,7 +129,7 @@ TARGET_PCT = 5.0
 END_OF_TURN_PCT = 99.0
 PADDING_PCT = 50.0
 OVERLAP_PCT = 1.0
-"Of a validation source's documents; a few texts of boilerplate are the same in any two parts of a corpus."
+"Percentage of a validation source's documents; a few texts of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
 
 
@@ -283,7 +283,7 @@ def source_text(source: dict[str, Any]) -> str:
 
 
 def time_text(time: dict[str, Any]) -> str:
-    """Return steps and epochs, with hours where a speed was measured."""
+    """Return steps and epochs, with hours if a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
         return text
@@ -339,7 +339,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
             )
     own = own_layout(analysis)
     if own["padding_pct"] > PADDING_PCT:
-        # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
+        # The advice is by padding alone: the table shows measured speeds of other layouts.
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:
@@ -378,7 +378,7 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
 
 
 def machine_warnings(analysis: dict[str, Any]) -> list[str]:
-    """Return warnings where the GPU or the disk is too small."""
+    """Return warnings of a GPU or a disk that is too small."""
     warnings = []
     memory = analysis["memory"]
     disk = analysis["disk"]

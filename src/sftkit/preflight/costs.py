@@ -183,7 +183,7 @@ def time_facts(
 def memory_facts(
     plan: MemoryPlan | None, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
 ) -> dict[str, Any] | None:
-    """Return the estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
+    """Return the estimated peak of a step on one GPU in GiB, by part; None if the model's sizes are unknown."""
     if plan is None or plan.estimate is None or plan.setup is None:
         return None
     return {
@@ -226,7 +226,7 @@ def stage_facts(
 def disk_facts(
     run_dir: Path, checkpoint: CheckpointConfig, steps: int, orig_model: PreTrainedModel | None, plan: MemoryPlan | None
 ) -> dict[str, Any]:
-    """Return the free space where the run will be, against its checkpoints at the moment when most are there, in GiB.
+    """Return the free space on the run's disk, and the space of its checkpoints when most of them exist, in GiB.
 
     Args:
         orig_model: on any device, also meta; None: sizes are unknown.

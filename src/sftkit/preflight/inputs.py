@@ -47,7 +47,7 @@ from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import first_of
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
-"What a captioning run writes of the captions of its data.val (evals/scoring.py)."
+"Metrics that a captioning run writes for the captions of its data.val (evals/scoring.py)."
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
@@ -58,7 +58,7 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     validation = get("data.val")
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
-    # As evals.validation.validate names the values of validation sources, those of all together first.
+    # The names that evals.suite.validate gives values of validation sources, those of all together first.
     prefixes = ["val", *(f"val/{source_label(SourceConfig(**one))}" for one in validation)] if validation else []
     names = [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
     of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
@@ -88,7 +88,7 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."
 SMALL_BYTES = 2 * 2**20
-"Of files that are read to the end where no first row is found."
+"Largest file that is read to the end if no first row is found."
 
 
 def _learnable(row: Row) -> None:
@@ -315,7 +315,7 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     """Return rules for the processes of a launch.
 
     Args:
-        here: they are on this machine, whose GPU counts where the launcher names no device.
+        here: they are on this machine, whose GPU counts if the launcher names no device.
     """
     return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here))]
 
@@ -351,7 +351,7 @@ def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
 
 
 def _text_config(get: Get) -> Mapping[str, Any]:
-    """Return the fields of the model's config, those of its text part on top; none where they cannot be read."""
+    """Return the fields of the model's config, those of its text part on top; none if they cannot be read."""
     path, revision, scratch = (get(f"model.{name}") for name in ("path", "revision", "scratch"))
     fields = fields_of(ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
     inner = fields.get("text_config")
@@ -396,7 +396,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    # Without a launch it is not known yet over which processes it will run.
+    # The processes are only known for a launch.
     of_launch = launch_rules() if file else []
     cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)

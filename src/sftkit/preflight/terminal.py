@@ -59,7 +59,7 @@ def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples
         example = examples[document]
         is_special = np.isin(example.ids, special)
         spans = []
-        # Two flags in one number, so that a run ends where either changes.
+        # Two flags in one number, so that a run ends if either changes.
         for start, end in runs(2 * example.is_target.astype(int) + is_special):
             text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
             spans.append((text, bool(example.is_target[start]), bool(is_special[start])))
@@ -81,7 +81,7 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def preview_title(preview: Preview) -> str:
-    """Return where a document is from and how long it is."""
+    """Return the source of a document and its length."""
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
     encoder_source = f", of {preview.encoder_source}" if preview.encoder_source else ""
     return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
@@ -208,7 +208,7 @@ def layout_table(analysis: dict[str, Any]) -> Group:
 
 
 def layout_notes(analysis: dict[str, Any]) -> str:
-    """Return what the columns mean, and what they leave out where there is an encoder."""
+    """Return the meaning of the columns, and what they leave out if there is an encoder."""
     return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(analysis)}".rstrip()
 
 
@@ -228,7 +228,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     """
     own = preflight.own_layout(analysis)
     time = analysis["time"]
-    # What a person looks at first: what it is, its value, and what belongs to it.
+    # The main numbers: name, value, and a remark.
     tiles = [
         ("documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""),
         ("tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""),

@@ -84,14 +84,14 @@ def line_chart(
         size: width and height.
     """
     level, (width, height) = axis.level, size
-    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are seen where they agree
+    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are visible if they agree
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
     # Everything that is drawn decides the range, also ends of intervals and the level.
     values += [0.0] if axis.zero and not axis.log else []
     values += [level] if level is not None else []
-    # Steps begin at 0 if the first is near it, as lines then start where training did; a resumed run's do not.
+    # Steps begin at 0 if the first step is near it, so lines start with training; those of a resumed run do not.
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
     ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
@@ -170,7 +170,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
 def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
     """Draw a row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
 
-    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is
+    The axis goes from 0 to 1, and below 0 if a value does: a centred mean may. A value above 1 is
     no share and is left out.
     """
     shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
@@ -265,14 +265,14 @@ def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
 def figure(
     title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
 ) -> Html | None:
-    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not begin
-    at 0.
+    """Return a chart with its title, unit and legend; a logarithmic axis if values span much and it need not begin at
+    0.
 
     None without a value.
     """
     if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
         return None
-    # Logarithmic where values span much; an axis that begins at 0 cannot be.
+    # Logarithmic if values span much; an axis that begins at 0 cannot be logarithmic.
     known = [value for one in shown for _, value in one.points if value is not None]
     axis = replace(axis, log=not axis.zero and min(known) > 0 and max(known) / min(known) > _LOG_RATIO)
     last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]

@@ -231,7 +231,7 @@ MAX_RUNS = 5
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
 RESUMED = "Resumed from a verified checkpoint"
-"Name of the check in proof.json that passes where the newest start was a resume."
+"Name of the check in proof.json that passes if the newest start was a resume."
 _BUCKETS = 160
 "Number of stretches that a thinned curve is divided into."
 
@@ -291,7 +291,7 @@ def _runs_near(run_dir: Path) -> str:
 
 
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
-    """Return the runs under a folder, the last written first; `levels` are glob patterns of where."""
+    """Return the runs under a folder, the last written first; `levels` are glob patterns of folders."""
     marks = [f"{level}{name}" for level in levels for name in MARKS_OF_A_RUN[1:]]  # wandb writes config.yaml too
     # Not those of archived runs, nor of a dashboard's own folder.
     found = [(path, path.relative_to(root)) for mark in marks for path in root.glob(mark)]
@@ -331,7 +331,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     evals = read_rows(run_dir / names.EVALS, notes, optional=True)
     samples = read_rows(run_dir / names.SAMPLES, notes, optional=True)
     events = read_rows(run_dir / names.EVENTS, notes, optional=True)
-    # What follows from them.
+    # Derived from the files.
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
@@ -441,7 +441,7 @@ def _command(resume: Any) -> str | None:
 
 
 def curves_of(rows: Rows) -> dict[str, Curve]:
-    """Return every metric by name over the steps; where a step comes twice, the later line counts."""
+    """Return every metric by name over the steps; if a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
         step = drawable_number(row.get("step"))

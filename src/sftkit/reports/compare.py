@@ -64,7 +64,7 @@ def own_words(
     compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, *, resumed: bool
 ) -> str | None:
     """Return what a compiled run can say without an eager one next to it: its compile in steps of its own, and when it
-    pays for two possible speeds of an eager step. None where seconds are not known.
+    pays for two possible speeds of an eager step. None if seconds are not known.
 
     Args:
         compile_seconds: time in the compiler, of the newest start.
@@ -197,7 +197,7 @@ def steady(curves: Curves, metric: str) -> float | None:
 
 
 def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
-    """Return the speed-up in words; why there is none where a speed is not known."""
+    """Return the speed-up in words, or that a speed is not known."""
     found = comparison["speed_up"]
     if found is None:
         return f"No speed-up: {mine} or {other} has logged no tokens/s."
@@ -227,7 +227,7 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
-    """Return the row of a number that belongs to no step; none where a run does not have it."""
+    """Return the row of a number that belongs to no step; none if a run lacks it."""
     return [] if value is None or other is None else [_row(name, None, value, other, how)]
 
 

@@ -198,7 +198,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
     words = ", ".join(f"{name} {format_value(value)}" for name, value in found.items())
-    # Without bins nothing can be drawn, but mean and percentiles still say something.
+    # Nothing can be drawn without bins, but mean and percentiles are still useful.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     return values.macros.framed(drawing, "Document lengths", words)
@@ -252,7 +252,7 @@ def events(report: Report) -> Html:
 
 
 def settings_section(report: Report) -> Html:
-    """Return the section on settings that differ from the defaults, and from the other run where there is one."""
+    """Return the section on settings that differ from the defaults, and from the other run if there is one."""
 
     def table(rows: Rows, second: str, titles: Sequence[str], caption: str) -> Html | None:
         cells = [[row["key"], values.setting(row["value"]), values.setting(row[second])] for row in rows]

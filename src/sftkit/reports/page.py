@@ -165,7 +165,7 @@ def _evaluation_table(report: Report, newest: Rows) -> Html:
 
 
 def _others_at(row: dict[str, Any], other: Report) -> str:
-    """Return the other run's value at the step of an evaluation; where it has none there, its newest with the step."""
+    """Return the other run's value at the step of an evaluation; if it has none there, its newest with the step."""
     every = [*other["evaluations"], *other["final"]]
     its = [each for each in every if (each["task"], each["metric"]) == (row["task"], row["metric"])]
     # At equal steps if there are any: two models are compared after as much training.
@@ -339,6 +339,6 @@ def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, ma
 
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
-    """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
+    """Write again the report of the run that a folder with results lies in; do nothing if it lies in none."""
     if (run_dir := run_of(folder)) is not None:
         try_report(run_dir, print_line)

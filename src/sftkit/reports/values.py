@@ -27,7 +27,7 @@ from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
-"What reports.collect gathers of a run, by section."
+"The content of a run's files by section, as reports.collect gathers it."
 _LARGEST_NUMBER = 1e100
 "Numbers from here on are not drawn: an axis with them would overflow. NaN is not below it either."
 
@@ -119,7 +119,7 @@ NONE = "–"
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Return a number with four significant digits and its unit; a dash where there is none. Texts stay as they are."""
+    """Return a number with four significant digits and its unit; a dash if there is none. Texts stay as they are."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -135,7 +135,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def format_interval(row: Mapping[str, Any]) -> str | None:
-    """Return `0.401 to 0.461`, the interval of an evaluation; None where an end of it is not known."""
+    """Return `0.401 to 0.461`, the interval of an evaluation; None if an end of it is not known."""
     if row.get("low") is None or row.get("high") is None:
         return None
     return f"{row['low']:.3f} to {row['high']:.3f}"
@@ -195,7 +195,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for factors in ((1,), (1, 3), (1, 2, 5)):
         found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
-        # As few as three tell a scale; more than six would touch.
+        # Three are enough to show a scale; more than six would touch.
         if len(found) >= 3:
             return found[:: -(-len(found) // 6)]
     return found if len(found) >= 2 else ticks(low, high)

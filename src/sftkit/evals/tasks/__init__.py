@@ -1,4 +1,4 @@
-"""Evaluation tasks by name: what each asks, where its rows are, how answers are judged. No torch."""
+"""Evaluation tasks by name: their prompts, their rows, their judges. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tasks with choices: ARC, OpenBookQA, HellaSwag, PIQA, BoolQ, MMLU and TruthfulQA.
 
-Each row becomes an `Item`; `DESIGNS` says how, and where the rows are. Prompts of format "completion" are those of
+Each row becomes an `Item`; `DESIGNS` has the function and the place of the rows. Prompts of format "completion" are those of
 lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
 """
 
@@ -163,7 +163,7 @@ def _answers(row: data.CheckedRow, column: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Design:
-    """What makes one task with choices different from the others."""
+    """The differences between tasks with choices."""
 
     item: Callable[[data.CheckedRow, str], Item]
     "row, format -> item"
@@ -173,7 +173,7 @@ class Design:
     files: tuple[str, ...] = ()
     "names of the rows' file; (): NAME_SPLIT"
     metric: str = "acc_norm"
-    "the metric that stands for the task; in a chat acc, of the letter, in place of acc_norm"
+    "the main metric of the task; in a chat acc, of the letter, replaces acc_norm"
     one_more: bool = False
     "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
     preamble: str = ""
@@ -314,7 +314,7 @@ def judge_mc2(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
 
 
 JUDGES = {"acc": judge_acc, "acc_norm": judge_acc_norm, "mc2": judge_mc2}
-"Metric that stands for a task -> its judge."
+"Main metric of a task -> its judge."
 
 
 def _is_right(example: Choices, scores: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """One split of one data set: what its files are called in a folder, and where it is on the hub."""
+    """One split of one data set: the names of its files in a folder, and its place on the hub."""
 
     files: tuple[str, ...]
     "names without suffix, best first: gsm8k_test is found as gsm8k_test.jsonl.gz, gsm8k_test.parquet, ..."
@@ -71,7 +71,7 @@ class CheckedRow(dict[str, Any]):
 
 
 Read = Callable[[DatasetSplit], list[CheckedRow]]
-"What a task's `build` gets: all rows of a split, at least one."
+"The argument of a task's `build` that reads all rows of a split, at least one."
 
 
 def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:

@@ -50,7 +50,7 @@ def _rules(row: CheckedRow) -> list[tuple[str, dict[str, Any]]]:
     for name, given in zip(names, arguments, strict=True):
         if name not in RULES:
             raise DataError(f'{row.where}: column "instruction_id_list": "{name}" is not one of {", ".join(RULES)}')
-        # Files and the hub have every argument in every entry, null where it is another rule's.
+        # Files and the hub have every argument in every entry, null if it belongs to another rule.
         named = {key: value for key, value in (given or {}).items() if value is not None}
         try:
             RULES[name]("A text.", **named)
