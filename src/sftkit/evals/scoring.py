@@ -220,7 +220,7 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
-    # Computed in chunks: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
+    # Chunk by chunk: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
     for start in range(0, len(logits), _CHUNK):
         log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
         best.append(log_probs.argmax(-1))

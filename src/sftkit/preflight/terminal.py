@@ -59,7 +59,7 @@ def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples
         example = examples[document]
         is_special = np.isin(example.ids, special)
         spans = []
-        # Two flags in one number, so that a run ends if either changes.
+        # Two flags in one number, so a run of tokens ends at a change of either.
         for start, end in runs(2 * example.is_target.astype(int) + is_special):
             text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
             spans.append((text, bool(example.is_target[start]), bool(is_special[start])))

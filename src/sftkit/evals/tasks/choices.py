@@ -1,7 +1,7 @@
 """Tasks with choices: ARC, OpenBookQA, HellaSwag, PIQA, BoolQ, MMLU and TruthfulQA.
 
-Each row becomes an `Item`; `DESIGNS` has the function and the place of the rows. Prompts of format "completion" are those of
-lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
+Each row becomes an `Item`; `DESIGNS` has the function and the place of the rows. Prompts of format "completion" are
+those of lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
 """
 
 from __future__ import annotations
