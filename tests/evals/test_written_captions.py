@@ -183,7 +183,7 @@ def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: 
     assert [kv_cache.replay_pays(gpu, steps) for steps in (7, 8)] == [False, True]
     assert not kv_cache.replay_pays(cpu, 100)
     replayed = []
-    monkeypatch.setattr(decode, "replay_pays", lambda _, steps: steps >= 8)
+    monkeypatch.setattr(kv_cache, "replay_pays", lambda _, steps: steps >= 8)
     monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())
     for fields, max_new_tokens, expected in ((CAPTIONER, 8, False), (CAPTIONER, 9, True), (TRANSLATOR, 9, False)):
         replayed.clear()

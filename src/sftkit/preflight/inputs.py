@@ -91,9 +91,14 @@ SMALL_BYTES = 2 * 2**20
 "Largest file that is read to the end if no first row is found."
 
 
+def _readable(row: Row) -> list[conversation.Message] | None:
+    """Return the messages of a conversation with any roles; None: a text."""
+    return None if row.messages is None else conversation.validated(row, ())
+
+
 def _learnable(row: Row) -> None:
-    if row.messages is not None:
-        conversation.require_answer(conversation.validated(row, ()), row.where)
+    if (messages := _readable(row)) is not None:
+        conversation.require_answer(messages, row.where)
 
 
 def _conversation(row: Row) -> None:
@@ -101,14 +106,13 @@ def _conversation(row: Row) -> None:
     _learnable(row)
 
 
-REQUIRED: dict[str | None, Callable[[Row], object]] = {
+REQUIRED: dict[str, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
     "caption": rows.require_source_and_texts,
-    None: lambda row: None if row.messages is None else conversation.validated(row, ()),
 }
-"Stage -> the function that rejects a row that the stage cannot learn from."
+"Stage -> the function that rejects a row that the stage cannot learn from; a stage that is not here takes any row."
 
 
 def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
@@ -126,7 +130,8 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
 
 def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
-    learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
+    require = REQUIRED.get(stage or "", _readable)
+    learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
 
 
