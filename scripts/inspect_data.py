@@ -24,6 +24,8 @@ def main() -> None:
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import make_layout
     from sftkit.launch.layouts import advice
+    from sftkit.models.load import resolve_max_length
+    from sftkit.models.structure import positions
     from sftkit.preflight import analysis
     from sftkit.preflight import terminal as inspection
     from sftkit.preflight.terminal import page
@@ -37,7 +39,8 @@ def main() -> None:
     precision = analysis.gpu_precision(cfg.train)
     orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter)
     precision = analysis.precision_text(cfg.train)
-    max_length, start = analysis.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
+    longest = positions(orig_model) if orig_model else None
+    max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     console.print(start, markup=False, soft_wrap=True)
 
     # Its documents and their steps.

@@ -146,7 +146,7 @@ def test_the_sandbox_imports_the_standard_library_only_and_only_tasks_that_run_c
 
 
 def test_training_without_tasks_loads_no_code_of_tasks() -> None:
-    only_some_need = {f"sftkit.evals.{name}" for name in ("tasks", "scoring", "captions", "harness")}
+    only_some_need = {f"sftkit.evals.{name}" for name in ("tasks", "scoring", "harness")}
     for name in ("suite", "results", "task"):
         found = imported(SRC / "evals" / f"{name}.py", top_level=True)
         assert not {".".join(module.split(".")[:3]) for module in found} & only_some_need, name

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.explain.kernels import KERNEL_KINDS
-from sftkit.reports.components import badge, folded, html_table, section
-from sftkit.reports.page import html_document
-from sftkit.reports.values import Html, el, format_value, join
+from sftkit.reports.values import Html, badge, el, folded, format_value, html_document, html_table, join, section
 from sftkit.runtime.script import counted
 
 WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0

@@ -31,9 +31,7 @@ from labs.validate.judge import (
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import secret_in, visible
 from sftkit.errors import ConfigError
-from sftkit.reports.components import badge, check_table, html_table, section
-from sftkit.reports.page import html_document
-from sftkit.reports.values import el, join
+from sftkit.reports.values import badge, check_table, el, html_document, html_table, join, section
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import resolve

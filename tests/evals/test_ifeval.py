@@ -1,4 +1,4 @@
-"""IFEval's rules: equal to lm-evaluation-harness's classes, and to NLTK's tokenizers where those count."""
+"""IFEval's rules: equal to lm-evaluation-harness's classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from sftkit.evals import tasks
 from sftkit.evals.task import ExampleScores
 from sftkit.evals.tasks import ifeval
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
-from sftkit.evals.tasks.ifeval import LANGUAGE, RULES
+from sftkit.evals.tasks.ifeval import RULES
 from sftkit.generation.repl import Answer
 
 DATA = SHARED_DATA / "eval"
@@ -44,36 +44,6 @@ TEXTS = [
 
 
 # ---- sentences and words ---------------------------------------------------------------------------------------------
-
-
-def punkt() -> Any:
-    """NLTK's tokenizer with the abbreviations and starters that are ours, instead of its trained model."""
-    nltk_punkt = pytest.importorskip("nltk.tokenize.punkt")
-    parameters = nltk_punkt.PunktParameters()
-    parameters.abbrev_types = set(ifeval.ABBREVIATIONS)
-    for word in ifeval.STARTERS:
-        parameters.ortho_context[word] = nltk_punkt._ORTHO_MID_LC
-    tokenizer = nltk_punkt.PunktSentenceTokenizer()
-    tokenizer._params = parameters
-    return tokenizer
-
-
-def mixed(count: int) -> Iterator[str]:
-    """Words, marks and white space of the texts, thrown together."""
-    draw = random.Random(0)
-    pieces = sorted({piece for text in TEXTS for piece in text.split()})
-    for _ in range(count):
-        yield "".join(draw.choice(pieces) + draw.choice((" ", " ", " ", "\n", "\n\n", "")) for _ in range(30))
-
-
-def test_sentences_and_capital_words_are_those_of_nltk() -> None:
-    sentences_of = punkt()
-    treebank = pytest.importorskip("nltk.tokenize.destructive").NLTKWordTokenizer()
-    for text in [*TEXTS, *mixed(200)]:
-        sentences = sentences_of.tokenize(text)
-        assert len(ifeval.sentences(text)) == len(sentences), text
-        words = [word for sentence in sentences for word in treebank.tokenize(sentence)]
-        assert ifeval.capital_words(text) == sum(word.isupper() for word in words), text
 
 
 def test_sentences_end_where_a_reader_would_end_them() -> None:
@@ -112,11 +82,6 @@ def langdetect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langdetect", module)
 
 
-@pytest.fixture
-def no_langdetect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ifeval, "detects_languages", lambda: False)
-
-
 def reading(rows: Sequence[dict[str, Any]]) -> Callable[[DatasetSplit], list[CheckedRow]]:
     return lambda split: [CheckedRow(row, "rows.jsonl", i) for i, row in enumerate(rows)]
 
@@ -136,13 +101,13 @@ def theirs(langdetect: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """lm-evaluation-harness's checks with NLTK's algorithms, its trained sentence model replaced."""
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("lm_eval")
+    sentences_of, treebank = ifeval._tokenizers()
     monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
     immutable = types.ModuleType("immutabledict")
     immutable.__dict__["immutabledict"] = dict
     monkeypatch.setitem(sys.modules, "immutabledict", immutable)
     from lm_eval.tasks.ifeval import instructions_util, utils
 
-    sentences_of, treebank = punkt(), nltk.tokenize.NLTKWordTokenizer()
     monkeypatch.setattr(instructions_util, "count_sentences", lambda text: len(sentences_of.tokenize(text)))
     words = lambda text: [word for part in sentences_of.tokenize(text) for word in treebank.tokenize(part)]  # noqa: E731
     monkeypatch.setattr(nltk, "word_tokenize", words)
@@ -235,23 +200,20 @@ def test_a_sign_that_is_asked_for_is_counted() -> None:
     assert marks_of(row, "# a")["prompt_strict"] == 0
 
 
-@pytest.mark.usefixtures("no_langdetect")
-def test_without_langdetect_prompts_about_a_language_are_left_out_and_counted() -> None:
-    rows = [prompt((LANGUAGE[0], {"language": "hi"})), prompt(("punctuation:no_comma", {}), key=2)]
-    rows.append(prompt(("punctuation:no_comma", {}), (LANGUAGE[1], {}), key=3))
-    task = ifeval.build("ifeval", reading(rows), None, "completion", 1)
-    assert [question.id for question in task.examples] == ["ifeval/2"]
-    assert task.settings["left_out"] == 2
-    assert "langdetect is not installed" in task.settings["languages"]
-    with pytest.raises(ConfigError, match=r"pip install 'sftkit\[eval\]'"):
-        ifeval.build("ifeval", reading(rows[:1]), None, "completion", None)
+def test_a_missing_package_is_an_error_before_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ifeval, "find_spec", lambda package: None if package == "langdetect" else package)
+    with pytest.raises(ConfigError, match=r'"ifeval" needs langdetect: .*pip install \'sftkit\[eval\]\''):
+        ifeval.build("ifeval", lambda split: pytest.fail(f"read {split}"), None, "completion", None)
+
+
+def test_a_word_counts_as_capital_by_the_parts_of_a_contraction() -> None:
+    assert ifeval.capital_words("NASA said: I DON'T know. Yes, Sir!") == 4
 
 
 @pytest.mark.usefixtures("langdetect")
-def test_with_langdetect_all_prompts_are_asked() -> None:
-    rows = [prompt((LANGUAGE[0], {"language": "hi"}), (LANGUAGE[1], {}))]
+def test_rules_about_a_language_are_decided_by_langdetect() -> None:
+    rows = [prompt(("language:response_language", {"language": "hi"}), ("change_case:english_capital", {}))]
     task = ifeval.build("ifeval", reading(rows), None, "chat", None)
-    assert task.settings["left_out"] == 0
     assert task.examples[0].prompt == ({"role": "user", "content": "Write."},)
     judged = task.judge(task.examples * 2, [Answer(text, "length", 1) for text in ("नमस्ते", "HELLO")])
     assert [marks["inst_strict"] for marks in judged] == [[1, 0], [0, 1]]

@@ -18,9 +18,9 @@ from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.evals import captions as captioned
-from sftkit.evals.captions import evaluate_captions, token_f1
+from sftkit.evals import scoring as captioned
 from sftkit.evals.results import interval, values_of
+from sftkit.evals.scoring import evaluate_captions, token_f1
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
 from sftkit.generation.repl import Answer
@@ -183,7 +183,7 @@ def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: 
     assert [kv_cache.replay_pays(gpu, steps) for steps in (7, 8)] == [False, True]
     assert not kv_cache.replay_pays(cpu, 100)
     replayed = []
-    monkeypatch.setattr(decode, "replay_pays", lambda _, steps: steps >= 8)
+    monkeypatch.setattr(kv_cache, "replay_pays", lambda _, steps: steps >= 8)
     monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())
     for fields, max_new_tokens, expected in ((CAPTIONER, 8, False), (CAPTIONER, 9, True), (TRANSLATOR, 9, False)):
         replayed.clear()

@@ -13,34 +13,26 @@ from sftkit.launch.launch import Hardware, count_visible
 LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
 
 
-def test_idle_cores_are_those_without_work_between_two_looks(monkeypatch: pytest.MonkeyPatch):
-    looks = iter(
-        [
-            "cpu  9 9 9 9\ncpu0 100 0 0 500 50 0 0 0 0 0\ncpu1 100 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\nintr 5\n",
-            "cpu  9 9 9 9\ncpu0 102 0 0 540 58 0 0 0 0 0\ncpu1 150 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0 0 0\nintr 6\n",
-        ]
-    )
-    monkeypatch.setattr(launch, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else "")
+def test_idle_cores_are_those_whose_cpus_have_no_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch.psutil, "cpu_percent", lambda interval, percpu: [4.0, 100.0, 0.0])
+    monkeypatch.setattr(launch, "read_text", lambda path: "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert launch.idle_cores() == 1
-    monkeypatch.setattr(launch, "read_text", lambda path: "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set())
     assert launch.idle_cores() is None
 
 
 def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPatch):
     """Four cores of two CPUs: of the first both work, of the second one, of the third one that this process may not use."""
-    busy = [1, 1, 0, 0, 1, 0, 1, 0]  # CPU n and n + 4 share a core
-    looks = iter(["".join(f"cpu{cpu} {50 * look * works} 0 0 {50 * look * (1 - works)} 0 0 0 0\n" for cpu, works in enumerate(busy))
-                  for look in (1, 2)])  # fmt: skip
+    busy = [100.0, 100.0, 0.0, 0.0, 100.0, 0.0, 100.0, 0.0]  # CPU n and n + 4 share a core
     siblings = {
         Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"): f"{cpu % 4},{cpu % 4 + 4}"
         for cpu in range(8)
     }
-    monkeypatch.setattr(
-        launch, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else siblings.get(path, "")
-    )
+    monkeypatch.setattr(launch.psutil, "cpu_percent", lambda interval, percpu: busy)
+    monkeypatch.setattr(launch, "read_text", lambda path: siblings.get(path, ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 7})
-    assert launch.idle_cores() == 1
+    assert launch.idle_cores() == 2
     assert launch.cpu_cores() == 4
 
 

@@ -41,7 +41,6 @@ from sftkit.models.load import load_model
 from sftkit.preflight import analysis
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight import costs as preflight_costs
-from sftkit.preflight import data as preflight_turns
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight.data import duplicate_facts
 from sftkit.preflight.terminal import page
@@ -251,41 +250,14 @@ def turns(count: int, number: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def test_in_mid_training_the_cost_of_split_turns_is_that_of_reasoning_that_is_dropped(
-    tmp_path: Path, make_tokenizer: Any
-) -> None:
-    tokenizer, rows = make_tokenizer("qwen3"), [turns(2, i) for i in range(5)]
-    for row in rows:
-        for answer in row["messages"][1::2]:
-            answer["reasoning_content"] = "It is so."
-    off = Prepared(tmp_path, tokenizer, rows, "mid", data__split_turns=False).look()["sources"][0]
-    on = Prepared(tmp_path, tokenizer, rows, "mid", data__split_turns=True).look()["sources"][0]
-    assert on["documents"] == off["documents"] + off["split_turns"]["documents"] == 10
-    assert off["split_turns"]["tokens"] == on["tokens"] - off["tokens"] > 0
-    assert on["split_turns"] is None
-
-
-def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
-    tmp_path: Path, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_split_turns_would_add_are_warned_of_while_it_is_off(tmp_path: Path, make_tokenizer: Any) -> None:
     tokenizer, rows = make_tokenizer("qwen3"), [turns(1 + i % 4, i) for i in range(40)]
-    settings = {"data__max_length": 512, "data__train": [{"path": str(tmp_path / "data.jsonl"), "repeat": 2}]}
-    off = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, **settings).look()["sources"][0]
-    on = Prepared(tmp_path, tokenizer, rows, data__split_turns=True, **settings).look()["sources"][0]
-    assert on["split_turns"] is None
-    estimate = off["split_turns"]
-    assert estimate["conversations"] == 30  # all with more than one answer, so it is exact
-    assert estimate["tokens"] == on["tokens"] - off["tokens"]
-    assert estimate["documents"] == on["documents"] - off["documents"]
-    assert estimate["factor"] == pytest.approx(on["tokens"] / off["tokens"])
-    monkeypatch.setattr(preflight_turns, "SAMPLED_ANSWERS", 30)
-    found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, **settings).look()
-    sampled = found["sources"][0]["split_turns"]
-    assert 8 <= sampled["conversations"] <= 15
-    assert sampled["factor"] == pytest.approx(estimate["factor"], rel=0.2)
-    more = f"{sampled['tokens']:,} tokens more, in {sampled['documents']:,} further documents"
-    text = f"for about {sampled['factor']:.2f} times the tokens of this source ({more}; estimated from {sampled['conversations']} conversations)"
-    assert any(warning.endswith(f"learns each after its own prompt, {text}") for warning in found["warnings"])
+    found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, data__max_length=512).look()
+    left_out = found["sources"][0]["answers"]["not_learned_history"]
+    assert left_out > 0
+    (warning,) = (text for text in found["warnings"] if "data.split_turns=true learns each" in text)
+    assert warning.startswith(f"source data: {left_out:,} of 100 answers context only")
+    assert warning.endswith("for more tokens: inspect_data.py with that setting counts them")
 
 
 def test_split_turns_costs_nothing_where_the_template_only_appends(
@@ -293,7 +265,6 @@ def test_split_turns_costs_nothing_where_the_template_only_appends(
 ) -> None:
     rows = [{"messages": CHATS[0]["messages"] + CHATS[1]["messages"]}]
     found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False).look()
-    assert found["sources"][0]["split_turns"] is None
     assert not any("split_turns" in warning for warning in found["warnings"])
 
 
@@ -405,7 +376,7 @@ def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_f
         "time      "
     )  # of a run's log: no line about what is unknown
     inspection.print_preflight(inspection.preflight_console(), prepared.look(), [])
-    assert "how long they take is told here once a run in run.dir has measured its speed" in capsys.readouterr().out
+    assert "hours are shown here once a run in run.dir has measured its speed" in capsys.readouterr().out
     assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
     sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
     assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]
@@ -548,21 +519,20 @@ def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
     assert "\x1b[31m next" not in coloured
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(width: int) -> None:
+def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_on_a_narrow_terminal() -> None:
     row = {"padding_pct": 3.2, "steps": 123_456, "positions": 12_345_678_901, "x_dynamic": 1.0, "break_even": 1.1}
     rows = [
         {"layout": name, "own": name == "bucketed", "shapes": "64x128, 32x256", "tok_per_sec": 231_029.0, **row}
         for name in ("packed", "bucketed", "fixed", "dynamic")
     ]
-    console = VisibleConsole(width=width, file=io.StringIO(), highlight=False)
-    console.print(inspection.layout_table({"layouts": rows}, width))
+    console = VisibleConsole(width=80, file=io.StringIO(), highlight=False)
+    console.print(inspection.layout_table({"layouts": rows}))
     lines = console.file.getvalue().splitlines()
     own = [line for line in lines if "bucketed *" in line]
-    assert max(map(len, lines)) <= width
-    assert len(own) == (2 if width == 80 else 1)
+    assert max(map(len, lines)) <= 80
+    assert len(own) == 2
     assert all(text in own[0] for text in ("3.2 %", "123,456", "12,345,678,901", "1.00", "1.10", "231,029"))
-    assert "64x128, 32x256" in own[-1]
+    assert "64x128, 32x256" in own[1]
 
 
 def test_a_preview_says_what_the_encoder_reads(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -28,7 +28,7 @@ from sftkit.launch.launch import Hardware, choose, needs_of
 from sftkit.memory.estimate import GIB, held_bytes
 from sftkit.memory.plan import MemoryPlan, fits
 from sftkit.models.files import size_of
-from sftkit.models.load import empty_model
+from sftkit.models.load import empty_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 from sftkit.preflight import analysis
@@ -300,7 +300,7 @@ def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_i
     with pytest.raises(
         ConfigError, match=f"data.max_length: {max_positions + 1} is more than the model's {max_positions} positions"
     ):
-        analysis.max_length_of(longer.model, longer.data.max_length, words, shell(published(cfg)), "bf16")
+        resolve_max_length(longer.model, longer.data.max_length, words, "bf16", max_positions)
 
 
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)

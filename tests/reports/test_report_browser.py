@@ -14,8 +14,8 @@ import pytest
 from made_run import make_run
 from markupsafe import escape
 
-from sftkit.reports.components import POLICY
 from sftkit.reports.page import SECTIONS, write_report
+from sftkit.reports.values import POLICY
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")

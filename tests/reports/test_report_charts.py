@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from sftkit.reports.charts import Series, ValueAxis, histogram, interval_chart, line_chart
+from sftkit.reports.charts import Series, ValueAxis, figure, histogram, interval_chart, line_chart
 from sftkit.reports.collect import thin
-from sftkit.reports.components import figure
 from sftkit.reports.details import experts, load_of
 from sftkit.reports.values import axis_texts, duration, el, format_value, log_ticks, ticks
 

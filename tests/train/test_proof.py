@@ -22,8 +22,7 @@ from sftkit.errors import RecompileError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.attention import use_document_attention
-from sftkit.reports.components import check_table
-from sftkit.reports.values import applies
+from sftkit.reports.values import applies, check_table
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.verify import rows as proof

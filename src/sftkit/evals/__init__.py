@@ -1,1 +1,1 @@
-"""What a model can do: validation loss, tasks, sample answers, on the eager model."""
+"""Evaluate a model eagerly: validation loss, tasks, sample answers."""

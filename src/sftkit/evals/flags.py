@@ -77,8 +77,8 @@ def parse(description: str | None) -> Namespace:
 
 
 def eval_config(args: Namespace) -> EvalConfig:
-    """Return the settings that the flags stand for. Without tasks: those of the run, or the held-out built-in ones,
-    unless --val is given."""
+    """Return the settings of the flags. Without tasks: those of the run, or the held-out built-in ones, unless --val is
+    given."""
     given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
     if args.own is not None:
         return replace(args.own, **given)
@@ -86,7 +86,7 @@ def eval_config(args: Namespace) -> EvalConfig:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is not a folder.
+    """Reject numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is not a folder.
     Creates that folder, and replaces args.path by the folder or hub id of the model, and args.val by sources. If
     neither tasks nor --val are named, args.own has the settings that the run was evaluated by, args.val its data.
 
@@ -96,7 +96,7 @@ def check_arguments(args: Namespace) -> None:
     for name in ("max_examples", "batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
-    # The first word is the model: a task alone would be looked for on the hub, and its error would say nothing of that.
+    # The first word is the model: a task alone would be looked for on the hub, and the error would not name the cause.
     if args.path in EVAL_TASKS and not Path(args.path).exists():
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
@@ -126,7 +126,7 @@ def check_arguments(args: Namespace) -> None:
 def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | None:
     """Return (settings, validation sources) of the run that a path names or has a checkpoint of; None: it is of no run.
 
-    Programs that a model writes are not run by what a file says, which may come from anybody.
+    `allow_code_execution` of the file is ignored: the file may come from anybody.
 
     Raises:
         ConfigError: its recipe evaluates nothing, or cannot be read.
@@ -136,7 +136,7 @@ def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | N
     if not file.is_file():
         return None
     problems: list[str] = []
-    # By the parser of recipes, which has limits.
+    # The parser of recipes has limits on size and nesting.
     recipe = parse_recipe(file.read_text(encoding="utf-8", errors="replace"), file.name, problems).plain()
     if not problems and not (isinstance(recipe, dict) and {"eval", "data"} <= recipe.keys()):
         return None  # such as the one that wandb writes

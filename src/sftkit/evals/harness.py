@@ -54,7 +54,7 @@ VALIDATION_ROWS = 4
 
 def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
-    # Empty where it will be sharded: every rank then reads its own part, and none holds the whole.
+    # Empty if it will be sharded: every rank then reads its own part, and no rank holds the whole.
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -104,7 +104,7 @@ def load_validation(
     too_long = trained.get("too_long", "truncate")
     tokenize = RowTokenizer(text.tokenize_any, tokenizer, max_length, too_long, learning)
     chosen = tuple(sources)
-    # all together say how rows are laid out
+    # All sources together decide how rows are laid out.
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
     # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
@@ -116,7 +116,7 @@ def load_validation(
 
 
 def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
-    """Refuse what cannot work before a model is loaded.
+    """Reject settings that cannot work, before a model is loaded.
 
     Raises:
         ConfigError: no lm_eval here, several processes, an unknown task, a setting that it does not take.
@@ -140,7 +140,7 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
 
 
 def task_manager() -> Any:
-    """Return lm_eval's list of its tasks; refuses a recipe where lm_eval is not installed."""
+    """Return lm_eval's list of its tasks. ConfigError: lm_eval is not installed."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -168,7 +168,7 @@ def evaluate_with_lm_eval(
         def apply_chat_template(self, *args: Any, **options: Any) -> str:
             return limited(super().apply_chat_template, *args, **options)
 
-    connected = hub_answers()  # else its client tries for half a minute before it says so
+    connected = hub_answers()  # without a connection its client retries for half a minute
     # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:

@@ -1,4 +1,4 @@
-"""What an evaluation found: values with confidence intervals, and every example, as a table and as files. No torch."""
+"""Results of an evaluation: values with confidence intervals, and every example, as a table and as files. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.generation.repl import Answer
-from sftkit.rundir.files import replace_text
+from sftkit.rundir.files import clean, replace_text
 from sftkit.rundir.names import RESULTS, VALIDATION
 
 Z = 1.959964
@@ -70,8 +70,8 @@ def evaluated(
 
 def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float]:
     """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for scores of 0 and 1, which stays
-    within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within [0, 1] if
-    all scores are."""
+    within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within [0, 1] if all
+    scores are."""
     n = len(scores)
     mean = sum(scores) / n
     stderr = math.sqrt(sum((score - mean) ** 2 for score in scores) / (n - 1) / n) if n > 1 else None
@@ -86,15 +86,15 @@ def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:
-    """Return the mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no
-    task with a known chance."""
+    """Return the mean over tasks of (value - chance) / (1 - chance): 0 is guessing, 1 is all right. None: no task with
+    a known chance."""
     parts = [(r.value - r.chance) / (1 - r.chance) for r in results if r.chance is not None and r.chance < 1]
     return sum(parts) / len(parts) if parts else None
 
 
 def values_of(results: Sequence[Result]) -> dict[str, float | None]:
-    """Return the values as they are logged: eval/<task>/<metric>, eval/<task>/low and high,
-    eval/<family>/<metric>, eval/centred_mean.
+    """Return the values as they are logged: eval/<task>/<metric>, eval/<task>/low and high, eval/<family>/<metric>,
+    eval/centred_mean.
 
     Bounds are those of a task's first result.
     """
@@ -123,9 +123,13 @@ def example_record(example: Choices | Question, output: Likelihoods | Answer, sc
     return row | {"marks": scores, "source": example.source}
 
 
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(clean(value), indent=indent, ensure_ascii=False)
+
+
 def write_results(folder: Path, results: Sequence[Result]) -> None:
-    """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
-    results nothing is written."""
+    """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without results nothing is
+    written."""
     if not results:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,24 +141,11 @@ def write_results(folder: Path, results: Sequence[Result]) -> None:
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
-    """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without
-    values nothing is written."""
+    """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without values nothing is
+    written."""
     if values:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinity and NaN, which JSON lacks, by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def results_table(results: Sequence[Result], validation: Mapping[str, float | None]) -> str:

@@ -1,11 +1,13 @@
-"""The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
+"""Scores that only some evaluations compute: the log-likelihood of each continuation of a prompt, tokenized and
+computed as lm-evaluation-harness does it, and the texts that a model with an encoder writes about data.val.
 
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,15 +18,18 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
-from sftkit.data.types import Row
+from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals.results import Result, example_record, interval
 from sftkit.evals.task import Choices, Likelihoods, Message, Question
-from sftkit.generation.decode import ALONE, Batching, gathered, longest_input, turns
+from sftkit.generation.decode import ALONE, Batching, gathered, generate, longest_input, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
+from sftkit.runtime.start import Runtime
 
 MAX_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."
@@ -47,7 +52,7 @@ def rendered_prompt(prompt: str | Sequence[Message], tokenizer: PreTrainedTokeni
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that stands before a continuation without a context: bos, else eos."""
+    """Return the token before a continuation without a context: bos, else eos."""
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if token is None:
         raise ConfigError("the tokenizer has neither a bos nor an eos token, so a prompt cannot be empty")
@@ -60,7 +65,7 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     has_prefix = tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
     bos = (str(tokenizer.decode([prefix_token(tokenizer)])),) if has_prefix else ()
     ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
-    # Two calls, as the tokenizer takes one setting for all of its texts; equal texts are tokenized once.
+    # The tokenizer takes one setting for all of its texts, so there are two calls; equal texts are tokenized once.
     for adds in (True, False):
         wanted = [key for key in dict.fromkeys(texts) if adds != (key[1] or key[0].startswith(bos))]
         if wanted:
@@ -95,7 +100,7 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     found: list[list[Pair]] = [[] for _ in examples]
     for (i, context, text, _), context_ids, full_ids in zip(texts, encoded[::2], encoded[1::2], strict=True):
         if not context:
-            # The token that stands before a continuation without a context, unless the text begins with it.
+            # A continuation without a context follows this token, unless the text begins with it.
             context_ids = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
             full_ids = full_ids if np.array_equal(full_ids[:1], context_ids) else np.append(context_ids, full_ids)
         continuation = full_ids[len(context_ids) :]
@@ -145,13 +150,13 @@ def score(
     # Continuations of one token (letters of options) end in the same input: it is computed once for all of them.
     inputs: dict[tuple[int, bytes], ScoredInput] = {}
     for i, pairs in enumerate(encoded):
-        # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
+        # No group if tokens are mixed other than by attention: a cache of keys and values does not hold that state.
         group = "" if mixes_tokens(orig_model) else examples[i].group
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
-            # One token more than the model reads, of which the last is only predicted; cut on the left, where
-            # the context begins.
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where the
+            # context begins.
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
             row = inputs.setdefault((i, ids.tobytes()), ScoredInput(ids, group))
             row.continuations[i, k] = continuation
@@ -164,7 +169,7 @@ def score(
             elif rt is not None and rt.topology.sharded:
                 # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
                 empty_pass(orig_model)
-    # In the order of examples and continuations, whatever rank computed which.
+    # The order is that of examples and continuations, whichever rank computed them.
     values = iter(gathered(found, rt))
     return [Likelihoods(*zip(*islice(values, len(pairs)), strict=True)) for pairs in encoded]
 
@@ -210,12 +215,12 @@ def _score_batch(
 
 
 def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[list[float], list[int]]:
-    """Return (fp32 log-probability of each (position, token), the most likely token of each
-    position) from logits [N, V]."""
+    """Return (fp32 log-probability of each (position, token), the most likely token of each position) from logits [N,
+    V]."""
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
-    # In chunks: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
+    # Chunk by chunk: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
     for start in range(0, len(logits), _CHUNK):
         log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
         best.append(log_probs.argmax(-1))
@@ -237,3 +242,69 @@ def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+# ---- captions --------------------------------------------------------------------------------------------------------
+
+CAPTIONS_TASK = "captions"
+
+
+def evaluate_captions(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Mapping[str, Examples],
+    config: EvalConfig,
+    rt: Runtime,
+) -> tuple[list[Result], list[dict[str, Any]]]:
+    """Return (exact_match with every text, and token_f1, over the first config.max_examples documents of each source;
+    the first config.samples texts); every rank calls it.
+
+    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
+    the reference's tokens that the other text has as often; its mean over documents.
+
+    Args:
+        config: with max_new_tokens.
+    """
+    max_new_tokens = config.max_new_tokens
+    assert max_new_tokens is not None
+    scores: list[dict[str, float]] = []
+    records: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
+    for name, examples in sources.items():
+        count = min(config.max_examples or len(examples), len(examples))
+        # A prompt is a document's first token, which no answer has. Every rank gets all answers, so the scores are the
+        # same everywhere.
+        answers = generate(
+            orig_model,
+            tokenizer,
+            [[orig_model.generation_config.decoder_start_token_id]] * count,
+            Batching(config.batch_size, rt),
+            max_new_tokens=max_new_tokens,
+            encoder_inputs=examples.encoder_inputs,
+        )
+        for document, answer in enumerate(answers):
+            reference = examples[document].ids[1:].tolist()
+            # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.
+            reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
+            score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
+            scores.append(score)
+            source = examples.encoder_sources[document]
+            said = text_of(reference, tokenizer)
+            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
+            records.append(example_record(question, answer, {**score}))
+            if len(shown) < config.samples:
+                shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
+    results: list[Result] = []
+    for metric in ("exact_match", "token_f1"):
+        found = interval([score[metric] for score in scores])
+        # The records hold both scores: they go with the first metric, as a file is written for the task.
+        kept = [] if results else records
+        results.append(Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, {metric: found[0]}, kept))
+    return results, shown
+
+
+def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:
+    """Return twice the tokens that both have over all that they have; 1.0 if both are empty."""
+    both = (Counter(written) & Counter(reference)).total()
+    return 2 * both / (len(written) + len(reference)) if written or reference else 1.0

@@ -1,4 +1,4 @@
-"""What is evaluated in the loop and after: validation loss, tasks, captions and sample answers, by `Suite`.
+"""Evaluate in the loop and after it: validation loss, tasks, captions and sample answers, by `Suite`.
 
 All of it runs on the uncompiled `orig_model`, split over the ranks. What only some runs need (tasks, scoring, captions,
 lm-evaluation-harness) is imported where it is used.
@@ -74,7 +74,7 @@ def validate(
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
     """Return (nats, targets, bytes) of one source over all ranks."""
-    # By the ranks that evaluate, which may be others than those that the layout was made for.
+    # The ranks that evaluate may differ from those that the layout was made for.
     layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
@@ -96,8 +96,8 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
 
 
 def sample_rows(validation: Sequence[SourceConfig], tokenize: RowTokenizer, num_samples: int) -> list[Row]:
-    """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
-    asked as they are trained."""
+    """Return the first rows of the validation sources, in turn, that can be learned from as a whole; asked as they are
+    trained."""
     heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
     in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
     return in_turn[:num_samples]
@@ -150,7 +150,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         return ()
     from sftkit.evals import tasks
 
-    # What the recipe alone decides is refused before anything is read.
+    # Errors of the recipe alone are raised before anything is read.
     tasks.check_names(config)
     if config.shots and set(config.tasks) <= {FAMILIES_TASK, *WITHOUT_SHOTS}:
         raise ConfigError(
@@ -191,10 +191,10 @@ def _of_lm_eval(config: EvalConfig) -> list[str]:
 
 
 def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int) -> None:
-    """Refuse answers that leave no room for a prompt in the `longest` tokens that the model reads.
+    """Reject answers that leave no room for a prompt in the `longest` tokens that the model reads.
 
     Raises:
-        ConfigError: of which task, and how long they may be.
+        ConfigError: the task, and how long its answers may be.
     """
     asks = {"samples": config.max_new_tokens} if config.samples and config.max_new_tokens else {}
     for task in tasks:
@@ -231,7 +231,6 @@ class Suite:
     def __post_init__(self) -> None:
         if self.config.tasks:
             check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
-        # Tasks whose answers leave no room for a prompt are refused now.
         check_room([task for task, _ in self.encoded_tasks], self.config, self._longest)
 
     @cached_property
@@ -245,8 +244,8 @@ class Suite:
         return [(task, scoring.encode_examples(task.examples, self.tokenizer)) for task in loaded]
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-        """Return (val/* of every validation source, eval/* of every task and of captions, sample
-        answers); every rank calls it.
+        """Return (val/* of every validation source, eval/* of every task and of captions, sample answers); every rank
+        calls it.
 
         With a step and a run directory the main rank writes every example to <run>/evals/step-NNNNNN/.
         """
@@ -263,7 +262,7 @@ class Suite:
             # Samples last: they are only looked at.
             return values | results.values_of(found), [*written, *self.samples()]
         finally:
-            # Whatever happened: eager passes have gathered weights, which the next step expects as shards.
+            # Also after an error: eager passes have gathered weights, which the next step expects as shards.
             reshard(self.orig_model)
 
     def validate(self) -> dict[str, float | None]:
@@ -280,10 +279,10 @@ class Suite:
         encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
         if not encoded or self.layout is None:
             return [], []
-        from sftkit.evals.captions import evaluate_captions
+        from sftkit.evals.scoring import evaluate_captions
 
         with working("describing what is held out"):
-            # Without a limit a text may be as long as the longest row of training.
+            # The default limit is the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
             found, written = evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return self._with_settings(found), written

@@ -1,4 +1,4 @@
-"""What a task is: examples, what the model is asked, and how its answers are judged. Data, without torch."""
+"""The parts of a task: examples, prompts, and how answers are judged. Data, without torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sftkit.data.reading.conversation import Message
 from sftkit.generation.repl import Answer
 
 ExampleScores = dict[str, float | list[float]]
-"""Metric -> the score of one example, or its list of scores where an example is judged several times (IFEval's
+"""Metric -> the score of one example, or its list of scores if an example is judged several times (IFEval's
 instructions)."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Which of several continuations the model finds most likely."""
+    """An example whose answer is the continuation that the model finds most likely."""
 
     id: str
     prompt: str | Sequence[Message]
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """What the model gives the continuations of one `Choices`."""
+    """The likelihoods of the continuations of one `Choices`."""
 
     sums: tuple[float, ...]
     "log-likelihood of each continuation in nats, summed over its tokens"
@@ -75,7 +75,7 @@ class Task(Generic[ExampleT, AnswerT]):
     judge: Judge[ExampleT, AnswerT]
     "called once for all examples, on one rank"
     metric: str
-    "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
+    "the main metric of the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
     chance: float
     "what guessing gives in that metric"
     settings: dict[str, Any]

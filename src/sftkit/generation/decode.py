@@ -19,16 +19,8 @@ from transformers.cache_utils import Cache
 
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
-from sftkit.generation.kv_cache import (
-    SharedPrefix,
-    StaticStep,
-    empty_pass,
-    max_cached_positions,
-    next_tokens,
-    plain_forward,
-    replay_pays,
-    replay_unsupported_reason,
-)
+from sftkit.generation import kv_cache
+from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
 from sftkit.generation.repl import Answer
 from sftkit.models.kind import Continuation, kind_of
 from sftkit.models.load import stop_ids
@@ -266,8 +258,8 @@ class Decoding:
         self._static: StaticStep | None = None
         if not rows:
             return
-        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
-        # 0 at padding.
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
+        # padding.
         skip = len(prefix.ids)
         width = max(len(row.ids) for row in rows) - skip
         new_tokens = max(row.new_tokens for row in rows)
@@ -293,7 +285,7 @@ class Decoding:
         """Return (row, next token) for the rows of the batch; some of them may have ended already."""
         self._drop_ended()
         if not self.rows:
-            empty_pass(self._orig_model)
+            kv_cache.empty_pass(self._orig_model)
             return []
         # Only a step that reads one token for each row has the fixed shape: prompts are read first, in one pass.
         alone = self._replay and self._seen > 0 and self._next.shape[1] == 1
@@ -304,7 +296,7 @@ class Decoding:
         """Run the model over its unread tokens, and return the next token of each row, int64 [B, 1]."""
         start = self._seen
         self._seen = end = start + self._next.shape[1]
-        return next_tokens(
+        return kv_cache.next_tokens(
             self._continuation,
             input_ids=self._next,
             attention_mask=self._mask[:, :end],
@@ -402,7 +394,7 @@ def generate(
     # All ranks gather sharded weights together, so ranks without rows run empty passes.
     together = rt if rt is not None and rt.topology.sharded else None
     found: dict[int, Answer] = {}
-    with plain_forward(orig_model):
+    with kv_cache.plain_forward(orig_model):
         for batch, prefix in turns(orig_model, asked, batching):
             rows: list[DecodedSequence] = batch.rows if batch else []
             inputs = {}
@@ -414,7 +406,7 @@ def generate(
             continuation = kind.continuation(orig_model, tensors) if batch else Continuation(orig_model, {})
             # The first token comes from reading the prompts, so there is one step fewer than tokens.
             steps = max((row.new_tokens for row in rows), default=0) - 1
-            replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
+            replayed = replay if replay is not None else not reason and kv_cache.replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
             while decoding.goes_on(together):
                 for row, token in decoding.step():

@@ -30,18 +30,17 @@ from sftkit.rundir.status import read_status
 
 
 def finished(cfg: Config) -> str | None:
-    """Return a line that says that a run is finished, where train.resume=auto would find it at its last step; None: it
-    has to be started.
+    """Return a line that says that a run is finished, if train.resume=auto would find it at its last step; None: the
+    run has to be started.
 
-    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made
-    from are those that it has written down. The line warns of weights that have changed since: no start would
-    train from them.
+    A finished run has the same recipe, a complete newest checkpoint, and the files that it recorded at its start. The
+    line warns of weights that have changed since: no start would train from them.
     """
     run_dir = Path(cfg.run.dir)
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
         return None
     try:
-        # From the cheapest question to the dearest: the last one reads every byte of the checkpoint.
+        # Cheap checks first: the last one reads every byte of the checkpoint.
         summary = json.loads((run_dir / SUMMARY).read_text())
         newest = latest_checkpoint(run_dir)
         step = summary["step"]
@@ -50,11 +49,12 @@ def finished(cfg: Config) -> str | None:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
-        began, now = read_provenance(run_dir), current_provenance(cfg.model, cfg.data)
+        began = read_provenance(run_dir)
+        now = current_provenance(cfg.model, cfg.data)
         if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None  # the start itself says what is wrong
+        return None  # the start itself reports the error
     warning = weights_changed(cfg.model, began, now)
     if warning is not None and "model.path" in cfg.train.resume_changes:
         return None  # the start writes them down
@@ -63,7 +63,7 @@ def finished(cfg: Config) -> str | None:
 
 
 def _recipe(text: str) -> dict[str, Any]:
-    """Return the settings of a resolved recipe without those that say how a run is resumed."""
+    """Return the settings of a resolved recipe without those on how a run is resumed."""
     recipe = yaml.load(text, Loader=RecipeLoader)
     return {**recipe, "train": {**recipe["train"], "resume": None, "resume_changes": None}}
 
@@ -123,8 +123,8 @@ def was_stopped(run_dir: Path, earlier: str | None, code: int) -> bool:
 
 
 def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
-    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as
-    its own evaluations."""
+    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
+    own evaluations."""
     limit = ["--max-examples", str(eval.max_examples)] if eval.max_examples else []
     out = str(Path(run.dir) / FINAL)
     return [sys.executable, shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
@@ -134,8 +134,8 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
-        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same
-        # after another training.
+        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same after another
+        # training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
         same_limit = settings["max_examples"] == eval.max_examples

@@ -51,18 +51,13 @@ def main() -> None:
     elif word == "init":
         init(words)
     else:
-        env = os.environ | {TYPED: word} | (labs_path() if word in LABS else {})
+        env = os.environ | {TYPED: word}
+        if word in LABS:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            # Python looks into this folder first, where a package of another project may have the same name.
+            if Path("labs/__init__.py").exists() and not is_ours("labs/__init__.py"):
+                env["PYTHONSAFEPATH"] = "1"
         os.execve(sys.executable, [sys.executable, *python_arguments(word), *words], env)
-
-
-def labs_path() -> dict[str, str]:
-    """Return the environment variables with which `python -m labs.WORD` finds the labs of this folder, else those that
-    came with sftkit."""
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    # Python looks into this folder first, where a package of another project may have the same name.
-    if Path("labs/__init__.py").exists() and not is_ours("labs/__init__.py"):
-        found["PYTHONSAFEPATH"] = "1"
-    return found
 
 
 def python_arguments(word: str) -> list[str]:
@@ -75,7 +70,8 @@ def python_arguments(word: str) -> list[str]:
         fail(f"sftkit {word}: no such word. {hint}")
     script = f"scripts/{SCRIPTS[word]}"
     # Stages alone go through the launcher: all others are one process.
-    launcher, flags = ["-m", "sftkit.launch"] * (word in STAGES), ["--preview", "0"] * (word == "prepare")
+    launcher = ["-m", "sftkit.launch"] if word in STAGES else []
+    flags = ["--preview", "0"] if word == "prepare" else []
     return [*launcher, script if is_ours(script) else str(ROOT / script), *flags]
 
 

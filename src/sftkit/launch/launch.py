@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +19,8 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
@@ -48,16 +48,16 @@ _WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a launch can use."""
+    """The hardware that a launch can use."""
 
     gpus: int
     cpu_cores: int
-    "Physical cores that this process may run on, at most the container's CPU quota."
+    "physical cores that this process may run on, at most the container's CPU quota"
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     "of the smallest GPU; None: unknown"
     idle_cores: int | None = None
-    "Those of the physical cores that have no busy CPU just now; None: unknown."
+    "physical cores without a busy CPU at the moment; None: unknown"
 
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
@@ -97,7 +97,7 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
 
 
 def nvidia_smi(*options: str) -> list[str]:
-    """Return lines of output; none without the tool, or where it fails."""
+    """Return lines of output; none if the tool is missing or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -119,33 +119,20 @@ def cpu_cores() -> int:
 
 def idle_cores() -> int | None:
     """Return how many of the physical cores that this process may use have been idle for half a second; None: the
-    system does not say.
+    system does not say which cores it may use.
 
     A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
     """
-    before = _idle_ticks()
-    time.sleep(_WATCH_SECONDS)
-    after = _idle_ticks()
-    cores: dict[str, float] = {}
-    for cpu, (idle, total) in after.items():
-        share = (idle - before[cpu][0]) / (total - before[cpu][1] or 1)
-        cores[_core_of(cpu)] = min(share, cores.get(_core_of(cpu), 1.0))
-    own = {_core_of(cpu) for cpu in _usable()}
-    shares = [share for core, share in cores.items() if core in own]
-    return round(sum(shares)) if shares else None
-
-
-def _idle_ticks() -> dict[int, tuple[int, int]]:
-    """Return CPU -> (ticks without work, all ticks) since the machine was started; {} where the system does not say."""
-    found = re.findall(r"^cpu(\d+) (.+)$", read_text(Path("/proc/stat")), flags=re.MULTILINE)
-    ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
-    # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; the guests after them are in user
-    # already.
-    return {cpu: (numbers[3] + numbers[4], sum(numbers)) for cpu, numbers in ticks.items()}
+    busy: dict[str, float] = {}
+    own = _usable()
+    for cpu, percent in enumerate(psutil.cpu_percent(_WATCH_SECONDS, percpu=True)):
+        if cpu in own:
+            busy[_core_of(cpu)] = max(percent, busy.get(_core_of(cpu), 0.0))
+    return round(sum(1 - percent / 100 for percent in busy.values())) if busy else None
 
 
 def _usable() -> set[int]:
-    """Return the CPUs that this process may run on; none where the system does not say."""
+    """Return the CPUs that this process may run on; none if the system does not tell."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -163,7 +150,7 @@ _OPTIONS = ("--demo", "--help")
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start: an Accelerate config, a number of processes, environment variables, and a line that says why."""
+    """How to start: an Accelerate config, a number of processes, environment variables, and a line with the reason."""
 
     config_file: Path
     num_processes: int
@@ -172,7 +159,7 @@ class Launch:
 
 
 class Needs(NamedTuple):
-    """What a run needs of its GPUs."""
+    """The needs of a run that decide how many GPUs it takes, and how."""
 
     replica: Replica | None = None
     "what a copy of the model takes; None: unknown, taken to fit"
@@ -233,7 +220,7 @@ def choose(
         threads = environ.get("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
         note = f", {threads} thread" + "s" * (threads != "1")
     else:
-        # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
+        # The most GPUs that leave each the same number of rows; some stay idle if no more of them divide the batch.
         numbers = [n for n in range(1, hardware.gpus + 1) if n % (stages or n) == 0]
         shared = [n for n in numbers if global_batch_size % (n // (stages or n)) == 0]
         processes = max(shared)
@@ -243,7 +230,7 @@ def choose(
             pipelines = f"are pipelines of {stages} stages and " * (stages != 1)
             note = f", {processes} of {hardware.gpus} GPUs: the most that {pipelines}"
             note += f"divide train.global_batch_size {global_batch_size}"
-        # Shards only where a replica has no room: replicas exchange less.
+        # Shards only if a replica has no room: replicas exchange less.
         reason = _sharding_reason(hardware, processes, needs)
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
@@ -297,7 +284,6 @@ def accelerate_launch() -> None:
     With several processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a
     process, the exit code says which.
     """
-    import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -321,7 +307,7 @@ def accelerate_launch() -> None:
         sys.exit(exit_code([error.returncode]))
     except ChildFailedError as error:
         traceback.print_exc()
-        # Those that failed first: later ones were ended by the launcher, or lost a connection.
+        # The first failures count: later processes were ended by the launcher, or lost a connection.
         first = min(failure.timestamp for failure in error.failures.values())
         sys.exit(exit_code([failure.exitcode for failure in error.failures.values() if failure.timestamp == first]))
 
@@ -362,7 +348,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if line := finished(cfg):
         print_text(line)
         return 0
-    # What the machine has decides the Accelerate config and the number of processes.
+    # The machine decides the Accelerate config and the number of processes.
     hardware = find_hardware()
     stages = num_stages(cfg.train)
     launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs_of(cfg, hardware), stages)
@@ -375,7 +361,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
         print_text(line)
-    # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
+    # A stopped run has recorded that itself; a killed run shows only in its files and in the kernel's counters.
     earlier = newest_start(Path(cfg.run.dir))
     before = oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
@@ -408,7 +394,7 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 def demo() -> int:
     """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
-    # No GPU, so that it shows the same on every machine; one thread for each process, as they share its cores.
+    # No GPU, so that it shows the same on every machine; one thread for each process, because they share its cores.
     return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
 
 

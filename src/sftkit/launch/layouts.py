@@ -25,7 +25,7 @@ from sftkit.models.files import ModelSize, fields_of, of_fields, size_of
 from sftkit.rundir.names import resolve, trained_length
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
+"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.stages."
 DATASHEET = 989e12
 "bf16 operations per second of an H100 or H200."
 NEARLY = 0.97
@@ -34,8 +34,8 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Machines:
-    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s
-    of network each."""
+    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s of
+    network each."""
 
     gpus: int
     per_machine: int = 8
@@ -60,7 +60,7 @@ class OnPaper:
     share: float
     "of one GPU's speed, per GPU, 0-1"
     hidden: float
-    "seconds of exchanges that take place while a GPU computes, over those of all exchanges; 1.0 where there are none"
+    "seconds of exchanges that take place while a GPU computes, over those of all exchanges; 1.0 if there are none"
     sent: float
     "bytes that a GPU sends in a step"
 
@@ -121,7 +121,8 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     spared = work / 3 * shape.frozen / shape.parameters  # a frozen parameter has no gradient of its own
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3) - spared}
     alone, hidden = _exchanging(setup, machines, passes)
-    waits, filled = 0.0, 1.0
+    waits = 0.0
+    filled = 1.0
     if t.stages > 1:
         # A pipeline fills and drains once a step: its processes wait, the head counted, and its exchanges take longer.
         step_of = PipelineStep(setup.stage_layers, setup.schedule, count, t.stages)
@@ -221,15 +222,15 @@ def divides(topology: Topology, rows: int, row_length: int) -> bool:
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
-    """Return each topology that fits, the simplest first, with the settings that leave it most speed. The
-    arguments are those of `setups`."""
+    """Return each topology that fits, the simplest first, with the settings that leave it most speed. The arguments are
+    those of `setups`."""
     found = setups(shape, topologies(machines, shape), rows, row_length, micro)
     # A pipeline of this schedule, 1f1b, has as many micro-batches in flight as stages (config.engine_rules).
     return best_fitting((each for each in found if each[0].layout.accumulation >= each[0].topology.stages), machines)
 
 
 def best_fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
-    """Return of each topology that fits the setup that leaves it most speed."""
+    """Return, for each topology that fits, its fastest setup."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in found:
         fitting = on_paper(setup, memory, machines)
@@ -247,11 +248,11 @@ def choice(fitting: list[OnPaper]) -> OnPaper | None:
 
 
 def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -> Shape | None:
-    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it
-    is another architecture.
+    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it is
+    another architecture.
 
     Args:
-        known: of all of it, where its files say more exactly.
+        known: size of the whole model, if its files give exact numbers.
     """
     if (size := of_fields(fields)) is None:
         return None
@@ -322,7 +323,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
 
 
 def _row_length(cfg: Config) -> int | None:
-    """Return the positions of a row, where the recipe or the run that it starts from says; None: unknown."""
+    """Return the positions of a row by the recipe, or by the run that it starts from; None: unknown."""
     if length := cfg.data.row_length or cfg.data.max_length:
         return length
     if cfg.model.path is None or not Path(cfg.model.path).is_dir():
@@ -341,8 +342,8 @@ def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool 
 
 
 def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
-    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
-    does not; None: sizes are unknown, or there is one process.
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits if that does
+    not; None: sizes are unknown, or there is one process.
 
     Args:
         topology: of the run.
@@ -398,8 +399,8 @@ def _with_fewer_micro_batches(
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
-    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
-    as the schedule needs."""
+    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages as the
+    schedule needs."""
     if train.pipeline_layers:
         return train.pipeline_layers
     stages = stages_of_schedule(train.pipeline_schedule, None, pipeline_size)

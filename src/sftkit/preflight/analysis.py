@@ -32,8 +32,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.models.load import load_model, resolve_max_length
-from sftkit.models.structure import positions
+from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.preflight import costs
@@ -122,7 +121,7 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    plan_log.disabled = True  # what it says and warns of is in the preflight
+    plan_log.disabled = True  # its lines and warnings are in the preflight
     try:
         with redirect_stdout(io.StringIO()):
             # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
@@ -130,18 +129,6 @@ def memory_plan(
             return make_plan(cfg, orig_model, layout, rt, Fixed(total))
     finally:
         plan_log.disabled = False
-
-
-def max_length_of(
-    model: ModelConfig,
-    max_length: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    orig_model: PreTrainedModel | None,
-    precision: str,
-) -> tuple[int, str]:
-    """Return data.max_length, or that of the run before, and a line about where the run would start."""
-    longest = positions(orig_model) if orig_model is not None else None
-    return resolve_max_length(model, max_length, tokenizer, precision, longest)
 
 
 def prepared_examples(
@@ -161,7 +148,7 @@ TARGET_PCT = 5.0
 END_OF_TURN_PCT = 99.0
 PADDING_PCT = 50.0
 OVERLAP_PCT = 1.0
-"Of a validation source's documents; a few texts of boilerplate are the same in any two parts of a corpus."
+"Percentage of a validation source's documents; a few texts of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
 
 
@@ -185,30 +172,28 @@ def analyse(
         plan: of its memory.
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
-    conversations = facts.of_conversations(examples)
-    # The data is counted, the machine estimated; times are those that an earlier run has measured.
-    template = str(tokenizer.chat_template or "") if conversations.any() else None
+    # The data is counted, the machine estimated; times are those that an earlier run measured.
+    end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
+    template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
     sources = facts.source_facts(examples)
     lengths = examples.lengths
-    for source, one in zip(cfg.data.train, sources, strict=True):
-        one["split_turns"] = facts.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
     for row in layouts:
-        row["tok_per_sec"] = speeds[row["layout"]].tok_per_sec if row["layout"] in speeds else None
+        row["tok_per_sec"] = speeds.get(row["layout"], {}).get("tok_per_sec")
     time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     if memory and plan and plan.setup and orig_model:
-        work = costs.work_of_step(orig_model, lengths, round(lengths.sum() * targets / tokens), len(epoch))
-        memory["stages"] = costs.stage_facts(plan.setup, orig_model, work)
+        epoch_targets = round(lengths.sum() * targets / tokens)
+        memory["stages"] = costs.stage_facts(plan.setup, orig_model, lengths, epoch_targets, len(epoch))
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
         "target_pct": 100.0 * targets / tokens,
-        "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
+        "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
@@ -288,8 +273,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
 
 
 def encoder_padding_text(analysis: dict[str, Any]) -> str:
-    """Return what empty places cost an encoder in each layout, which its padding does not say; empty
-    without an encoder."""
+    """Return what empty places cost an encoder in each layout, which padding does not include; empty without an
+    encoder."""
     known = [row for row in analysis["layouts"] if row.get("taken_pct") is not None]
     taken = [f"{row['layout']} {row['taken_pct']:.1f} %" for row in known]
     if not taken:
@@ -317,7 +302,7 @@ def source_text(source: dict[str, Any]) -> str:
 
 
 def time_text(time: dict[str, Any]) -> str:
-    """Return steps and epochs, with hours where a speed was measured."""
+    """Return steps and epochs, with hours if a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
         return text
@@ -373,7 +358,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
             )
     own = own_layout(analysis)
     if own["padding_pct"] > PADDING_PCT:
-        # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
+        # The advice is by padding alone: the table shows measured speeds of other layouts.
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:
@@ -412,7 +397,7 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
 
 
 def machine_warnings(analysis: dict[str, Any]) -> list[str]:
-    """Return warnings where the GPU or the disk is too small."""
+    """Return warnings of a GPU or a disk that is too small."""
     warnings = []
     memory = analysis["memory"]
     disk = analysis["disk"]

@@ -1,12 +1,12 @@
-"""Estimate the cost of a run before it starts: positions of each layout, memory, disk, and hours where a
-speed was measured."""
+"""Estimate the cost of a run before it starts: positions of each layout, memory, disk, and hours if an earlier run
+measured a speed."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,17 +34,6 @@ _SAME = (
 "Settings that an earlier run must share for its speed to be expected of this one."
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Useful tokens per second that an earlier run measured."""
-
-    tok_per_sec: float
-    "median of the second half of its logged lines"
-    run: str
-    device: str | None
-    world_size: int | None
-
-
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -55,31 +44,40 @@ def layout_facts(
 
     `x_dynamic` is positions over those of the dynamic layout. `break_even` is positions over those of an eager loop
     that pads each micro-batch to its own longest document: the compiled step must be that many times faster per
-    position to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not
-    empty (None: no encoder).
+    position to win. Both are of the text. `taken_pct` is the share of the places for encoder inputs that are not empty
+    (None: no encoder).
 
     Args:
         layout: the run's own, planned as `epoch`.
         lengths: int [D], positions of the training documents.
     """
-    some = lengths
+    # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
+    sample = lengths
     if len(lengths) > SAMPLE:
-        some = lengths[np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]]
-    scale = float(lengths.sum()) / float(some.sum())
-    every = [
-        layout if kind == layout.kind else _other_layout(data, train, layout, kind, some)
-        for kind in ("packed", "bucketed", "fixed", "dynamic")
-    ]
-    # The other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
-    plans = [epoch if one is layout else plan_epoch(some, one, seed=0, epoch=0) for one in every]
-    scales = [1.0 if one is layout else scale for one in every]
-    positions = [num_positions(plan, one) * s for plan, one, s in zip(plans, every, scales, strict=True)]
-    part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
-    documents = lengths if every[-1] is layout else some
-    eager = positions[-1] * eager_positions(documents, part, every[-1]) / num_positions(part, every[-1])
+        sample = lengths[np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]]
+    share = float(lengths.sum()) / float(sample.sum())
+    plans: list[tuple[Layout, Sequence[GlobalBatch], float]] = []
+    for kind in ("packed", "bucketed", "fixed", "dynamic"):
+        if kind == layout.kind:
+            plans.append((layout, epoch, 1.0))
+        else:
+            other = _other_layout(data, train, layout, kind, sample)
+            plans.append((other, plan_epoch(sample, other, seed=0, epoch=0), share))
+    positions = [num_positions(plan, one) * scale for one, plan, scale in plans]
+    # An eager loop pads each micro-batch to its longest document. Part of an epoch stands for all: it is shuffled.
+    dynamic, plan, _ = plans[-1]
+    part = plan[: SAMPLE // layout.global_batch_size + 1]
+    numbered = lengths if dynamic is layout else sample
+    eager = 0
+    for batch in part:
+        for rank in range(dynamic.world_size):
+            for rows in batch.micro_batches(dynamic, rank):
+                documents = [int(numbered[i]) for row in rows for i in row]
+                eager += dynamic.padded(max(documents)) * len(documents) if documents else 0
+    eager_positions = positions[-1] * eager / num_positions(part, dynamic)
     found: list[dict[str, Any]] = []
-    for one, plan, count, scaled in zip(every, plans, positions, scales, strict=True):
-        # Empty rows have places for encoded inputs too.
+    for (one, plan, scale), count in zip(plans, positions, strict=True):
+        # Empty rows have places for encoder inputs too.
         places = sum(one.positions(batch.row_length) // batch.row_length for batch in plan) * one.docs_per_row
         taken = sum(len(row) for batch in plan for row in batch.rows)
         row = {
@@ -87,10 +85,10 @@ def layout_facts(
             "own": one is layout,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": round(len(plan) * scaled),
+            "steps": round(len(plan) * scale),
             "positions": round(count),
             "x_dynamic": count / positions[-1],
-            "break_even": count / eager,
+            "break_even": count / eager_positions,
             "taken_pct": 100.0 * taken / places if one.encoded else None,
         }
         found.append(row)
@@ -98,27 +96,13 @@ def layout_facts(
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
-    """Return another layout for the same data and processes; settings that only go with one layout hold
-    for that one."""
-    # A multiple that goes with the run's own layout may not divide max_length in another, which would be rejected.
+    """Return another layout for the same data and processes; settings that only go with one layout hold for it."""
+    # A multiple that fits the run's own layout may not divide max_length in another, which would be rejected.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
-    train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was said once
+    train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was logged once
     return make_layout(data, train, lengths, own.max_length, own.world_size, encoded=own.encoded)
-
-
-def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:
-    """Return the positions of an epoch in which each micro-batch of the dynamic layout is padded to its
-    own longest document.
-
-    Args:
-        lengths: int [D], positions of the documents that `epoch` numbers.
-    """
-    ranks = range(dynamic.world_size)
-    micro_batches = (rows for batch in epoch for rank in ranks for rows in batch.micro_batches(dynamic, rank))
-    documents = ([lengths[i] for row in rows for i in row] for rows in micro_batches)
-    return sum(dynamic.padded(int(max(found))) * len(found) for found in documents if found)
 
 
 def shapes_text(layout: Layout) -> str:
@@ -132,30 +116,30 @@ def shapes_text(layout: Layout) -> str:
 # ---- speed and time --------------------------------------------------------------------------------------------------
 
 
-def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Speed]:
-    """Return, by layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) has measured.
+def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, dict[str, Any]]:
+    """Return, by layout, what the newest earlier run of this recipe's run.dir (or of its .old-N copies) measured:
+    tok_per_sec (useful tokens, median of the second half of its logged lines), measured_in and measured_on.
 
     Args:
-        here: (device name, processes); runs on others are skipped. None: any, as the speed says where it is from.
+        here: (device name, processes); runs on others are skipped. None: any, because the speed names its machine.
     """
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
-    speeds: dict[str, Speed] = {}
     files = [file for folder in folders if (file := folder / METRICS_FILE).is_file()]
+    speeds: dict[str, dict[str, Any]] = {}
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
-        if speed and kind and here in (None, (speed.device, speed.world_size)):
+        rates = [rate for line in read_metric_rows(file) if (rate := line.get("perf/tok_per_sec"))]
+        kind = _comparable(file.with_name(CONFIG), cfg)
+        environment = read_object(file.with_name(ENVIRONMENT))
+        device, processes = environment.get("device"), environment.get("world_size")
+        if rates and kind and here in (None, (device, processes)):
+            speed = {
+                "tok_per_sec": median(rates[len(rates) // 2 :]),
+                "measured_in": str(file.parent),
+                "measured_on": f"{processes or '?'} x {device or 'unknown device'}",
+            }
             speeds.setdefault(kind, speed)
     return speeds
-
-
-def _speed(metrics: Path) -> Speed | None:
-    """Return the speed that a metrics file has logged; None: it has none."""
-    rates = [rate for line in read_metric_rows(metrics) if (rate := line.get("perf/tok_per_sec"))]
-    if not rates:
-        return None
-    where = read_object(metrics.with_name(ENVIRONMENT))
-    return Speed(median(rates[len(rates) // 2 :]), str(metrics.parent), where.get("device"), where.get("world_size"))
 
 
 def _comparable(config: Path, cfg: Config) -> str | None:
@@ -164,21 +148,23 @@ def _comparable(config: Path, cfg: Config) -> str | None:
         earlier = yaml.safe_load(config.read_text())
     except (OSError, yaml.YAMLError):
         return None
+
+    def get(tree: Any, key: str) -> Any:
+        for part in key.split("."):
+            tree = tree.get(part) if isinstance(tree, dict) else None
+        return tree
+
     mine = json.loads(json.dumps(asdict(cfg)))  # tuples become lists
-    kind = _get(earlier, "data.layout")
+    kind = get(earlier, "data.layout")
     # Only packed rows have a length of their own.
     keys = (*_SAME, "data.row_length") if kind == cfg.data.layout == "packed" else _SAME
-    return kind if all(_get(earlier, key) == _get(mine, key) for key in keys) else None
+    return kind if all(get(earlier, key) == get(mine, key) for key in keys) else None
 
 
-def _get(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, speed: Speed | None) -> dict[str, Any]:
-    """Return steps, epochs and tokens of the run, and its hours where an earlier run has measured a speed."""
+def time_facts(
+    train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, speed: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return steps, epochs and tokens of the run, and its hours if an earlier run measured a speed."""
     wanted = train.epochs * steps_in_epoch if train.epochs else None
     steps = min(n for n in (wanted, train.max_steps) if n is not None)
     tokens = tokens_in_epoch * steps / steps_in_epoch
@@ -186,10 +172,8 @@ def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, sp
         "steps": steps,
         "epochs": steps / steps_in_epoch,
         "tokens": round(tokens),
-        "tok_per_sec": speed.tok_per_sec if speed else None,
-        "hours": tokens / speed.tok_per_sec / 3600 if speed else None,
-        "measured_in": speed.run if speed else None,
-        "measured_on": f"{speed.world_size or '?'} x {speed.device or 'unknown device'}" if speed else None,
+        "hours": tokens / speed["tok_per_sec"] / 3600 if speed else None,
+        **(speed or dict.fromkeys(("tok_per_sec", "measured_in", "measured_on"))),
     }
 
 
@@ -199,7 +183,7 @@ def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, sp
 def memory_facts(
     plan: MemoryPlan | None, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
 ) -> dict[str, Any] | None:
-    """Return the estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
+    """Return the estimated peak of a step on one GPU in GiB, by part; None if the model's sizes are unknown."""
     if plan is None or plan.estimate is None or plan.setup is None:
         return None
     return {
@@ -214,45 +198,35 @@ def memory_facts(
     }
 
 
-def work_of_step(orig_model: PreTrainedModel, lengths: np.ndarray, targets: int, steps: int) -> Work:
-    """Return the mean work of a step.
+def stage_facts(
+    setup: EstimateInputs, orig_model: PreTrainedModel, lengths: np.ndarray, targets: int, steps: int
+) -> list[dict[str, Any]]:
+    """Return for each process of a pipeline its layers, the model FLOPs of its stages in a mean step (those of all
+    copies of a stage) and their share, and its peak in GiB; empty without a pipeline.
 
     Args:
         lengths: int [D], positions of the documents of an epoch.
         targets, steps: of the epoch.
     """
-    kinds = (attention_windows(orig_model) or {}).items()
-    pairs = sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
-    return Work(int(lengths.sum()) // steps, targets // steps, pairs // steps)
-
-
-def stage_facts(setup: EstimateInputs, orig_model: PreTrainedModel, work: Work) -> list[dict[str, Any]]:
-    """Return of each process of a pipeline its layers, the model FLOPs of its stages and their share, and its peak in
-    GiB; empty without a pipeline.
-
-    Args:
-        work: of a step. FLOPs are those of all copies of a stage.
-    """
     pipeline_size = setup.topology.stages
     if pipeline_size == 1:
         return []
+    kinds = (attention_windows(orig_model) or {}).items()
+    pairs = sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
+    work = Work(int(lengths.sum()) // steps, targets // steps, pairs // steps)
     layers = [sum(setup.stage_layers[rank::pipeline_size]) for rank in range(pipeline_size)]
-    flops, found = stage_flops(orig_model, work, layers), pipeline_estimates(setup)
+    flops = stage_flops(orig_model, work, layers)
+    peaks = [estimate.total / GIB for estimate in pipeline_estimates(setup)]
     return [
-        {
-            "layers": layers[rank],
-            "flops": flops[rank],
-            "flops_share": flops[rank] / sum(flops),
-            "estimated_gib": found[rank].total / GIB,
-        }
-        for rank in range(pipeline_size)
+        {"layers": layers[rank], "flops": flops[rank], "flops_share": flops[rank] / sum(flops), "estimated_gib": peak}
+        for rank, peak in enumerate(peaks)
     ]
 
 
 def disk_facts(
     run_dir: Path, checkpoint: CheckpointConfig, steps: int, orig_model: PreTrainedModel | None, plan: MemoryPlan | None
 ) -> dict[str, Any]:
-    """Return the free space where the run will be, against its checkpoints at the moment when most are there, in GiB.
+    """Return the free space on the run's disk, and the space of its checkpoints when most of them exist, in GiB.
 
     Args:
         orig_model: on any device, also meta; None: sizes are unknown.
@@ -262,8 +236,8 @@ def disk_facts(
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
-    # On disk together: those kept, the best, and the one being written. One save more than by the
-    # interval: a run ends with a checkpoint.
+    # On disk together: those kept, the best, and the one being written. One save more than by the interval: a run ends
+    # with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     count = min(checkpoint.keep + 1 + bool(checkpoint.best), saves)
     return {

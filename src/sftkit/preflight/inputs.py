@@ -1,6 +1,6 @@
 """Check before a run starts, without torch, that what its recipe names exists and fits: data with columns that the
-stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on
-the processes of the launch. Also the flags of scripts/inspect_data.py.
+stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on the
+processes of the launch. Also the flags of scripts/inspect_data.py.
 
 Launcher, chain and scripts read a recipe with these rules, so that one report has all that is missing and all that
 is wrong. They look at first records and file names; a run finds what shows only when it is loaded. What the config
@@ -65,7 +65,7 @@ from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import first_of
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
-"What a captioning run writes of the captions of its data.val (evals/scoring.py)."
+"Metrics that a captioning run writes for the captions of its data.val (evals/scoring.py)."
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
@@ -76,7 +76,7 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     validation = get("data.val")
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
-    # As evals.validation.validate names the values of validation sources, those of all together first.
+    # The names that evals.suite.validate gives values of validation sources, those of all together first.
     prefixes = ["val", *(f"val/{source_label(SourceConfig(**one))}" for one in validation)] if validation else []
     names = [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
     of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
@@ -106,11 +106,11 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."
 SMALL_BYTES = 2 * 2**20
-"Of files that are read to the end where no first row is found."
+"Largest file that is read to the end if no first row is found."
 
 
 def _readable(row: Row) -> list[conversation.Message] | None:
-    """Return the messages of a conversation, of whatever they may be; None: a text."""
+    """Return the messages of a conversation with any roles; None: a text."""
     return None if row.messages is None else conversation.validated(row, ())
 
 
@@ -176,7 +176,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         require: rejects a row that cannot be learned from; None: only the text of a row is read.
     """
     skips = get("data.on_bad_row") == "skip"
-    # One by one, as another source of the list may be one that cannot be read.
+    # One by one, because another source of the list may be one that cannot be read.
     for i in itertools.count():
         try:
             values = get(f"{part}.{i}")
@@ -191,8 +191,8 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are rejected where they are all that there
-    is, or where the columns of all of the first are wrong in the same way.
+    """Find a source and look at its first rows. Rows that the run would skip are rejected if the source has no others,
+    or if the columns of all of the first rows are wrong in the same way.
 
     Raises:
         DataError: the source has no rows, or none that can be learned from.
@@ -201,7 +201,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if origin is None:
         hub.check_dataset(source)
         return
-    first, bad, seen = None, BadRows(), 0
+    first = None
+    bad = BadRows()
+    seen = 0
     for raw in until_broken(itertools.islice(origin.beginning(), source.max_rows), bad):
         seen += 1
         try:
@@ -211,7 +213,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         except DataError as error:
             first = first or error
             bad.add(raw[0], error)
-        # Where a bad row ends the run others are looked for, unless none can be used for their columns.
+        # If a bad row ends the run, others are looked for, unless no row can be used because of its columns.
         if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
             break
     # Small files whose beginning has no row are read to their end.
@@ -221,7 +223,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if first is None:
         return
     if not skips and not _alike(bad, seen):
-        # Rows before the first bad one could be used, so leaving bad rows out is an option.
+        # If rows before the first bad one could be used, leaving out bad rows is an option.
         raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
     # All have the same wrong columns, or the source has fewer rows than were asked for and all are bad.
     if not skips or bad.rows == seen < FIRST_ROWS:
@@ -312,7 +314,7 @@ def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
 def _check_length(path: str | None) -> str | None:
     try:
         length = None if path is None else trained_length(Path(resolve(path)))
-    except (ConfigError, ValueError):  # that the model is not there, or damaged, is told without this
+    except (ConfigError, ValueError):  # a missing or damaged model has a problem of its own
         return None
     return unresolved_reason(path) if length is None else None
 
@@ -324,18 +326,14 @@ def _is_made(path: str, made: Collection[str]) -> bool:
 def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
     path = get("model.tokenizer")
     if path is not None:
-        yield from _as_problem("model.tokenizer", _check_tokenizer, path)
+        if not (Path(path) / "tokenizer_config.json").is_file():
+            yield from _as_problem("model.tokenizer", lambda: find_model(path) and None)
     elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
         yield (
             "model.train_tokenizer",
             f"{STAGE_SCRIPTS[stage]} trains no tokenizer: set model.tokenizer, or make model and tokenizer with "
             "base_train.py and set model.path to its run",
         )
-
-
-def _check_tokenizer(path: str) -> None:
-    if not (Path(path) / "tokenizer_config.json").is_file():
-        find_model(path)
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
@@ -385,7 +383,7 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     """Return rules for the processes of a launch.
 
     Args:
-        here: they are on this machine, whose GPU counts where the launcher names no device.
+        here: they are on this machine, whose GPU counts if the launcher names no device.
     """
     return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here))]
 
@@ -421,7 +419,7 @@ def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
 
 
 def _text_config(get: Get) -> Mapping[str, Any]:
-    """Return the fields of the model's config, those of its text part on top; none where they cannot be read."""
+    """Return the fields of the model's config, those of its text part on top; none if they cannot be read."""
     path, revision, scratch = (get(f"model.{name}") for name in ("path", "revision", "scratch"))
     fields = fields_of(ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
     inner = fields.get("text_config")
@@ -440,14 +438,11 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         choices=tuple(STAGE_SCRIPTS),
         help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, caption*.yaml, otherwise sft",
     )
-    documents, gpus = whole_number("documents", 0, ", say 3"), whole_number("GPUs", 1, ", say 8")
-    parser.add_argument(
-        "--preview", metavar="N", type=documents, default=3, help="documents to show with their masks; 3"
-    )
+    documents = whole_number("documents", 0, ", say 3")
+    gpus = whole_number("GPUs", 1, ", say 8")
+    parser.add_argument("--preview", metavar="N", type=documents, default=3, help="documents shown with their masks; 3")
     parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
-    parser.add_argument(
-        "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
-    )
+    parser.add_argument("--json", metavar="FILE", type=new_file, help="the numbers, as training's preflight.json")
     parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
     parser.add_argument(
         "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
@@ -457,9 +452,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     if flags.num_processes and not flags.config_file:
         parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
 
+    file = flags.config_file
+
     def launched(train: TrainConfig) -> Topology:
-        one = not flags.config_file
-        return Topology() if one else topology_of(flags.config_file, flags.num_processes, num_stages(train))
+        return topology_of(file, flags.num_processes, num_stages(train)) if file else Topology()
 
     try:
         # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
@@ -468,11 +464,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    # Without a launch it is not known yet over which processes it will run.
-    of_launch = launch_rules() if flags.config_file else []
+    # The processes are only known for a launch.
+    of_launch = launch_rules() if file else []
     cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
-    file = flags.config_file
     if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):
         print_text(warning, level="warning")
     flags.recipe = sys.argv[1]
@@ -481,13 +476,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
 
 def size(word: str) -> float:
     """Return a GPU's GiB, more than 0, from a word."""
-    try:
-        gib = float(word)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
-    return gib
+    with suppress(ValueError):
+        if 0 < (gib := float(word)) < float("inf"):
+            return gib
+    raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
 
 
 def new_file(word: str) -> Path:

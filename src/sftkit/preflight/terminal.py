@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich.box import HEAVY_HEAD, Box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -24,14 +23,10 @@ from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
-from sftkit.reports.components import headline_tiles, html_document, macros, section
-from sftkit.reports.values import NONE, el, join
+from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
 from sftkit.runtime.script import VisibleConsole, counted
 
 BAR_WIDTH = 40
-WIDE_TERMINAL = 110
-"Characters of a line in which a table of layouts has room for all of its columns."
-_SHAPES = "shapes (rows x positions)"
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -64,7 +59,7 @@ def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples
         example = examples[document]
         is_special = np.isin(example.ids, special)
         spans = []
-        # Two flags in one number, so that a run ends where either changes.
+        # Two flags in one number, so a run of tokens ends at a change of either.
         for start, end in runs(2 * example.is_target.astype(int) + is_special):
             text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
             spans.append((text, bool(example.is_target[start]), bool(is_special[start])))
@@ -86,7 +81,7 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def preview_title(preview: Preview) -> str:
-    """Return where a document is from and how long it is."""
+    """Return the source of a document and its length."""
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
     encoder_source = f", of {preview.encoder_source}" if preview.encoder_source else ""
     return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
@@ -113,19 +108,18 @@ def preview_text(preview: Preview, *, brackets: bool) -> Text:
 
 
 def preflight_console() -> Console:
-    """Return the console of standard output, 120 columns wide where it is no terminal."""
+    """Return the console of standard output, 120 columns wide if it is no terminal."""
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
-    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand
-    in for them."""
-    # A pipe or file keeps no colours, and what is learned must show there too.
+    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets replace them."""
+    # A pipe or file keeps no colours, and targets must show there too.
     plain = console.no_color or not console.is_terminal
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
     if analysis["time"]["hours"] is None:
-        costs.insert(0, f"{'':<10}how long they take is told here once a run in run.dir has measured its speed")
-    # Why rows of a source were left out, or are odd, and which columns are not used; a run logs them by itself.
+        costs.insert(0, f"{'':<10}hours are shown here once a run in run.dir has measured its speed")
+    # Why rows of a source were left out, or are odd, and which columns are not used; a run logs these itself.
     rows = []
     for source in (*analysis["sources"], *analysis["validation"]):
         rows += [f"{'rows':<10}{source['name']}: {finding_text(Finding(**one))}" for one in source["findings"]]
@@ -134,7 +128,7 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
-    console.print(layout_table(analysis, console.width))
+    console.print(layout_table(analysis))
     if samples:
         coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
         console.print(f"\n{'[[targets]] <<|special|>>' if plain else coloured}", markup=not plain)
@@ -194,57 +188,34 @@ def _histogram(lengths: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layout_table(analysis: dict[str, Any], width: int) -> Group:
-    """Return a table of each layout on this data: shapes, padding, steps and positions, and what compiling must gain
-    for it to win.
-
-    Args:
-        width: characters of a line. Where a line has no room for all columns, shapes stand below the numbers, and tok/s
-            is left out where no run has measured it.
-    """
-    cells = [_layout_cells(row) for row in analysis["layouts"]]
-    measured = width >= WIDE_TERMINAL or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
-    numbers = [head for head in list(cells[0])[2:] if head != "tok/s" or measured]
-
-    def table(heads: Sequence[str], box: Box | None) -> Table:
-        found = Table(box=box, padding=(0, 1) if box else (0, 2, 0, 0))
-        for head in heads:
-            found.add_column(head, justify="right" if head in numbers else "left", no_wrap=head != _SHAPES)
-        for row in cells:
-            found.add_row(*(row[head] for head in heads))
-        return found
-
+def layout_table(analysis: dict[str, Any]) -> Group:
+    """Return a table of the numbers of each layout on this data (padding, steps, positions, and how much faster
+    compiled steps must be for it to win), and below it, for lines of 80 characters, a table of its shapes."""
+    numbers = Table(box=None, padding=(0, 2, 0, 0))
+    shapes = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("layout", "padding", "steps", "positions", "x dynamic", "break-even", "tok/s"):
+        numbers.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
+    shapes.add_column("layout", no_wrap=True)
+    shapes.add_column("shapes (rows x positions)")
+    for row in analysis["layouts"]:
+        name = f"{row['layout']} *" if row["own"] else row["layout"]
+        speed = "-" if row["tok_per_sec"] is None else f"{row['tok_per_sec']:,.0f}"
+        sizes = f"{row['steps']:,}", f"{row['positions']:,}", f"{row['x_dynamic']:.2f}", f"{row['break_even']:.2f}"
+        numbers.add_row(name, f"{row['padding_pct']:.1f} %", *sizes, speed)
+        shapes.add_row(name, row["shapes"])
     notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
-    title = Text("layouts on this data (one epoch)", style="italic")
-    if width >= WIDE_TERMINAL:
-        return Group(title, table(["layout", _SHAPES, *numbers], HEAVY_HEAD), notes)
-    return Group(title, table(["layout", *numbers], None), "", table(["layout", _SHAPES], None), "", notes)
-
-
-def _layout_cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the line of a layout, by column: its name, its shapes, then numbers."""
-    speed = row["tok_per_sec"]
-    return {
-        "layout": f"{row['layout']} *" if row["own"] else row["layout"],
-        _SHAPES: row["shapes"],
-        "padding": f"{row['padding_pct']:.1f} %",
-        "steps": f"{row['steps']:,}",
-        "positions": f"{row['positions']:,}",
-        "x dynamic": f"{row['x_dynamic']:.2f}",
-        "break-even": f"{row['break_even']:.2f}",
-        "tok/s": "-" if speed is None else f"{speed:,.0f}",
-    }
+    return Group(Text("layouts on this data (one epoch)", style="italic"), numbers, "", shapes, "", notes)
 
 
 def layout_notes(analysis: dict[str, Any]) -> str:
-    """Return what the columns mean, and what they leave out where there is an encoder."""
+    """Return the meaning of the columns, and what they leave out if there is an encoder."""
     return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(analysis)}".rstrip()
 
 
 LAYOUT_NOTES = (
     "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest "
     "document of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own "
-    "longest. So many times faster per position must the compiled step be for the layout to win; below 1 it wins "
+    "longest. The compiled step must be that many times faster per position for the layout to win; below 1 it wins "
     "without any gain from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
 )
 
@@ -257,7 +228,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     """
     own = preflight.own_layout(analysis)
     time = analysis["time"]
-    # What a person looks at first: what it is, its value, and what belongs to it.
+    # The main numbers: name, value, and a remark.
     tiles = [
         ("documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""),
         ("tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""),
@@ -270,13 +241,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
         tiles.append(("memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"))
     name = el("div", el("h1", title), class_="title")
     header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(tiles)))
-    notes = (
-        f"Layouts: {layout_notes(analysis)}",
-        f"Memory: {memory_text(analysis)}",
-        f"Disk: {disk_text(analysis)}",
-        f"Time: {preflight.time_text(analysis['time'])}",
-    )
-    small = [el("p", note, class_="soft small") for note in notes]
+    small = el("p", f"Layouts: {layout_notes(analysis)}", class_="soft small")
     parts = [section("data", "Data", details.data_tables(analysis), small)]
     if samples:
         documents = [(preview_title(preview), preview.spans) for preview in samples]

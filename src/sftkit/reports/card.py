@@ -12,23 +12,10 @@ from typing import Any
 import yaml
 
 from sftkit.models.files import CAPTIONS, TEXT_TO_TEXT
+from sftkit.reports import values
 from sftkit.reports.collect import EVALUATION_COLUMNS, is_part, latest_evaluations
-from sftkit.reports.components import columns, templates, value_text
 from sftkit.reports.details import SOURCES
-from sftkit.reports.values import (
-    NONE,
-    Report,
-    Rows,
-    applies,
-    dicts,
-    drawable_number,
-    duration,
-    format_interval,
-    format_value,
-    mapping,
-    parameters,
-    passed,
-)
+from sftkit.reports.values import NONE, Report, Rows, columns, dicts, drawable_number, format_value, mapping, templates
 from sftkit.rundir.names import DOES_NOT_APPLY
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
@@ -41,7 +28,7 @@ LICENCE = ("license", "license_name", "license_link")
 
 
 def licence(card: Path) -> dict[str, str]:
-    """Return what the header of an earlier card says of the licence; empty without one that can be read."""
+    """Return the licence in the header of an earlier card; empty without a header that can be read."""
     try:
         # Only the header counts: the rest of the card may hold lines of dashes too.
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
@@ -61,25 +48,25 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     summary = report["summary"]
     training = [["status", md(status.get("status"))]]
     training.append(["optimizer steps", format_value(drawable_number(status.get("step")))])
-    sums = (("tokens", "tokens", format_value), ("time in steps", "train_seconds", duration))
+    sums = (("tokens", "tokens", format_value), ("time in steps", "train_seconds", values.duration))
     training += [[name, words(summary[key])] for name, key, words in sums if drawable_number(summary.get(key))]
     known = [row for row in report["headline"] if row["value"] is not None]
     training += [[f"{row['name']} ({row['how']})", row["text"]] for row in known]
-    # Sources as preflight has found them where there is one, as it counts; else of the recipe, which names them.
+    # The sources of preflight.json, which have counts; without that file, those of the recipe.
     head, cells = columns(dicts(report["preflight"].get("sources")), SOURCES)
     data = (head, [[md(value) for value in row] for row in cells], range(1, len(head)))
     if not cells:
         sources = dicts(mapping(report["config"].get("data")).get("train"))
         data = (["source", "split"], [[code(one.get("path")), md(one.get("split"))] for one in sources], range(0))
     checks = [
-        [_WORDS[passed(row)] if applies(row) else DOES_NOT_APPLY]
+        [_WORDS[values.passed(row)] if values.applies(row) else DOES_NOT_APPLY]
         + [md(row.get(key)) for key in ("name", "found", "expected")]
         for row in report["proof"]
     ]
     results = []
     for row in _scores(report):
         value, *others = (format_value(row[key]) for key in ("value", "chance", "examples", "step"))
-        results.append([md(row["task"]), md(row["metric"]), value, format_interval(row) or NONE, *others])
+        results.append([md(row["task"]), md(row["metric"]), value, values.format_interval(row) or NONE, *others])
     found = report["environment"]
     flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
     machine = flat | mapping(found.get("packages"))
@@ -139,7 +126,7 @@ def _scores(report: Report) -> Rows:
 def md(value: Any) -> str:
     """Escape text of any origin for a line or a table cell of Markdown: nothing in it is markup."""
     # HTML first, then Markdown: both are markup in a card.
-    text = html.escape(" ".join(value_text(value).split()), quote=False)
+    text = html.escape(" ".join(values.value_text(value).split()), quote=False)
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
 
@@ -156,5 +143,5 @@ def block(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-templates.filters |= {"md": md, "code": code, "block": block, "size": parameters}
+templates.filters |= {"md": md, "code": code, "block": block, "size": values.parameters}
 template = templates.get_template("card.md.jinja")

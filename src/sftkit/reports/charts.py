@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, ticks
+from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, macros, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -73,12 +73,6 @@ class Axis:
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, num_ticks)
 
 
-def is_log(series: Sequence[Series]) -> bool:
-    """Return whether values span so much that a logarithmic axis shows them better."""
-    values = [v for one in series for _, v in one.points if v is not None]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
-
-
 def line_chart(
     series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
 ) -> Html:
@@ -90,14 +84,14 @@ def line_chart(
         size: width and height.
     """
     level, (width, height) = axis.level, size
-    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are seen where they agree
+    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are visible if they agree
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
     # Everything that is drawn decides the range, also ends of intervals and the level.
     values += [0.0] if axis.zero and not axis.log else []
     values += [level] if level is not None else []
-    # Steps begin at 0 if the first is near it, as lines then start where training did; a resumed run's do not.
+    # Steps begin at 0 if the first step is near it, so lines start with training; those of a resumed run do not.
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
     ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
@@ -152,12 +146,12 @@ def line_class(one: Series, series: Sequence[Series]) -> str:
 
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
-    """Draw the line, its intervals, and points that say their value when pointed at."""
+    """Draw the line, its intervals, and points that show their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
-    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only
-    # some answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for
-    # most, always does.
+    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only some
+    # answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for most, always
+    # does.
     few = len(known) <= _FEW
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
@@ -176,7 +170,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
 def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
     """Draw a row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
 
-    The axis goes from 0 to 1, and below 0 where a value does: a centred mean may. A value above 1 is
+    The axis goes from 0 to 1, and below 0 if a value does: a centred mean may. A value above 1 is
     no share and is left out.
     """
     shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
@@ -220,8 +214,8 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
 def histogram(
     edges: Sequence[float], counts: Sequence[float], marks: dict[str, float], unit: str, label: str
 ) -> Html | None:
-    """Draw bars between edges (one more than counts), and named values marked across them; None if
-    there is nothing to draw."""
+    """Draw bars between edges (one more than counts), and named values marked across them; None if there is nothing to
+    draw."""
     if not counts or len(edges) != len(counts) + 1 or max(counts) <= 0 or list(edges) != sorted(edges):
         return None
     width, height = 440.0, 220.0
@@ -266,3 +260,30 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
 def _drawing(width: float, height: float, label: str, *parts: Any) -> Html:
     """Return an SVG image of these parts."""
     return el("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
+
+
+def figure(
+    title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
+) -> Html | None:
+    """Return a chart with its title, unit and legend; a logarithmic axis if values span much and it need not begin at
+    0.
+
+    None without a value.
+    """
+    if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
+        return None
+    # Logarithmic if values span much; an axis that begins at 0 cannot be logarithmic.
+    known = [value for one in shown for _, value in one.points if value is not None]
+    axis = replace(axis, log=not axis.zero and min(known) > 0 and max(known) / min(known) > _LOG_RATIO)
+    last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
+    lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
+    label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
+    drawing = line_chart(shown, label, axis)
+    if wide:
+        drawing = macros.both_widths(line_chart(shown, label, axis, WIDE), drawing)
+    words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
+    keys: list[tuple[str, Html, str | None]]
+    keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]
+    if axis.level is not None:
+        keys.append((f"chance {format_value(axis.level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
+    return macros.framed(drawing, title, words, macros.legend(keys))

@@ -1,5 +1,5 @@
-"""Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and
-how they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
+"""Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and how
+they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
 """
 
 from __future__ import annotations
@@ -17,23 +17,12 @@ from sftkit.config.keys import key_table
 from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class
+from sftkit.reports import values
 from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
 from sftkit.reports.details import load_of
-from sftkit.reports.values import (
-    Rows,
-    checkpoint,
-    clean,
-    dicts,
-    drawable_number,
-    format_value,
-    mapping,
-    on_cpu,
-    read_json,
-    read_rows,
-    stored_parameters,
-    trained_parameters,
-)
+from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
 from sftkit.rundir import names
+from sftkit.rundir.files import clean
 from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
 from sftkit.rundir.status import as_killed
 
@@ -43,7 +32,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
 
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
+    """Return config.yaml as a nested dictionary; problems are added to `notes`, never raised."""
     try:
         # The parser of recipes has limits, and a config.yaml may come from anybody.
         text = path.read_text(encoding="utf-8")
@@ -76,8 +65,8 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changed(settings: dict[str, Any]) -> Rows:
-    """Return the settings that differ from their default, as {"key", "value", "default"}; default null
-    also where there is none."""
+    """Return the settings that differ from their default, as {"key", "value", "default"}; default null also where there
+    is none."""
     rows = []
     for key, value in _flat(settings):
         # Lists of mappings are numbered in a recipe; the table of keys has one entry, N, for all of them.
@@ -106,8 +95,8 @@ def _text(value: Any) -> str:
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch
-    or from a local folder."""
+    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch or
+    from a local folder."""
     # A run may continue another one, which continues another: ten at most, because a folder may name itself.
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
@@ -139,8 +128,8 @@ EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "exa
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Return every evaluation of every task, by step: from evals/step-*/results.json, and
-    evals.jsonl for what is not there."""
+    """Return every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not
+    there."""
     table: EvaluationTable = {}
     told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
@@ -157,8 +146,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
-            # low and high belong to a task, not to a metric: with several metrics nobody could say
-            # whose they are.
+            # low and high belong to a task, not to a metric: with several metrics nobody could say whose they are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
             _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
@@ -166,8 +154,8 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
 
 
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
-    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if
-    it was of an earlier one."""
+    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if it was of an
+    earlier one."""
     table: EvaluationTable = {}
     for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
         model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
@@ -211,7 +199,7 @@ def latest_evaluations(evaluation_rows: Rows) -> Rows:
 
 
 def standing(report: dict[str, Any]) -> Rows:
-    """Return what stands for the model: its final evaluation, and for other tasks the newest one."""
+    """Return the results that describe the model: its final evaluation, and for other tasks the newest one."""
     return latest_evaluations([*report["evaluations"], *report["final"]])
 
 
@@ -221,8 +209,8 @@ def is_part(row: dict[str, Any]) -> bool:
 
 
 def newest_samples(rows: Rows) -> Rows:
-    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of
-    each, texts cut to a length."""
+    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of each, texts cut to
+    a length."""
     by_step: dict[float, Rows] = {}
     keys = ("prompt", "reference", "answer", "stop")
     for row in rows:
@@ -243,13 +231,13 @@ MAX_RUNS = 5
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
 RESUMED = "Resumed from a verified checkpoint"
-"Name of the check in proof.json that passes where the newest start was a resume."
+"Name of the check in proof.json that passes if the newest start was a resume."
 _BUCKETS = 160
 "Number of stretches that a thinned curve is divided into."
 
 
 def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
-    """Return what a run's files say, ready to show; `against` is a second run to compare with.
+    """Return the content of a run's files, ready to show; `against` is a second run to compare with.
 
     Raises:
         ConfigError: a folder is not there or holds no run.
@@ -303,7 +291,7 @@ def _runs_near(run_dir: Path) -> str:
 
 
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
-    """Return the runs under a folder, the last written first; `levels` are glob patterns of where."""
+    """Return the runs under a folder, the last written first; `levels` are glob patterns of folders."""
     marks = [f"{level}{name}" for level in levels for name in MARKS_OF_A_RUN[1:]]  # wandb writes config.yaml too
     # Not those of archived runs, nor of a dashboard's own folder.
     found = [(path, path.relative_to(root)) for mark in marks for path in root.glob(mark)]
@@ -331,7 +319,7 @@ def run_of(folder: Path) -> Path | None:
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     """Return what is shown of a run, and its curves with every logged step."""
     check_run(run_dir)
-    # Every file of the run; `notes` says what cannot be read.
+    # Every file of the run; `notes` lists those that cannot be read.
     notes: list[str] = []
     settings = read_settings(run_dir / names.CONFIG, notes)
     status = as_killed(run_dir, mapping(read_json(run_dir / names.STATUS, notes)))
@@ -343,7 +331,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     evals = read_rows(run_dir / names.EVALS, notes, optional=True)
     samples = read_rows(run_dir / names.SAMPLES, notes, optional=True)
     events = read_rows(run_dir / names.EVENTS, notes, optional=True)
-    # What follows from them.
+    # Derived from the files.
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
@@ -358,8 +346,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "parent_report": parent_report(run_dir, settings),
             "base_model": origin(settings),
             "datasets": hub_datasets(settings),
-            "parameters": stored_parameters(folder) if folder else None,
-            "trained_parameters": trained_parameters(folder, settings) if folder else None,
+            "parameters": values.stored_parameters(folder) if folder else None,
+            "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
@@ -407,8 +395,8 @@ def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[st
 
 
 def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
-    """Return where the report of the run that this one started from lies, relative to this one's;
-    None: there is none here."""
+    """Return where the report of the run that this one started from lies, relative to this one's; None: there is none
+    here."""
     path = mapping(settings.get("model")).get("path")
     # Both paths are resolved, so the link also holds if runs/ is a link to another disk.
     page = Path(path) / names.REPORT if isinstance(path, str) else None
@@ -455,31 +443,31 @@ def _command(resume: Any) -> str | None:
 
 
 def curves_of(rows: Rows) -> dict[str, Curve]:
-    """Return every metric by name over the steps; where a step comes twice, the later line counts."""
+    """Return every metric by name over the steps; if a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
         step = drawable_number(row.get("step"))
         if step is None:
             continue
         for name, value in row.items():
-            # A null is kept as a gap of the line: it stands for a value that was not finite.
+            # A null, which replaced a value that was not finite, is kept as a gap of the line.
             if name not in ("step", "time") and (value is None or drawable_number(value) is not None):
                 curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}
 
 
 def thin(points: Curve) -> Curve:
-    """Return at most about 500 points that look the same: of each stretch its lowest, its highest,
-    and a gap if it has one."""
+    """Return at most about 500 points that look the same: of each stretch its lowest, its highest, and a gap if it has
+    one."""
     if len(points) <= 3 * _BUCKETS:
         return points
     kept = {0, len(points) - 1}
     for bucket in range(_BUCKETS):
         stretch = range(bucket * len(points) // _BUCKETS, (bucket + 1) * len(points) // _BUCKETS)
         # Lowest and highest, not means: a spike of one step has to stay visible.
-        values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
-        kept |= {min(values)[1], max(values)[1]} if values else set()
-        kept |= {next(i for i in stretch if points[i][1] is None)} if len(values) < len(stretch) else set()
+        known_values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
+        kept |= {min(known_values)[1], max(known_values)[1]} if known_values else set()
+        kept |= {next(i for i in stretch if points[i][1] is None)} if len(known_values) < len(stretch) else set()
     return [points[i] for i in sorted(kept)]
 
 
@@ -498,4 +486,4 @@ def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: b
         ("peak memory", peak, "GiB", memory),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
-    return [{"name": n, "value": v, "text": format_value(v, u), "how": how} for n, v, u, how in rows]
+    return [{"name": n, "value": v, "text": values.format_value(v, u), "how": how} for n, v, u, how in rows]

@@ -1,5 +1,5 @@
-"""Compare two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory. And the
-time that compiling costs, and how long a run must be for it to pay.
+"""Compare two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory. And the time
+that compiling costs, and how long a run must be for it to pay.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from sftkit.reports.values import dicts, duration, format_value, mapping
 
 LITTLE = 1.3
-"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one;
-the other example is twice."""
+"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one; the other
+example is twice."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def own_words(
     compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, *, resumed: bool
 ) -> str | None:
     """Return what a compiled run can say without an eager one next to it: its compile in steps of its own, and when it
-    pays for two possible speeds of an eager step. None where seconds are not known.
+    pays for two possible speeds of an eager step. None if seconds are not known.
 
     Args:
         compile_seconds: time in the compiler, of the newest start.
@@ -102,7 +102,7 @@ SPEEDS = (
 
 
 _TARGETS = ("targets", "thinking", "split_turns", "too_long", "max_length")
-"Keys of the recipe's data section that say which tokens are targets."
+"Keys of the recipe's data section that decide which tokens are targets."
 
 
 def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -148,8 +148,8 @@ def compare_curves(
     machines: Sequence[str | None] = (None, None),
     reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
-    or null, "notes": [...]}.
+    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes":
+    [...]}.
 
     Args:
         machines: what each run ran on, by which speeds are told apart.
@@ -181,7 +181,7 @@ def compare_curves(
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
     peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
     rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
-    # Speeds are of all ranks; two machines are told apart in a note, and still divided: that is what was asked.
+    # Speeds are of all ranks. Speeds of two machines are divided too: a note names the machines.
     speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
     here, there = (machine or "unknown" for machine in machines)
     if speeds[0] and speeds[1] and here != there:
@@ -197,7 +197,7 @@ def steady(curves: Curves, metric: str) -> float | None:
 
 
 def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
-    """Return the speed-up in words; why there is none where a speed is not known."""
+    """Return the speed-up in words, or that a speed is not known."""
     found = comparison["speed_up"]
     if found is None:
         return f"No speed-up: {mine} or {other} has logged no tokens/s."
@@ -227,7 +227,7 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
-    """Return the row of a number that belongs to no step; none where a run does not have it."""
+    """Return the row of a number that belongs to no step; none if a run lacks it."""
     return [] if value is None or other is None else [_row(name, None, value, other, how)]
 
 

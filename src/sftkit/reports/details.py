@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sftkit.reports import values
 from sftkit.reports.charts import histogram
-from sftkit.reports.components import columns, facts, html_table, macros, plain_numbers, section, setting, value_text
-from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, format_value, mapping, moment
+from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
 
 LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
 _MAX_TITLES = 2000
@@ -16,10 +16,10 @@ FULL = 2.0
 
 
 def load_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
-    empty if it is not usable."""
+    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E]; empty if it is
+    not usable."""
     rows = content.get("load")
-    numbers = [plain_numbers(row) for row in rows] if isinstance(rows, list) else []
+    numbers = [values.plain_numbers(row) for row in rows] if isinstance(rows, list) else []
     if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
         return {}
     return {"step": drawable_number(content.get("step")), "load": rows}
@@ -36,7 +36,7 @@ def experts(report: Report) -> Html | None:
     across = (WIDTH - LEFT) / count
     down = min(MAX_CELL_HEIGHT, max(across, 8.0))
     height = len(rows) * down + 22
-    # Each cell says its value when pointed at, unless there are too many.
+    # Each cell shows its value when pointed at, unless there are too many.
     titled = count * len(rows) <= _MAX_TITLES
     cells = []
     for layer, row in enumerate(rows):
@@ -57,16 +57,12 @@ def experts(report: Report) -> Html | None:
     ]
     names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
     drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
-    return macros.framed(drawing, "Load of the experts", words)
+    return values.macros.framed(drawing, "Load of the experts", words)
 
 
 SOURCES = {
     "name": "source",
-    "rows": "rows",
-    "documents": "documents",
-    "tokens": "tokens",
-    "targets": "targets",
-    "truncated": "truncated",
+    **{key: key for key in ("rows", "documents", "tokens", "targets", "truncated")},
     "dropped_too_long": "dropped, too long",
     "dropped_no_target": "dropped, no target",
     "skipped_bad": "skipped, bad",
@@ -126,7 +122,7 @@ def data(report: Report) -> Html:
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
     """Return the warnings of preflight.json."""
     texts = preflight["warnings"] if isinstance(preflight.get("warnings"), list) else []
-    return [el("p", value_text(text), class_="warning") for text in texts]
+    return [el("p", values.value_text(text), class_="warning") for text in texts]
 
 
 def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
@@ -169,7 +165,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
 
 def _table(rows: Rows, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
     """Return a table of the columns that any row has; None without rows."""
-    return html_table(*columns(rows, names), caption, text) if rows else None
+    return values.html_table(*values.columns(rows, names), caption, text) if rows else None
 
 
 def _percent(value: Any) -> str | None:
@@ -194,23 +190,23 @@ def _leaves(value: Any) -> dict[str, Any]:
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
-    """Draw the lengths of documents, or say them where there is no histogram."""
+    """Draw the lengths of documents, or list them if there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
-    edges = plain_numbers(lengths.get("edges"))
-    counts = plain_numbers(lengths.get("counts"))
+    edges = values.plain_numbers(lengths.get("edges"))
+    counts = values.plain_numbers(lengths.get("counts"))
     drawing = histogram(edges, counts, marks, "tokens", "Number of documents by their length in tokens")
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
     words = ", ".join(f"{name} {format_value(value)}" for name, value in found.items())
-    # Without bins nothing can be drawn, but mean and percentiles still say something.
+    # Nothing can be drawn without bins, but mean and percentiles are still useful.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
-    return macros.framed(drawing, "Document lengths", words)
+    return values.macros.framed(drawing, "Document lengths", words)
 
 
 def compiler(report: Report) -> Html:
-    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why
-    anything was compiled late."""
+    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why anything was compiled
+    late."""
     last: dict[str, Any] = report["last"]
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
@@ -224,18 +220,19 @@ def compiler(report: Report) -> Html:
     late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
     late = [event for event in report["events"] if event.get("kind") in late_kinds]
     # A run that recompiles at every step would make the page too long to open.
-    reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
+    whys = [el("pre", values.value_text(event.get("text"))) for event in late[:20]]
+    reasons = [el("h3", "Why"), whys] if late else None
     tables = el(
         "div",
-        html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
-        html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
+        values.html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
+        values.html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
     both = el("div", facts(counts, "Graphs"), tables, class_="two")
     return section("compile", "Compiler", both, reasons, lead=report["compiling"])
 
 
 def events(report: Report) -> Html:
-    """Return the section on what happened that should not, by step."""
+    """Return the section on unwanted events, by step."""
     rows: Rows = report["events"]
     if not rows:
         lead = "None: no recompile, no value that was not finite, no spike, no waiting for data."
@@ -243,25 +240,26 @@ def events(report: Report) -> Html:
     cells = [
         [
             format_value(drawable_number(row.get("step"))),
-            _EVENTS.get(str(row.get("kind")), value_text(row.get("kind"))),
-            value_text(row.get("text")),
-            moment(row.get("time")),
+            _EVENTS.get(str(row.get("kind")), values.value_text(row.get("kind"))),
+            values.value_text(row.get("text")),
+            values.moment(row.get("time")),
         ]
         for row in rows[:_MAX_EVENTS]
     ]
     cut = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
-    return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=cut)
+    table = values.html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3))
+    return section("events", "Events", table, lead=cut)
 
 
 def settings_section(report: Report) -> Html:
-    """Return the section on settings that differ from the defaults, and from the other run where there is one."""
+    """Return the section on settings that differ from the defaults, and from the other run if there is one."""
 
     def table(rows: Rows, second: str, titles: Sequence[str], caption: str) -> Html | None:
-        cells = [[row["key"], setting(row["value"]), setting(row[second])] for row in rows]
-        return html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
+        cells = [[row["key"], values.setting(row["value"]), values.setting(row[second])] for row in rows]
+        return values.html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
 
     parts = []
-    # The other run's settings first: whoever names a second run asks what differs.
+    # The other run's settings first: a user who names a second run wants the differences.
     if report["against"]:
         its = report["against"]["run"]["name"]
         other = table(report["against"]["config_diff"], "other", ("this run", its), f"Different in {its}")

@@ -16,41 +16,12 @@ from urllib.parse import quote
 
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
-from sftkit.reports import details
+from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.charts import Series, ValueAxis, interval_chart
+from sftkit.reports.charts import Series, ValueAxis, figure, interval_chart
 from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, standing
 from sftkit.reports.compare import speed_words
-from sftkit.reports.components import (
-    check_table,
-    facts,
-    figure,
-    folded,
-    html_document,
-    html_table,
-    macros,
-    section,
-    value_text,
-)
-from sftkit.reports.values import (
-    NONE,
-    Html,
-    Report,
-    Rows,
-    applies,
-    checkpoint,
-    drawable_number,
-    duration,
-    el,
-    format_interval,
-    format_value,
-    join,
-    mapping,
-    moment,
-    on_cpu,
-    parameters,
-    passed,
-)
+from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
@@ -86,33 +57,19 @@ _MAX_SOURCES = 6
 
 
 def proof(report: Report) -> Html:
-    """Return the section on each check that the run made of itself, with what was found and what was expected."""
+    """Return the section on the run's checks of itself, each with the value found and the value expected."""
     rows: Rows = report["proof"]
     if not rows:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
         return section("proof", "Proof", lead=lead)
     # None is a check that was not made, and neither passes nor fails.
-    states = [passed(row) for row in rows if applies(row)]
-    failed = [value_text(row.get("name")) for row in rows if passed(row) is False]
+    states = [values.passed(row) for row in rows if values.applies(row)]
+    failed = [value_text(row.get("name")) for row in rows if values.passed(row) is False]
     words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
-    # Hardware, commit and the versions that decide numbers and speed.
-    found = report["environment"]
-    packages = mapping(found.get("packages"))
-    names = ("torch", "transformers", "accelerate", "sftkit")
-    made = {
-        "hardware": " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key)),
-        "commit": found.get("git"),
-        "versions": ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name)),
-        "Python": found.get("python"),
-    }
-    tables = (
-        check_table(rows),
-        facts({name: value for name, value in made.items() if value}, "Made with"),
-        facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
-    )
-    return section("proof", "Proof", *tables, lead="; ".join(words) + ".")
+    logits = values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded")
+    return section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
 
 
 def curves(report: Report) -> Html:
@@ -120,7 +77,7 @@ def curves(report: Report) -> Html:
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     # Memory of a CPU run is a process's resident set; two runs share their charts, so one word has to fit both.
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
-    rank = "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
+    rank = "process" if any(values.on_cpu(run["device"]) for run in runs) else "GPU"
     found = [
         figure(title, unit.format(rank=rank), _series(report, metrics, scale), ValueAxis(zero=zero))
         for title, unit, metrics, scale, zero in CURVES
@@ -137,9 +94,9 @@ def curves(report: Report) -> Html:
     # Every logged name with its last, lowest and highest value, folded away.
     rows = []
     for name, curve in sorted(report["curves"].items()):
-        values = [value for _, value in curve if value is not None]
-        rows.append([name, report["last"].get(name), min(values, default=None), max(values, default=None)])
-    every = folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
+        known = [value for _, value in curve if value is not None]
+        rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
+    every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
     return section("curves", "Curves", *parts, el("div", shown, class_="charts"), details.experts(report), every)
 
 
@@ -184,7 +141,8 @@ def evaluations_section(report: Report) -> Html:
         for part in ("settings", "metrics")
         if row[part]
     ]
-    parts += [folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2)))] if cells else []
+    if cells:
+        parts.append(values.folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2))))
     return section("evaluations", "Evaluations", *parts, validation)
 
 
@@ -197,7 +155,7 @@ def _evaluation_table(report: Report, newest: Rows) -> Html:
     cells = []
     for row in newest:
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(row["task"]), row["metric"], _share(row["value"]), format_interval(row) or NONE]
+        cell = [_task(row["task"]), row["metric"], _share(row["value"]), values.format_interval(row) or NONE]
         cell += [row["chance"], row["examples"], step]
         cell += [_share(first.get((row["task"], row["metric"]), {}).get("value"))] if moved else []
         cell += [_others_at(row, other)] if other else []
@@ -207,7 +165,7 @@ def _evaluation_table(report: Report, newest: Rows) -> Html:
 
 
 def _others_at(row: dict[str, Any], other: Report) -> str:
-    """Return the other run's value at the step of an evaluation; where it has none there, its newest with the step."""
+    """Return the other run's value at the step of an evaluation; if it has none there, its newest with the step."""
     every = [*other["evaluations"], *other["final"]]
     its = [each for each in every if (each["task"], each["metric"]) == (row["task"], row["metric"])]
     # At equal steps if there are any: two models are compared after as much training.
@@ -238,7 +196,8 @@ def _over_steps(report: Report) -> list[Html]:
                 own = rows
             label = run["run"]["name"] if report["against"] else metric
             # Intervals of two lines would lie on each other: only this run's are drawn.
-            bars = [(row["step"], row["low"], row["high"]) for row in rows if run is report and format_interval(row)]
+            known = [row for row in rows if run is report and values.format_interval(row)]
+            bars = [(row["step"], row["low"], row["high"]) for row in known]
             points = [(row["step"], row["value"]) for row in rows]
             series.append(Series(label, points, other=run is not report, intervals=bars))
         # A single point is in the table already, and parts of a task would be as many charts as it has families.
@@ -292,8 +251,8 @@ def render_report(report: Report) -> str:
         details.environment_section(report),
     )
     words = "Made from the files of the run directory; report.json beside this page has the same content as data."
-    body = join(header, el("main", parts), el("footer", words))
-    return html_document(f"{report['run']['name']} · training report", body)
+    body = values.join(header, el("main", parts), el("footer", words))
+    return values.html_document(f"{report['run']['name']} · training report", body)
 
 
 def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
@@ -302,23 +261,24 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
     model: str | Html | None = value_text(run["model"]) if run["model"] else None
     if run["parent_report"] is not None:
         model = el("span", "from ", el("a", model, href=quote(run["parent_report"])))
-    size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
+    size = f"({values.parameters(run['parameters'])} parameters)" if run["parameters"] else ""
     if run["trained_parameters"]:
-        size = f"(trains {parameters(run['trained_parameters'])} of {parameters(run['parameters'])} parameters)"
+        trained = values.parameters(run["trained_parameters"])
+        size = f"(trains {trained} of {values.parameters(run['parameters'])} parameters)"
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
-    steps = drawable_number(status.get("step"))
-    total = drawable_number(status.get("total_steps"))
+    steps = values.drawable_number(status.get("step"))
+    total = values.drawable_number(status.get("total_steps"))
     numbers = (
         ("tokens", summary.get("tokens"), format_value),
-        ("in steps", summary.get("train_seconds"), duration),
-        ("warm-up", summary.get("warm_up_seconds"), duration),
-        ("", status.get("time"), moment),
+        ("in steps", summary.get("train_seconds"), values.duration),
+        ("warm-up", summary.get("warm_up_seconds"), values.duration),
+        ("", status.get("time"), values.moment),
     )
     return [
         (size, model),
         ("", value_text(device) if device else None),
         (f"of {format_value(total)} steps" if total else "steps", format_value(steps) if steps is not None else None),
-        *((name, words(value)) for name, value, words in numbers if drawable_number(value)),
+        *((name, words(value)) for name, value, words in numbers if values.drawable_number(value)),
     ]
 
 
@@ -354,7 +314,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Everything is built before anything is written: an error leaves the earlier report whole.
     texts = {data: content, target: visible(render_report(report))}
-    if out is None and (folder := checkpoint(run_dir)) is not None:
+    if out is None and (folder := values.checkpoint(run_dir)) is not None:
         card = folder / CARD
         texts[card] = visible(model_card(report, licence(card)))
     for path, text in texts.items():
@@ -363,8 +323,8 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
 
 
 def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
-    """Write the report where it must neither fail nor delay the run; `print_line` gets where it
-    is, or why there is none."""
+    """Write the report where it must neither fail nor delay the run; `print_line` gets where it is, or why there is
+    none."""
 
     def work() -> None:
         try:
@@ -382,6 +342,6 @@ def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, ma
 
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
-    """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
+    """Write again the report of the run that a folder with results lies in; do nothing if it lies in none."""
     if (run_dir := run_of(folder)) is not None:
         try_report(run_dir, print_line)

@@ -1,8 +1,9 @@
-"""What all parts of a report use: values as people read them, readers of a run's files, and markup.
+"""Shared by all parts of a report: values as people read them, readers of a run's files, markup, and the macros of
+page.html.jinja as functions.
 
 Files may be missing, cut short by a kill, or written by another version. Numbers get four significant digits, with
-thousands set apart, and times hours and minutes. Text that is not markup already is escaped, so text from data can
-never become markup.
+thousands set apart, and times hours and minutes. Functions that return markup escape text that is not markup already,
+so text from data can never become markup.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
 from sftkit.models.files import frozen_in_files, num_elements
+from sftkit.rundir.files import clean
 from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
-"What reports.collect gathers of a run, by section."
+"The content of a run's files by section, as reports.collect gathers it."
 _LARGEST_NUMBER = 1e100
 "Numbers from here on are not drawn: an axis with them would overflow. NaN is not below it either."
 
@@ -35,17 +38,6 @@ def drawable_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST_NUMBER else None
-
-
-def clean(value: Any) -> Any:
-    """Return the value as strict JSON: NaN and infinities, which JSON does not have, become null."""
-    if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def dicts(value: Any) -> Rows:
@@ -69,8 +61,8 @@ def applies(check: dict[str, Any]) -> bool:
 
 
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
-    """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file
-    is `optional` and missing."""
+    """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file is `optional` and
+    missing."""
     try:
         return clean(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -82,8 +74,8 @@ def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
 
 
 def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
-    """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last
-    one) are counted in `notes`."""
+    """Return the JSON objects of a file of lines; lines that are none (a kill cuts the last one) are counted in
+    `notes`."""
     try:
         # Not splitlines: a line separator such as U+2028 inside a text ends no row.
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -111,8 +103,8 @@ def checkpoint(run_dir: Path) -> Path | None:
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Return the parameters in the safetensors files of a folder, from their headers; None if there
-    are none or one is damaged."""
+    """Return the parameters in the safetensors files of a folder, from their headers; None if there are none or one is
+    damaged."""
     with suppress(ConfigError, OSError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
     return None
@@ -136,7 +128,7 @@ NONE = "–"
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Return a number with four significant digits and its unit; a dash where there is none. Texts stay as they are."""
+    """Return a number with four significant digits and its unit; a dash if there is none. Texts stay as they are."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -152,7 +144,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def format_interval(row: Mapping[str, Any]) -> str | None:
-    """Return `0.401 to 0.461`, the interval of an evaluation; None where an end of it is not known."""
+    """Return `0.401 to 0.461`, the interval of an evaluation; None if an end of it is not known."""
     if row.get("low") is None or row.get("high") is None:
         return None
     return f"{row['low']:.3f} to {row['high']:.3f}"
@@ -207,12 +199,12 @@ def ticks(low: float, high: float, num_ticks: int = 4) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers in [low, high] for a logarithmic axis: powers of ten, with multiples
-    of those if they are few."""
+    """Return round numbers in [low, high] for a logarithmic axis: powers of ten, with multiples of those if they are
+    few."""
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for factors in ((1,), (1, 3), (1, 2, 5)):
         found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
-        # As few as three tell a scale; more than six would touch.
+        # Three are enough to show a scale; more than six would touch.
         if len(found) >= 3:
             return found[:: -(-len(found) // 6)]
     return found if len(found) >= 2 else ticks(low, high)
@@ -233,8 +225,8 @@ Html = Markup
 
 
 def el(name: str, /, *children: Any, **attributes: Any) -> Html:
-    """Return an element. Children are markup, text, numbers, lists of those, or None; attributes
-    that are None are left out.
+    """Return an element. Children are markup, text, numbers, lists of those, or None; attributes that are None are left
+    out.
 
     `class_` is the attribute class, `aria_label` aria-label and so on.
     """
@@ -248,3 +240,55 @@ def join(*children: Any) -> Html:
     """Return several children as one element of markup."""
     flat = (join(*child) if isinstance(child, list | tuple) else child for child in children if child is not None)
     return Html().join(flat)
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_MAX_VALUES = 12
+
+
+def value_text(value: Any) -> str:
+    """Return any value of a setting or a fact as text."""
+    if value is None:
+        return NONE
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return f"{len(value)} values" if len(value) > _MAX_VALUES else ", ".join(map(format_value, value)) or NONE
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return format_value(value)
+
+
+templates = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=lambda name: str(name).endswith(".html.jinja"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+templates.filters |= {"text": value_text, "flat": join}
+templates.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
+macros: Any = templates.get_template("page.html.jinja").module
+badge, section, html_table, check_table = macros.badge, macros.section, macros.html_table, macros.check_table
+headline_tiles, folded, facts = macros.headline_tiles, macros.folded, macros.facts
+
+
+def html_document(title: str, body: Html, more_style: str = "") -> str:
+    """Return a page that loads nothing and runs nothing."""
+    return str(macros.html_document(title, body, more_style))
+
+
+def setting(value: Any) -> Html:
+    """Return a setting as it is written in a recipe."""
+    return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+    """Return (titles, cells) of the columns that any row has."""
+    present = [key for key in names if any(row.get(key) is not None for row in rows)]
+    return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
+
+
+def plain_numbers(values: Any) -> list[float]:
+    """Return the numbers of a list, none if any item is no number."""
+    # All or nothing: numbers with gaps would no longer match their edges or layers.
+    found = [drawable_number(value) for value in values] if isinstance(values, list) else []
+    return [value for value in found if value is not None] if None not in found else []

@@ -76,6 +76,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def clean(value: Any) -> Any:
+    """Return the value as strict JSON: NaN and infinities, which JSON does not have, become null."""
+    if isinstance(value, dict):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
 def own_name(path: Path) -> Path:
     """Return a path next to `path` that no other process uses. A file created there has the mode that the umask gives;
     files of tempfile are closed to all other users, and stay so when they are renamed."""

@@ -1,4 +1,4 @@
-"""Evaluation tasks by name: what each asks, where its rows are, how answers are judged. No torch."""
+"""Evaluation tasks by name: their prompts, their rows, their judges. No torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPT_FORMATS = ("completion", "chat")
 
 
 def check_names(config: EvalConfig) -> None:
-    """Refuse names of tasks that the settings alone show to be wrong.
+    """Reject names of tasks that are wrong by the settings alone.
 
     Raises:
-        ConfigError: which of them, a line each.
+        ConfigError: a line for each of them.
     """
     problems = eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
     if lines := "\n".join(f"{key}: {what}" for key, what in problems):

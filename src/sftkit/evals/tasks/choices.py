@@ -1,7 +1,7 @@
 """Tasks with choices: ARC, OpenBookQA, HellaSwag, PIQA, BoolQ, MMLU and TruthfulQA.
 
-Each row becomes an `Item`; `DESIGNS` says how, and where the rows are. Prompts of format "completion" are those of
-lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
+Each row becomes an `Item`; `DESIGNS` has the function and the place of the rows. Prompts of format "completion" are
+those of lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Item(NamedTuple):
     prompt: str
     "format completion: the text that one of the choices continues, after a space"
     question: str
-    "format chat: what stands above the lettered options"
+    "format chat: the text above the lettered options"
     choices: Sequence[str]
     gold: tuple[int, ...]
     "indices of the right ones"
@@ -105,8 +105,8 @@ def piqa(row: data.CheckedRow, format: str) -> Item:
 
 
 def boolq(row: data.CheckedRow, format: str) -> Item:
-    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false,
-    true) as in BoolQ itself."""
+    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false, true)
+    as in BoolQ itself."""
     question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
     column = "answer" if "answer" in row else "label"
     return Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
@@ -163,7 +163,7 @@ def _answers(row: data.CheckedRow, column: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Design:
-    """What makes one task with choices different from the others."""
+    """The differences between tasks with choices."""
 
     item: Callable[[data.CheckedRow, str], Item]
     "row, format -> item"
@@ -173,7 +173,7 @@ class Design:
     files: tuple[str, ...] = ()
     "names of the rows' file; (): NAME_SPLIT"
     metric: str = "acc_norm"
-    "the metric that stands for the task; in a chat acc, of the letter, in place of acc_norm"
+    "the main metric of the task; in a chat acc, of the letter, replaces acc_norm"
     one_more: bool = False
     "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
     preamble: str = ""
@@ -204,7 +204,7 @@ DESIGNS = {
 def build(
     name: str, read: data.Read, shots: int | None, format: str, max_examples: int | None
 ) -> Task[Choices, Likelihoods]:
-    """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+    """Return the task. `shots` None: no shots, as is lm-evaluation-harness's default."""
     design = DESIGNS[name]
     shots = shots or 0
     drawn: Sequence[Sequence[data.CheckedRow]]
@@ -314,7 +314,7 @@ def judge_mc2(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
 
 
 JUDGES = {"acc": judge_acc, "acc_norm": judge_acc_norm, "mc2": judge_mc2}
-"Metric that stands for a task -> its judge."
+"Main metric of a task -> its judge."
 
 
 def _is_right(example: Choices, scores: Sequence[float]) -> float:

@@ -74,8 +74,8 @@ def build(name: str, read: Read, shots: int | None, format: str, max_examples: i
 
 
 def code_of(answer: str) -> str:
-    """Return the first Python block of a chat answer, else its first block, else all of it; a block
-    without end runs to the end."""
+    """Return the first Python block of a chat answer, else its first block, else all of it; a block without end runs to
+    the end."""
     blocks = list(CODE_BLOCK.finditer(answer))
     python = [block for block in blocks if block["language"].lower() in ("python", "python3", "py")]
     return next((block["code"] for block in [*python, *blocks]), answer)

@@ -20,7 +20,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """One split of one data set: what its files are called in a folder, and where it is on the hub."""
+    """One split of one data set: the names of its files in a folder, and its place on the hub."""
 
     files: tuple[str, ...]
     "names without suffix, best first: gsm8k_test is found as gsm8k_test.jsonl.gz, gsm8k_test.parquet, ..."
@@ -30,7 +30,7 @@ class DatasetSplit:
 
 
 class CheckedRow(dict[str, Any]):
-    """A row that says where it is when a column is missing or is not what it must be: a DataError."""
+    """A row that raises a DataError with its place if a column is missing or has another type."""
 
     def __init__(self, values: dict[str, Any], origin: str, index: int) -> None:
         super().__init__(values)
@@ -61,8 +61,8 @@ class CheckedRow(dict[str, Any]):
         return value
 
     def number(self, column: str, below: int) -> int:
-        """Return the whole number in a column, 0 <= number < `below`; "2" and false count as numbers,
-        as data sets write them."""
+        """Return the whole number in a column, 0 <= number < `below`; "2" and false count as numbers, as data sets
+        write them."""
         value = self[column]
         number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
         if not 0 <= number < below:
@@ -71,7 +71,7 @@ class CheckedRow(dict[str, Any]):
 
 
 Read = Callable[[DatasetSplit], list[CheckedRow]]
-"What a task's `build` gets: all rows of a split, at least one."
+"The argument of a task's `build` that reads all rows of a split, at least one."
 
 
 def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
@@ -151,7 +151,7 @@ def _hub_name(split: DatasetSplit) -> str:
     return f"{split.hub} ({f'subset {split.subset}, ' if split.subset else ''}split {split.split}) of the hub"
 
 
-# ---- shots, and what a task says of its rows -------------------------------------------------------------------------
+# ---- shots, and settings of a task -----------------------------------------------------------------------------------
 
 SHOTS_SEED = 1234
 "lm-evaluation-harness's fewshot_random_seed."
@@ -201,5 +201,5 @@ def drawn_shots(
 
 def conversation(shots: Sequence[tuple[str, str]], question: str) -> tuple[Message, ...]:
     """Return a user's question after turns of (question, answer)."""
-    said = [text for shot in shots for text in shot] + [question]
-    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said))
+    texts = [text for shot in shots for text in shot] + [question]
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))
