@@ -212,6 +212,8 @@ _REMOVED = {
     "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.notes": "set the environment variable WANDB_NOTES",
     "log.tags": "set the environment variable WANDB_TAGS, with commas between the tags",
+    "optim.implementation": "leave it out: the default update was faster wherever both were measured",
+    "optim.static_gradients": "leave it out: it belonged to optim.implementation",
     "model.gradient_checkpointing": "train.memory=balanced or low recomputes activations, compiled or not",
 }
 "Keys of earlier versions -> what to do instead."

@@ -95,8 +95,7 @@ class Blocks:
                     compiling.use_symmetric_memory(group)
                     stack.enter_context(compiling.mergeable_products(cfg.compile))
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
-            arguments = compiling.compile_arguments(cfg.compile)
-            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
+            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
             self._at_close, self._write_logs = stack.pop_all(), write_logs
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped

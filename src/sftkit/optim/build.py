@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,19 +14,15 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
-from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
 
-def build_optimizer(
-    model: PreTrainedModel, optim: OptimConfig, seed: int = 0, graph: Mapping[str, Any] | None = None
-) -> Optimizer:
+def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0) -> Optimizer:
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
 
     Args:
         model: in fp32 or bf16; with bf16 the optimizer keeps what the weights would lose.
         seed: of stochastic rounding; the same on every rank.
-        graph: arguments of torch.compile for an update that is one graph (optim.implementation).
 
     Raises:
         ConfigError: the optimizer does not fit the model's precision or sharding, needs decoder blocks that
@@ -48,8 +42,6 @@ def build_optimizer(
             f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
             f"which both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
         )
-    if optim.implementation != "auto":
-        return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
     module, _, function = spec.code.partition(":")
     try:
         build: Build = getattr(importlib.import_module(module), function)
