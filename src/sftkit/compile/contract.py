@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,23 +205,14 @@ def undo_compile(model: torch.nn.Module) -> None:
     torch.compiler.reset()
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that build their graphs together."""
-
-    any_rank: Callable[[bool], bool]
-    "returns whether the flag is set on any rank, so that all fall back together"
-    sharded: bool = False
-    """they wait for each other in forward and backward, so a small function first finds out whether all can compile,
-    and an error of one rank after that ends the run"""
-
-
 def warm_up(
     model: torch.nn.Module,
     run_shape: Callable[[int, int], None],
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
-    ranks: Ranks,
+    any_rank: Callable[[bool], bool],
+    *,
+    sharded: bool = False,
 ) -> bool:
     """Build every graph: a forward and backward pass of each declared shape.
 
@@ -230,6 +221,9 @@ def warm_up(
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         shapes: (rows, row length) of each.
+        any_rank: returns whether a flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other in forward and backward. So a small function first finds out whether all can
+            compile, and an error of one rank after that ends the run.
 
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
@@ -247,8 +241,8 @@ def warm_up(
         run(shapes[-1:])  # nothing to build, but the largest batch must fit
         return False
     # Sharded ranks meet in the first forward pass already. If one had no compiler there, the others would wait forever.
-    error: Exception | None = _compiler_problem(compile) if ranks.sharded else None
-    if ranks.sharded and ranks.any_rank(error is not None):
+    error: Exception | None = _compiler_problem(compile) if sharded else None
+    if sharded and any_rank(error is not None):
         return _fall_back(model, compile, error)
     try:
         # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
@@ -256,11 +250,11 @@ def warm_up(
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:
-        if ranks.sharded:
+        if sharded:
             raise
         error = caught
     model.zero_grad(set_to_none=True)
-    if not ranks.any_rank(error is not None):
+    if not any_rank(error is not None):
         return True
     if error is not None:
         # An error that eager execution has too is not the compiler's fault: it is raised from here.

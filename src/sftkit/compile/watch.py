@@ -399,8 +399,9 @@ class Records:
 
 def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
     """Return the records of this rank, so far."""
-    recompiles, breaks = int(watch.counts()["compile/recompiles"]), watch.graph_break_reasons()
+    breaks = watch.graph_break_reasons()
     texts = watch.recompile_kinds(), watch.fallback_kinds(), breaks, watch.late_cuda_graphs(), hooks
+    recompiles = int(watch.counts()["compile/recompiles"])
     return Records(recompiles, watch.fallbacks, watch.in_evaluation, *map(tuple, texts))
 
 
@@ -411,21 +412,19 @@ class RecordsOfRanks:
         self._rt = rt
         self._ranks = [Records()] * rt.world_size
 
-    def exchanged(self, own: Records) -> Records:
-        """Return the records of all ranks; every rank must call it.
+    def together(self, own: Records, *, exchange: bool) -> Records:
+        """Return the records of all ranks.
 
-        It exchanges one flag, and the records only where those of a rank have changed.
+        Args:
+            exchange: every rank calls this; the records travel only if those of a rank have changed. False: training
+                ended with an error and ranks do not wait for each other, so the others' are those last exchanged.
         """
-        if self._rt.any_rank(own != self._ranks[self._rt.rank]):
+        here = self._rt.rank
+        if not exchange:
+            return together([*self._ranks[:here], own, *self._ranks[here + 1 :]])
+        if self._rt.any_rank(own != self._ranks[here]):
             self._ranks = self._rt.gathered(own)
         return together(self._ranks)
-
-    def known(self, own: Records) -> Records:
-        """Return this rank's records as they are now, and those of the others as last exchanged.
-
-        For training that ends with an error, when ranks do not wait for each other.
-        """
-        return together([own if rank == self._rt.rank else told for rank, told in enumerate(self._ranks)])
 
 
 def together(ranks: Sequence[Records]) -> Records:

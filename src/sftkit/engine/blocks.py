@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,14 +13,12 @@ from pathlib import Path
 
 from sftkit.compile import cache as compile_cache
 from sftkit.compile import modules as compiling
-from sftkit.compile.contract import HookWatch, Ranks, compile_model, step_contract, warm_up
+from sftkit.compile.contract import HookWatch, compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, note, records_of, under_way
 from sftkit.config.schema import Config
-from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
-from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
+from sftkit.engine.step import TrainStep, shape_runner
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
 from sftkit.models.float8 import apply_fp8
@@ -29,14 +27,12 @@ from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import as_whole, distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +51,8 @@ class Blocks:
         Raises:
             ConfigError: the recipe asks for what this model, layout or machine cannot do.
         """
-        orig_model, layout = training.orig_model, training.layout
+        orig_model = training.orig_model
+        layout = training.layout
         compiling.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
             write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
@@ -70,7 +67,7 @@ class Blocks:
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-                unused = "; train.pipeline_layers has no effect" * (cfg.train.pipeline_layers is not None)
+                unused = "; train.pipeline_layers has no effect" if cfg.train.pipeline_layers else ""
                 rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
             # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
@@ -86,8 +83,10 @@ class Blocks:
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
-            budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
-            stack.enter_context(compiling.compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
+            switches = compiling.compiler_switches(
+                cfg.compile, plan.activation_memory_budget, modules * len(layout.shapes), dynamic_layout=layout.dynamic
+            )
+            stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
                 stack.enter_context(compiling.exchanges_hidden())
@@ -97,10 +96,17 @@ class Blocks:
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
-            self._at_close, self._write_logs = stack.pop_all(), write_logs
-        self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
-        self.training, self.forward = training, model
-        self._train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+            self._at_close = stack.pop_all()
+        self._write_logs = write_logs
+        self._cfg = cfg
+        self._rt = rt
+        self._plan = plan
+        self._wrapped = wrapped
+        self.training = training
+        self.forward = model
+        train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        self.step = train_step.step
+        self.gradients = train_step.gradients
         stages = stages_of(orig_model)
         self.setup = Setup(
             attention=choice.backend,
@@ -120,16 +126,14 @@ class Blocks:
         self._records = RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
-    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
-        """See engine.Engine.gradients."""
-        parameters = list(parameters_of(self.optimizer.param_groups))
-        gradients_of_rank(self._wrapped, parameters, self.model.objective, self._rt, batches, divisor)
-
     @contextmanager
     def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Run the worst-case batch of every declared shape, forward and backward, with the optimizer's memory reserved.
         This builds every graph, and ends a run that does not fit in memory."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self.training.layout
+        cfg = self._cfg
+        rt = self._rt
+        orig_model = self.model.orig_model
+        layout = self.training.layout
         started = time.perf_counter()
         orig_model.train()
         losses: Losses = {}
@@ -138,8 +142,9 @@ class Blocks:
         with working(under_way(cfg.compile, self._code_key)), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
-                self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
+                self.compiled = warm_up(
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
+                )
             # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
             if not self.compiled:
                 self.model.backend = eager_backend(self.model.backend, orig_model)
@@ -188,13 +193,6 @@ class Blocks:
         with contract, oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim):
             yield
 
-    def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
-        """Run the forward and backward passes of all micro-batches and one update, which clips; see
-        engine.step.optimizer_step."""
-        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Count what is compiled within the context, which should be nothing. Within it the model of a pipeline can be
@@ -206,13 +204,14 @@ class Blocks:
         """Return what the compiler did on all ranks, from its own records."""
         assert self._hooks is not None, "warm_up comes first"
         own = records_of(self.watch, self._hooks.unheeded())
-        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        records = self._records.together(own, exchange=error is None)
         counts = {**self.watch.counts(), **self._own_metrics}
         return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
         """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""
-        write, self._write_logs = self._write_logs, lambda: None
+        write = self._write_logs
+        self._write_logs = lambda: None
         try:
             write()
         except OSError as error:

@@ -20,7 +20,7 @@ from sftkit.data.batches.collate import Batch, documents
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.documents import plain_sums, rows_of_batch
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
-from sftkit.engine.step import RankSums, exchange, worst_case_batch
+from sftkit.engine.step import exchange, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import output_projection
@@ -106,8 +106,8 @@ class Reference:
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
         # Every rank has the whole gradients by now, so each gives its share of the norm.
-        sums = RankSums(squared / self._rt.world_size, totals, batches.divisor)
-        grad_norm, flags = exchange(sums, self._rt, stop=stop, spikes=spikes)
+        share = squared / self._rt.world_size
+        grad_norm, flags = exchange(share, totals, batches.divisor, self._rt, stop=stop, spikes=spikes)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))

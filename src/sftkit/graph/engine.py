@@ -22,10 +22,8 @@ from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
 from sftkit.config.rules import Problem, graph_mesh_problems, no_experts, passes_off_gpu, unshared_experts
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.tables import CHECKPOINTING, PASSES
-from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
-from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner, worst_case_batch
+from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
@@ -39,13 +37,11 @@ from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
 
 
 def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
@@ -188,32 +184,29 @@ class GraphEngine:
             # they are sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             self._at_close = stack.pop_all()
-        # Nothing is captured yet: the warm-up does that, and begins the watches.
+        # Nothing is captured yet: the warm-up does that.
         size = checkpoint_bytes(orig_model, plan)
         self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
-        self._train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        self.step = train_step.step
+        self.gradients = train_step.gradients
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
-        self._watch: CompileWatch | None = None
+        self.watch = CompileWatch()
+        self._at_close.callback(self.watch.close)
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
-
-    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
-        """See engine.Engine.gradients."""
-        parameters = list(parameters_of(self.optimizer.param_groups))
-        gradients_of_rank(self.captured, parameters, self.model.objective, self._rt, batches, divisor)
 
     @contextmanager
     def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Capture every declared shape, and run its worst-case batch forward and backward with the
         optimizer's memory reserved."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self.training.layout
-        # From here on all that torch compiles is counted. The optimizer may compile even where graphs
-        # are only captured.
-        self._watch = watch = CompileWatch()
-        self._at_close.callback(watch.close)
+        cfg = self._cfg
+        rt = self._rt
+        orig_model = self.model.orig_model
+        layout = self.training.layout
         started = time.perf_counter()
         # A graph is of the mode that it was captured in.
         orig_model.train()
@@ -229,7 +222,7 @@ class GraphEngine:
                 losses = self._run_shapes()
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on a capture or compile is late, and so is a hook: graphs do not contain it.
-            watch.warm_up_done()
+            self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model, captured=self.compiled)
             yield losses
         self._print_setup(print_line, time.perf_counter() - started)
@@ -319,19 +312,6 @@ class GraphEngine:
         with self.captured.contract(on_recompile), contract, oom:
             yield
 
-    def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
-        """Run the captured forward and backward passes, whose gradients are exchanged in each or in the last, and one
-        update."""
-        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
-
-    @property
-    def watch(self) -> CompileWatch:
-        """Return the watch of the compiler, which the warm-up begins."""
-        assert self._watch is not None, "warm_up comes first"
-        return self._watch
-
     def evaluating(self) -> AbstractContextManager[None]:
         """Count what is compiled within the context, where nothing should be."""
         return self.watch.evaluating()
@@ -350,7 +330,7 @@ class GraphEngine:
             fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
         # A run that failed cannot ask other ranks, which may be gone: it tells what it last heard of them.
-        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        records = self._records.together(own, exchange=error is None)
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
