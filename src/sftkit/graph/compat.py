@@ -1,6 +1,6 @@
-"""Every name of torch that its makers may change without notice, and that the graph engine stands on: nothing else in
-this room imports one. A name that this torch does not have is an error that says so; arguments that it does not have
-are left out.
+"""The names of torch that its makers may change without notice and that the graph engine needs: no other file of this
+room imports one. A name that this torch does not have is an error that says so. An argument that it does not have is
+left out.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import operator
 import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -32,13 +33,13 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
 def private(module: str, name: str) -> Any:
-    """Return an object of torch by its place.
+    """Return an object of torch by its module and its name there, which may have dots.
 
     Raises:
         ConfigError: this torch does not have it.
     """
     try:
-        return getattr(importlib.import_module(module), name)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise missing_name_error(f"{module}.{name}") from error
 
@@ -94,7 +95,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     Document ids are an input of the operator, so that a graph has none of them in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
-    operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
+    attend = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     inputs = (call.query, call.key, call.value)
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
@@ -103,7 +104,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
     # tensor would be a constant of the graph.
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
-    out, *_ = operator(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
+    out, *_ = attend(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
     return out
 
 
@@ -212,12 +213,9 @@ def _functional(name: str) -> Any:
     Raises:
         ConfigError: this torch does not have it.
     """
-    try:
-        # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and have been
-        # renamed (pytorch/pytorch#186125), while the operators keep their names.
-        return getattr(private("torch._ops", "ops")._c10d_functional, name)
-    except AttributeError as error:
-        raise missing_name_error(f"torch.ops._c10d_functional.{name}") from error
+    # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and were renamed
+    # (pytorch/pytorch#186125), while the operators keep their names.
+    return private("torch", f"ops._c10d_functional.{name}")
 
 
 def is_backward(node: Node) -> bool:
@@ -350,10 +348,10 @@ def _let_dependencies_be_traced() -> None:
     """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
     runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
     are wanted (pytorch/pytorch#165786, fixed by #168894)."""
-    operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
-    key = private("torch._C", "DispatchKey").Autograd
-    if not operator.has_kernel_for_dispatch_key(key):
-        operator.py_impl(key)(lambda after, subgraph, *args, **kwargs: subgraph(*args, **kwargs))
+    dependencies = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
+    key = private("torch._C", "DispatchKey.Autograd")
+    if not dependencies.has_kernel_for_dispatch_key(key):
+        dependencies.py_impl(key)(lambda after, subgraph, *args, **kwargs: subgraph(*args, **kwargs))
 
 
 def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -385,7 +383,7 @@ def boxed(graph: GraphModule) -> Boxed:
 
 
 def as_boxed(run: Boxed) -> Boxed:
-    """Return a function with AOTAutograd's mark of this calling convention."""
+    """Mark a function as one of AOTAutograd's calling convention: it empties the list of its arguments."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 

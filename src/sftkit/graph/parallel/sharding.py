@@ -1,8 +1,8 @@
-"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers
-it by `redistribute`.
+"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by
+`redistribute`.
 
-No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced
-into a graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
+There are no hooks and no state: the gather is an operator among others and its gradient a reduce-scatter, so both can
+be traced into a graph. Without a graph the model computes the same. Names of classes and parameters stay.
 """
 
 from __future__ import annotations
@@ -36,51 +36,33 @@ class ShardingSpec(NamedTuple):
     sharded"""
 
 
-class _Gathered(torch.autograd.Function):
-    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks
-    that read it.
+class _Read(torch.autograd.Function):
+    """A weight as a plain tensor: whole but for what stays sharded (`gathers`), or this rank's shard. Its gradient is
+    summed over the ranks that read it.
 
-    Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
+    Gradients are scattered first, so that only shards are summed over copies; `redistribute` alone sums whole ones.
     """
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.mesh, ctx.placements = param.device_mesh, param.placements
-        ctx.dtype, ctx.reduce_dtype = param.dtype, reduce_dtype
-        return param.redistribute(placements=[*param.placements[:-1], Replicate()]).to_local()
+    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None, gathers: bool) -> Tensor:  # noqa: FBT001
+        ctx.mesh = param.device_mesh
+        ctx.placements = param.placements
+        ctx.dtype = param.dtype
+        ctx.reduce_dtype = reduce_dtype
+        # A rank's own shard may have fewer rows than others', so the whole shape does not follow from it.
+        ctx.whole = {} if gathers else {"shape": param.shape, "stride": param.stride()}
+        return (param.redistribute(placements=[*param.placements[:-1], Replicate()]) if gathers else param).to_local()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        *parts, shards = _parts(ctx.placements)
-        gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
-        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, Partial()], run_check=False)
-        summed = summed.redistribute(placements=[*parts, shards]).redistribute(placements=ctx.placements)
-        return summed.to(ctx.dtype), None
-
-
-class _Local(torch.autograd.Function):
-    """The shard of a weight that this rank holds, whose gradient is summed over copies."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.dtype = param.device_mesh, param.placements, param.dtype
-        ctx.reduce_dtype, ctx.whole = reduce_dtype, (param.shape, param.stride())
-        return param.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        *parts, shards = _parts(ctx.placements)
-        shape, stride = ctx.whole  # a rank's own may be of fewer rows than others'
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        *copies, shards = [Partial() if place.is_replicate() else place for place in ctx.placements]
+        own = shards if ctx.whole else Partial()
         # Without copies nothing is summed, and a cast there and back would take memory for nothing.
-        if ctx.reduce_dtype is not None and any(part.is_partial() for part in parts):
+        if ctx.reduce_dtype is not None and any(part.is_partial() for part in (*copies, own)):
             gradient = gradient.to(ctx.reduce_dtype)
-        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, shards], run_check=False, shape=shape, stride=stride)
-        return summed.redistribute(placements=ctx.placements).to(ctx.dtype), None
-
-
-def _parts(placements: Sequence[Placement]) -> list[Placement]:
-    """Return how the ranks' gradients of a weight lie before copies are added up."""
-    return [Partial() if place.is_replicate() else place for place in placements]
+        summed = DTensor.from_local(gradient, ctx.mesh, [*copies, own], run_check=False, **ctx.whole)
+        summed = summed.redistribute(placements=[*copies, shards]).redistribute(placements=ctx.placements)
+        return summed.to(ctx.dtype), None, None
 
 
 def shard_for_graph(
@@ -138,7 +120,8 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
 
 def own_shard(module: torch.nn.Module, name: str) -> Tensor:
     """Return this rank's shard of a module's own parameter: a plain tensor."""
-    return _Local.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE])  # private, as in _read
+    # Private, as in _read.
+    return _Read.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE], False)  # noqa: FBT003
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
@@ -146,5 +129,5 @@ def _read(name: str, module: torch.nn.Module) -> Tensor | None:
     # come back to this function. torchtitan does the same (pytorch/torchtitan#1273).
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
-        return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])
+        return _Read.apply(param, module.__dict__[_REDUCE_DTYPE], True)  # noqa: FBT003
     return param

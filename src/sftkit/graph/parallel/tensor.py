@@ -162,10 +162,21 @@ def weight_placement(
     sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
     if mesh is not None:
         plan = PLANS[orig_model.config.model_type]
+        copies = [Replicate()] * (mesh.ndim - 2)  # between replicas
         for block in decoder_blocks(orig_model):
-            placements = _block_placements(plan, block, mesh["tensor"].size(), mesh.size(-1))
-            sharded |= {weight: _spec(mesh, *places) for weight, places in placements.items()}
-    others = _spec(every, Shard(0))
+            for name, param in block.named_parameters():
+                path, _, own = name.rpartition(".")
+                # Along which dimensions tensor-parallel ranks, and then shards, divide it.
+                if path in plan.columns:
+                    dims = (0, 0)
+                elif path in plan.rows and own == "weight":
+                    dims = (1, 0)
+                elif path in plan.experts:  # of few experts there is a part on every shard, too
+                    dims = (0, int((len(param) // mesh["tensor"].size()) % mesh.size(-1) > 0))
+                else:
+                    continue
+                sharded[block.get_submodule(path), own] = ShardingSpec(mesh, [*copies, *map(Shard, dims)])
+    others = ShardingSpec(every, [*[Replicate()] * (every.ndim - 1), Shard(0)])
     return lambda module, name: sharded.get((module, name), others)
 
 
@@ -205,26 +216,6 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _block_placements(
-    plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
-) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
-    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and
-    along which dimensions."""
-    placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
-    for module in _of_plan(block, plan.columns).values():
-        placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}
-    for module in _of_plan(block, plan.rows).values():
-        placements[module, "weight"] = Shard(1), Shard(0)
-    for module in _of_plan(block, plan.experts).values():
-        for name, param in module.named_parameters():  # of few experts there is a part on every shard, too
-            placements[module, name] = Shard(0), Shard(int((len(param) // ranks) % shards > 0))
-    return placements
-
-
 def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn.Module]:
     """Return the modules of these names that a block has."""
     return {name: module for name, module in block.named_modules() if name in names}
-
-
-def _spec(mesh: DeviceMesh, *placements: Any) -> ShardingSpec:
-    return ShardingSpec(mesh, [*[Replicate()] * (mesh.ndim - len(placements)), *placements])

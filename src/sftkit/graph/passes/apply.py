@@ -11,12 +11,12 @@ micro-batches keeps this order.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class Passes:
         """Change the captured graph, in place."""
         self._record("joint", "captured", graph)
         for spec in self._at("joint"):
-            _function(spec)(graph)
+            resolve_name(spec.fn)(graph)
             graph.recompile()
             self._record("joint", spec.name, graph)
 
@@ -161,7 +161,7 @@ class Passes:
         """Change a half, in place."""
         # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
         for spec in (*self._at("split"), *self._at("regions")):
-            _function(spec)(graph, for_inductor=self.for_inductor)
+            resolve_name(spec.fn)(graph, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
         # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
@@ -233,7 +233,7 @@ class Passes:
             return compat.boxed(graph)
         aliases = half.endswith("backward") and self._aliases
         with compat.kept_from_reuse(graph, aliases) if aliases else nullcontext():
-            return _function(codegen[0])(graph, examples, half)
+            return resolve_name(codegen[0].fn)(graph, examples, half)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
@@ -241,11 +241,6 @@ class Passes:
     def _record(self, name: str, after: str, graph: GraphModule, kept: int | None = None) -> None:
         counts = counts_of(graph)._replace(kept=kept)
         self.stages.append(Stage(name, after, counts, graph.print_readable(print_output=False)))
-
-
-def _function(spec: Pass) -> Any:
-    module, _, name = spec.fn.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:
