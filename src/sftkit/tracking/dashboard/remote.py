@@ -52,7 +52,8 @@ def identity(run_dir: Path, settings: Mapping[str, Any]) -> Identity:
     environment = settings.get("environment", {})
     found = (environment.get("device"), *(resolved.get(name) for name in ("topology", "attention", "layout")))
     folder = run_dir.parent.name
-    tags = dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own_tags(), *found) if tag)
+    own = os.environ.get("WANDB_TAGS", "").split(",")
+    tags = dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own, *found) if tag)
     return Identity(
         name=run_name(run_dir),
         group=os.environ.get("WANDB_RUN_GROUP") or (folder if folder not in ("", ALL_RUNS) else None),
@@ -61,11 +62,6 @@ def identity(run_dir: Path, settings: Mapping[str, Any]) -> Identity:
         notes=os.environ.get("WANDB_NOTES") or sentence(resolved, environment),
         settings=settings,
     )
-
-
-def own_tags() -> list[str]:
-    """Return the tags that the user gives in WANDB_TAGS, with commas between them."""
-    return [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
 
 
 def run_name(run_dir: Path) -> str:
@@ -197,7 +193,7 @@ class DashboardWriter:
         self.dashboard = dashboard
         self.dropped = 0
         "rows, tables and alerts that the dashboard did not get"
-        # What holds unless the thread says otherwise: a thread that is stuck can report nothing.
+        # Holds until the thread says otherwise: a thread that is stuck can report nothing.
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
         self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
@@ -218,14 +214,14 @@ class DashboardWriter:
         self.put(send)
 
     def put(self, call: DashboardCall) -> None:
-        """Put what is to be sent into the queue, or count it as lost where that is full."""
+        """Put a call into the queue, or count it as lost if the queue is full."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._lose(f"has not answered for {QUEUE_ROWS} rows")
 
     def _lose(self, reason: str) -> None:
-        """Count what did not get there; warn of the first."""
+        """Count a call that did not get there; warn of the first."""
         if self.dropped == 0:
             log.warning("%s %s; metrics.jsonl is still written", self.dashboard.name, reason)
         self.dropped += 1

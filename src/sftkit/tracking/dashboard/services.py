@@ -1,5 +1,5 @@
-"""What a dashboard gets of a run: how the run ends, proof.json and preflight.json as tables and numbers; and the
-services, wandb and trackio, behind the few methods that both have.
+"""The contents of a dashboard: the end of a run, proof.json and preflight.json as tables and numbers; and its services,
+wandb and trackio, behind the few methods that both have.
 """
 
 from __future__ import annotations
@@ -110,12 +110,10 @@ def proof_of(run_dir: Path) -> RunFile:
     if not checks:
         return RunFile()
     results = [check.get("ok") for check in checks if applies(check)]
-    rows = []
-    for check in checks:
-        verdict = VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY
-        rows.append({**check, "check": check.get("name"), "verdict": verdict})
-    counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
-    summary = {f"proof/{name}": count for name, count in counts.items()}
+    verdicts = [VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY for check in checks]
+    rows = [check | {"check": check.get("name"), "verdict": it} for check, it in zip(checks, verdicts, strict=True)]
+    names = {"proof/passed": True, "proof/failed": False, "proof/not_checked": None}
+    summary = {name: results.count(ok) for name, ok in names.items()}
     return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
 
 
@@ -291,8 +289,11 @@ class Means:
         return found
 
 
-class Trackio:
-    """A trackio run in the SQLite file of this machine. It has no summary: the newest row stands for a run."""
+class Trackio(Dashboard):
+    """A trackio run in the SQLite file of this machine.
+
+    It has no summary: the newest row stands for a run. Its threads are daemons, so there is nothing to abandon.
+    """
 
     name = "trackio"
 
@@ -312,9 +313,6 @@ class Trackio:
 
         self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: trackio has no such values."""
-
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Send an alert, at most one of a title in ALERT_SECONDS."""
         from trackio import AlertLevel
@@ -328,9 +326,6 @@ class Trackio:
     def finish(self, ending: Ending) -> None:
         """Send what is left."""
         self._run.finish()
-
-    def abandon(self) -> None:
-        """Do nothing: its threads are daemons, so nothing keeps the process alive."""
 
     def where(self, *, complete: bool) -> str | None:
         """Return the command that shows the run."""
