@@ -23,8 +23,18 @@ from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_ro
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
 from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, identity, open_dashboard
-from sftkit.tracking.dashboard.services import begun, ending_of, preflight_of, proof_of, record_table, shortened
+from sftkit.tracking.dashboard.remote import (
+    DashboardWriter,
+    begun,
+    ending_of,
+    first_line,
+    identity,
+    open_dashboard,
+    preflight_of,
+    proof_of,
+    record_table,
+    shortened,
+)
 
 log = logging.getLogger(__name__)
 CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
@@ -95,7 +105,7 @@ class Tracker:
         self._is_open = False
 
     def open(self) -> Tracker:
-        """Begin to write, once the run has done a step: before, the files may be those of an earlier run. Return self."""
+        """Begin to write, once the run has done a step: before, the files may be those of an earlier run."""
         self._is_open = True
         if not self.rt.is_main:
             return self

@@ -23,8 +23,7 @@ from sftkit.reports.values import format_value
 from sftkit.rundir import names as files
 from sftkit.rundir.files import read_metric_rows, read_object
 from sftkit.rundir.names import METRICS_FILE, is_archived, latest_checkpoint
-from sftkit.tracking.dashboard.remote import first_line, run_name
-from sftkit.tracking.dashboard.services import preflight_of, proof_of
+from sftkit.tracking.dashboard.remote import first_line, preflight_of, proof_of, run_name
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
 _DRAWN = {
