@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -74,11 +74,19 @@ def compile_model(
     if not compile.enabled:
         return 0
     if compile.modules is not None:
-        parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded=sharded)]
+        parts = list(named_parts(orig_model, compile, sharded=sharded).values())
+    elif compile.scope == "model" and not sharded:
+        parts = [(part, compile) for part in called(orig_model) if next(part.children(), None) is not None]
     else:
-        if sharded and compile.scope == "model":
+        if compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
-        parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
+        blocks = decoder_blocks(orig_model)
+        if not blocks:
+            raise ConfigError(
+                f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
+                "compile.scope=model or compile.enabled=false"
+            )
+        parts = [(module, compile) for module in blocks + small_modules(orig_model)]
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
@@ -87,19 +95,6 @@ def compile_model(
         else:
             compile_part(module, own, dynamic_layout=dynamic_layout)
     return len(parts)
-
-
-def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
-    """Return the modules that the scope compiles, each on its own."""
-    if scope == "model":
-        return [part for part in called(orig_model) if next(part.children(), None) is not None]
-    blocks = decoder_blocks(orig_model)
-    if not blocks:
-        raise ConfigError(
-            f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
-            "compile.scope=model or compile.enabled=false"
-        )
-    return blocks + small_modules(orig_model)
 
 
 def begin_step() -> None:
@@ -153,15 +148,19 @@ def step_contract(
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
+    stance: AbstractContextManager[object]
+    if on_recompile == "eager":
+        stance = eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
+    else:
+        stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
     # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_refuse_backward)
     try:
-        with _stance(on_recompile, fell_back):
+        with stance:
             yield
-    # torch raises a plain RuntimeError for a refusal (torch/_dynamo/eval_frame.py): its text is all that
-    # tells it apart.
+    # torch raises a plain RuntimeError for a rejection (torch/_dynamo/eval_frame.py): only its text identifies it.
     except RuntimeError as error:
         if RECOMPILE_REFUSED not in str(error):
             raise
@@ -170,13 +169,6 @@ def step_contract(
         # torch._dynamo.reset forgets all callbacks, and whoever is called within the context may have called it.
         if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
             dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
-
-
-def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
-    """Return the stance of torch.compiler for this setting, as a context."""
-    if on_recompile == "eager":
-        return eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
-    return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
 
 
 def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:
@@ -312,20 +304,14 @@ OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
 other passes than a step."""
 
 
-class Hook(NamedTuple):
-    """One hook of a module."""
-
-    module: str
-    kind: str
-    number: int
-
-
 class HookWatch:
     """Remembers a model's hooks when its step has been compiled, and finds those that the step does not respect."""
 
     def __init__(self, orig_model: PreTrainedModel, *, captured: bool = False) -> None:
         """Remember the hooks of the model. `captured`: the whole step is one graph, not single modules of it."""
-        self._model, self._hooks, self._captured = orig_model, _hooks(orig_model), captured
+        self._model = orig_model
+        self._hooks = _hooks(orig_model)
+        self._captured = captured
 
     def unheeded(self) -> list[str]:
         """Return a line, with what to do, for each kind of hook that the step does not run, or still
@@ -336,9 +322,9 @@ class HookWatch:
         now = _hooks(self._model)
         inside = self._inside() if now != self._hooks else set()
         changed = {
-            f"{hook.module}: {hook.kind} {'added' if hook in now else 'removed'} after the warm-up, {COMPILED}"
-            for hook in now ^ self._hooks
-            if hook.module in inside
+            f"{module}: {kind} {'added' if (module, kind, number) in now else 'removed'} after the warm-up, {COMPILED}"
+            for module, kind, number in now ^ self._hooks
+            if module in inside
         }
         runs = {module for part in called(self._model) for module in part.modules()}
         uncalled = {
@@ -370,14 +356,14 @@ def _of_library(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(OF_LIBRARIES)
 
 
-def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
-    """Return all hooks of the model, and those that torch runs for every module."""
+def _hooks(orig_model: PreTrainedModel) -> set[tuple[str, str, int]]:
+    """Return (module, kind, number) of all hooks of the model, and of those that torch runs for every module."""
     owners: list[tuple[str, Any]] = [(name or _ROOT, vars(module)) for name, module in orig_model.named_modules()]
     # Private: torch keeps the hooks of every module in globals of its module, and lists them nowhere.
     everywhere = {field: getattr(torch_module, f"_global{field}") for field in _KINDS}
-    return frozenset(
-        Hook(name, kind, number)
+    return {
+        (name, kind, number)
         for name, hooks in [*owners, (EVERY_MODULE, everywhere)]
         for field, kind in _KINDS.items()
         for number in hooks[field]
-    )
+    }

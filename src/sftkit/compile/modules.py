@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, get_origin
+from typing import Any, get_origin
 
 import torch
 import torch._dynamo
@@ -53,37 +53,31 @@ ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 [B, T, H], masks [B, 1, T, T]."""
 
 
-class CompiledPart(NamedTuple):
-    """A module that becomes graphs of its own."""
-
-    path: str
-    module: torch.nn.Module
-    compile: CompileConfig
-    "settings of this module"
-
-
-def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
-    """Return the modules that compile.modules names, in the model's order; of two paths to one module
-    the longer counts.
+def named_parts(
+    orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False
+) -> dict[str, tuple[torch.nn.Module, CompileConfig]]:
+    """Return the modules that compile.modules names, each with its settings, by path and in the model's order.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
 
     Raises:
-        ConfigError: a path that the model does not have, that a step never calls or that lies inside another
-            one; it names what there is.
+        ConfigError: a path that the model does not have, that a step never calls or that lies inside another one; it
+            lists the paths that there are.
     """
-    assert compile.modules is not None
-    parts: dict[str, CompiledPart] = {}
+    parts: dict[str, tuple[torch.nn.Module, CompileConfig]] = {}
+    inner = decoder(orig_model)
+    paths = {module: name for name, module in orig_model.named_modules()}
     # Short paths first, so that a longer one to the same module replaces them.
-    for path, own in sorted(compile.modules.items(), key=lambda item: item[0].count(".")):
-        for named, at in _at(orig_model, path):
-            place, module = _without_head(orig_model, named, at)
-            parts[place] = CompiledPart(place, module, with_own(compile, own))
-    _check_apart(parts)
-    _check_called(orig_model, parts, sharded=sharded)
-    order = {module: i for i, module in enumerate(orig_model.modules())}
-    return sorted(parts.values(), key=lambda part: order[part.module])
+    for path, own in sorted((compile.modules or {}).items(), key=lambda item: item[0].count(".")):
+        for place, module in _at(orig_model, path):
+            # A step calls the decoder alone, also of a module that holds it with its head, as GPT-2 behind a ViT.
+            if isinstance(module, PreTrainedModel) and inner in module.modules():
+                place, module = paths[inner], inner
+            parts[place] = module, with_own(compile, own)
+    _check_parts(orig_model, {path: module for path, (module, _) in parts.items()}, sharded=sharded)
+    order = list(paths)
+    return dict(sorted(parts.items(), key=lambda part: order.index(part[1][0])))
 
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
@@ -112,17 +106,9 @@ def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.
         yield path, module
 
 
-def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Module) -> tuple[str, torch.nn.Module]:
-    """Return the decoder and its path for a module that is the decoder with its head, as GPT-2 behind a ViT; else as
-    given. A step calls the decoder alone."""
-    inner = decoder(orig_model)
-    if isinstance(module, PreTrainedModel) and inner in module.modules():
-        return next((name, inner) for name, one in orig_model.named_modules() if one is inner)
-    return path, module
-
-
-def _check_apart(parts: dict[str, CompiledPart]) -> None:
-    """Refuse a path that lies inside another one."""
+def _check_parts(orig_model: PreTrainedModel, parts: dict[str, torch.nn.Module], *, sharded: bool) -> None:
+    """Reject a path that lies inside another one, and modules that a step does not call or that cannot be a graph of
+    their own."""
     for path in parts:
         outer = next((other for other in parts if path.startswith(f"{other}.")), None)
         if outer is not None:
@@ -130,22 +116,19 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
                 f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only '
                 "one of them"
             )
-
-
-def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
-    """Refuse modules that a step does not call, or that cannot be a graph of their own."""
-    projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
-    for path, part in parts.items():
-        inside, reason = set(part.module.modules()), None
-        if projection in inside:
+    blocks = set(decoder_blocks(orig_model))
+    for path, module in parts.items():
+        inside = set(module.modules())
+        if output_projection(orig_model) in inside:
             reason = "is not called in a step, where the loss reads the weight of the head in a kernel of its own"
-        elif type(part.module).__module__.startswith("torch.nn"):
-            reason = f"is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own"
-        elif sharded and inside & blocks - {part.module}:
+        elif type(module).__module__.startswith("torch.nn"):
+            reason = f"is a {type(module).__name__} of torch, which Dynamo does not trace on its own"
+        elif sharded and inside & blocks - {module}:
             reason = "holds blocks whose sharded weights are gathered between graphs"
-        if reason is not None:
-            others = first_of(_good_paths(orig_model), 12)
-            raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
+        else:
+            continue
+        others = first_of(_good_paths(orig_model), 12)
+        raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:
@@ -366,7 +349,9 @@ def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
 
     The same on every rank, as it follows from the graph alone.
     """
-    needs = _dependencies(nodes)
+    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    reads = [{makers.get(each.name, i) for each in node.unmet_dependencies} for i, node in enumerate(nodes)]
+    needs = [found - {i} for i, found in enumerate(reads)]  # indices of the nodes that must come before each
     put_off = dict.fromkeys(sorted(_free(nodes, needs)))
     order: dict[int, None] = {}
     waits = [i for i, node in enumerate(nodes) if contains_wait(node)]
@@ -382,12 +367,6 @@ def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
                         break
         order[i] = None
     return [nodes[i] for i in (*order, *(i for i in put_off if i not in order))]
-
-
-def _dependencies(nodes: list[SchedulerNode]) -> list[set[int]]:
-    """Return the indices of the nodes that each one reads, or must come after."""
-    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
-    return [{makers[d.name] for d in node.unmet_dependencies if d.name in makers} - {i} for i, node in enumerate(nodes)]
 
 
 def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:

@@ -106,7 +106,8 @@ def describe_guards(message: str, owner: object) -> str:
     # The guards of a wrapper speak of its args and kwargs: they are given the names that the model's author chose.
     own = layers[-1]
     if codes.index((file, name)) < len(layers) - 1:
-        file, line = own.__code__.co_filename, str(own.__code__.co_firstlineno)
+        file = own.__code__.co_filename
+        line = str(own.__code__.co_firstlineno)
         guards = _in_own_words(guards, list(inspect.signature(own).parameters)[1:])
     return f"{own.__qualname__} ({file}:{line}): {guards}"
 
@@ -222,7 +223,8 @@ class CompileWatch:
         "calls of compiled code that ran uncompiled after all"
         self._fallback_kinds: dict[str, str] = {}
         self.cuda_graphs = self._warm_cuda_graphs = 0
-        self._seconds, self._started = 0.0, 0.0
+        self._seconds = 0.0
+        self._started = 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
 
@@ -254,7 +256,8 @@ class CompileWatch:
 
     def warm_up_done(self) -> None:
         """Count every compile from here on as a recompile."""
-        self._warm_at, self._warm_cuda_graphs = len(self._records()), self.cuda_graphs
+        self._warm_at = len(self._records())
+        self._warm_cuda_graphs = self.cuda_graphs
 
     def late_cuda_graphs(self) -> list[str]:
         """Return what is to say if CUDA graphs were recorded after the warm-up."""

@@ -60,7 +60,8 @@ class Blocks:
             # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
             self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
-            compile_cache.restore(cfg.compile, self._code_key, rt)
+            if cfg.compile.enabled and cfg.compile.cache:
+                rt.print(compile_cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
             compiling.check_marked(cfg.compile, choice.backend)
             advice = compiling.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
@@ -155,7 +156,11 @@ class Blocks:
             yield losses
         # Report what was built and measured, and save the compiled code.
         seconds = time.perf_counter() - started
-        print_line(self._line(self.watch.counts(), seconds))
+        kind = f"{layout.kind} rows, shapes {', '.join(f'{rows} x {length}' for rows, length in layout.shapes)}"
+        counts = self.watch.counts()
+        built = counted(int(counts["compile/graphs"]), "graph")
+        breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
+        print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
         if rt.topology.stages > 1:
             from sftkit.engine.stage_times import bubble_of
 
@@ -166,22 +171,12 @@ class Blocks:
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled:
-            compile_cache.keep_code(cfg.compile, self._code_key, rt)
+            if cfg.compile.cache:
+                gpu = rt.device.index or 0
+                rt.print(compile_cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
             if rt.is_main:
                 note(self._code_key, seconds)
         self._write_logs()
-
-    def _line(self, counts: dict[str, float], seconds: float) -> str:
-        """Return a line for the console about what the warm-up built."""
-        declared = ", ".join(f"{rows} x {length}" for rows, length in self.training.layout.shapes)
-        kind = f"{self.training.layout.kind} rows, shapes {declared}"
-        if not self.compiled:
-            return f"{kind}; eager"
-        built = counted(int(counts["compile/graphs"]), "graph")
-        return (
-            f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, in "
-            f"{seconds:.1f} s"
-        )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

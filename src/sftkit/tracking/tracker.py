@@ -23,18 +23,7 @@ from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_ro
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
 from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import (
-    DashboardWriter,
-    begun,
-    ending_of,
-    first_line,
-    identity,
-    open_dashboard,
-    preflight_of,
-    proof_of,
-    record_table,
-    shortened,
-)
+from sftkit.tracking.dashboard import remote
 
 log = logging.getLogger(__name__)
 CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
@@ -97,7 +86,7 @@ class Tracker:
 
     def __post_init__(self) -> None:
         """Begin without anything written."""
-        self._dashboard: DashboardWriter | None = None
+        self._dashboard: remote.DashboardWriter | None = None
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[EventKind, str]] = set()
@@ -120,16 +109,16 @@ class Tracker:
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
-        about = identity(run_dir, self.settings)
-        dashboard = open_dashboard(self.config, run_dir, self.run_id, about, self.rt.accelerator)
+        about = remote.identity(run_dir, self.settings)
+        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.rt.accelerator)
         if dashboard is not None:
-            state = begun(resumed=self.run_id is not None)
+            state = remote.begun(resumed=self.run_id is not None)
             self.run_id = dashboard.run_id
-            self._dashboard = DashboardWriter(dashboard)
+            self._dashboard = remote.DashboardWriter(dashboard)
             # Before the first row: if this process is killed, "running" stays, which says that no end was reported.
             self._dashboard.put(lambda service: service.summary(state))
-            self._dashboard.record(step, partial(preflight_of, run_dir))
-            self._dashboard.record(step, partial(proof_of, run_dir))
+            self._dashboard.record(step, partial(remote.preflight_of, run_dir))
+            self._dashboard.record(step, partial(remote.proof_of, run_dir))
         return self
 
     def __enter__(self) -> Tracker:
@@ -141,12 +130,12 @@ class Tracker:
         # An error that ends training comes through no `event`: here it gets to events.jsonl and becomes an alert.
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
-                self.record_event(event, self.step, first_line(error))  # the console has the whole error
+                self.record_event(event, self.step, remote.first_line(error))  # the console has the whole error
         self._write_events()
         if self._dashboard is not None:
-            self._dashboard.record(self.step, partial(proof_of, self.run_dir))  # with its closing checks
+            self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its closing checks
             # Last, as it may wait for half a minute; every file is written by then.
-            if said := self._dashboard.finish(ending_of(self.run_dir, self.rt.status, error)):
+            if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
                 self.rt.print(f"{self._dashboard.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
@@ -229,7 +218,7 @@ class Tracker:
         self._write_events()
         if self._dashboard is not None:
             title, level = ALERTS[kind]
-            self._dashboard.put(lambda service: service.alert(title, step, shortened(text), level))
+            self._dashboard.put(lambda service: service.alert(title, step, remote.shortened(text), level))
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -245,7 +234,7 @@ class Tracker:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             append_all_or_nothing(self.run_dir / name, text)
         except OSError as error:
-            log.warning("%s: %d lines %s (%s)", self.run_dir / name, len(rows), otherwise, first_line(error))
+            log.warning("%s: %d lines %s (%s)", self.run_dir / name, len(rows), otherwise, remote.first_line(error))
             return False
         return True
 
@@ -263,7 +252,7 @@ class Tracker:
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
         if self._dashboard is not None:
-            self._dashboard.put(lambda service: service.table(step, record_table(name, columns, rows)))
+            self._dashboard.put(lambda service: service.table(step, remote.record_table(name, columns, rows)))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
