@@ -67,8 +67,8 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
 
 
 def load_compiled(where: str, key: str, index: int = 0) -> str:
-    """Give torch the compiled code that was saved under this key. Every rank calls it, before attention is chosen: timing
-    its backends runs kernels.
+    """Give torch the compiled code that was saved under this key. Every rank calls it, before attention is chosen:
+    timing its backends runs kernels.
 
     Args:
         index: number of this rank's GPU in its machine.

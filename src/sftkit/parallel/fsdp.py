@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,16 +22,15 @@ from sftkit.models.structure import decoder_blocks, embedding_module, output_pro
 from sftkit.parallel.tensor import shard_matrices
 
 
-@dataclass(frozen=True)
-class Meshes:
+class Meshes(NamedTuple):
     """The process groups of a sharded run."""
 
     blocks: DeviceMesh
-    "what FSDP shards the weights of blocks over: [shards] or [replicas, shards]; context ranks count as shards"
+    "over these FSDP shards the weights of blocks: [shards] or [replicas, shards]; context ranks count as shards"
     rest: DeviceMesh
     "the same for embedding, final norm and head, where tensor-parallel ranks, which compute other positions, count too"
-    tensor: DeviceMesh | None
-    context: DeviceMesh | None
+    tensor: DeviceMesh | None = None
+    context: DeviceMesh | None = None
 
 
 def make_meshes(topology: Topology, device_type: str) -> Meshes:
@@ -43,7 +42,7 @@ def make_meshes(topology: Topology, device_type: str) -> Meshes:
         # Ranks of a tensor group are neighbours: they exchange in each layer, so they belong into one machine.
         whole = mesh((t.replicas, t.shards, t.tensor), mesh_dim_names=(*names, "tensor"))
         rest = mesh((t.replicas, t.shards * t.tensor), mesh_dim_names=names)
-        return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"], None)
+        return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"])
     # Context ranks hold other positions of the same rows, and all weights: to FSDP they are further shards.
     blocks = without_one_replica(mesh((t.replicas, t.shards * t.context), mesh_dim_names=names), t)
     rows = (t.replicas * t.shards, t.context)
@@ -87,8 +86,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     for block in () if whole else blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
-    # Neither is read in the backward pass (pytorch/pytorch#137922), as the loss has its gradients by then. Where
-    # weights are kept the setting changes nothing (pytorch/pytorch#144800).
+    # Neither is read in the backward pass (pytorch/pytorch#137922): the loss has its gradients by then. If weights are
+    # kept, the setting changes nothing (pytorch/pytorch#144800).
     for module in alone:
         sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
         sharded.set_unshard_in_backward(False)

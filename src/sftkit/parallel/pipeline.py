@@ -212,7 +212,8 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
-        ctx.links, ctx.stage = links, stage
+        ctx.links = links
+        ctx.stage = stage
         return links.moved(hidden, *links.ends(stage))
 
     @staticmethod
@@ -230,7 +231,8 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
         """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [...,
         H] in others."""
-        ctx.last, ctx.shape = stages.last, own.shape
+        ctx.last = stages.last
+        ctx.shape = own.shape
         logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)
         return logits

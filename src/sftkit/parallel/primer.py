@@ -71,7 +71,8 @@ def initial_values(rank: int) -> Tensor:
 def main() -> int:
     """Join the group, take the steps, leave it."""
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
 
     def print_line(text: str) -> None:
         if rank == 0:
