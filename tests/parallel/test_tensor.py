@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from sftkit.compile.modules import _is_product as is_product
-from sftkit.compile.modules import asynchronous, behind_products, exchanges_hidden, mergeable_products
+from sftkit.compile.modules import behind_products, exchanges_hidden, mergeable_products
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
@@ -151,8 +151,9 @@ def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_prod
 
     found: list[Counter[str]] = []
     compile = CompileConfig(options={"_micro_pipeline_tp": True})
-    assert asynchronous(compile)
-    assert not asynchronous(CompileConfig())
+    merging = mergeable_products(compile)
+    assert merging is not None
+    assert mergeable_products(CompileConfig()) is None
 
     def stop(graph: torch.fx.Graph) -> None:
         targets = " ".join(str(node.target) for node in graph.nodes)
@@ -166,7 +167,7 @@ def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_prod
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # asked before anything is merged
     settings = {**(compile.options or {}), "post_grad_custom_post_pass": stop, "fx_graph_cache": False}
-    with symmetric._test_mode(), exchanges_hidden(), mergeable_products(compile), config.patch(settings):
+    with symmetric._test_mode(), exchanges_hidden(), merging, config.patch(settings):
         traced(sharded(), 1, aot_autograd(fw_compiler=merged, decompositions=select_decomp_table()))
     forward, backward = found
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}

@@ -20,7 +20,7 @@ import difflib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, get_origin
 
@@ -393,17 +393,13 @@ def _is_product(node: SchedulerNode) -> bool:
 # ---- asynchronously ----
 
 
-def asynchronous(compile: CompileConfig) -> bool:
-    """Return whether the recipe asks for it."""
-    return compile.enabled and bool((compile.options or {}).get(OPTION))
-
-
-def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object]:
-    """Let Inductor find what it can merge, for what is compiled within the context, if the recipe asks for it."""
+def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object] | None:
+    """Return a context within which Inductor finds what it can merge; None: the recipe does not ask for it."""
+    if not (compile.enabled and (compile.options or {}).get(OPTION)):
+        return None
     # Private, as is the option: a pass of one's own over Inductor's graphs has no public place (pytorch/pytorch#153532
     # proposes one).
-    here = torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
-    return here if asynchronous(compile) else nullcontext()
+    return torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
 
 
 def use_symmetric_memory(group: ProcessGroup) -> None:

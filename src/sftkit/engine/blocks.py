@@ -91,9 +91,9 @@ class Blocks:
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
                 stack.enter_context(compiling.exchanges_hidden())
-                if compiling.asynchronous(cfg.compile) and rt.device.type == "cuda":
+                if rt.device.type == "cuda" and (merging := compiling.mergeable_products(cfg.compile)):
                     compiling.use_symmetric_memory(group)
-                    stack.enter_context(compiling.mergeable_products(cfg.compile))
+                    stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.

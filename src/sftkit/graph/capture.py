@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +24,7 @@ from sftkit.errors import RecompileError
 from sftkit.graph import compat
 from sftkit.graph.graphs import blocks_tagged, buckets_of, first_names, mark_buckets
 from sftkit.graph.parallel.tensor import looked_up_in_shards
-from sftkit.graph.passes.apply import Passes, Recorder, Stage
-from sftkit.graph.passes.gather_once import SharedWeights
-from sftkit.graph.passes.reduce_once import WholeGradients
+from sftkit.graph.passes.apply import Passes, Stage
 from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator
@@ -153,44 +151,34 @@ class CapturedModel(torch.nn.Module):
         """Wrap a model, with no graph captured yet.
 
         Args:
-            passes: names of graph.passes, in order.
-            micro_batches: of a step on a rank, at most.
-            saves_memory: see Passes.
+            passes, micro_batches, saves_memory: see Passes.
         """
         super().__init__()
         self.model = model
-        self._passes = passes
-        self._saves_memory = saves_memory
-        self._recorder: Recorder | None = None
-        self._shared = SharedWeights() if "gather_once" in passes else None
-        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in passes else None
+        self.passes = Passes(passes, micro_batches, saves_memory=saves_memory)
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
+        self.step_of = self.passes.step_of
         self.stages: dict[tuple[int, int], list[Stage]] = {}
-        "of each captured shape what its graphs were like"
+        "the graphs of each captured shape, by what the passes made of them"
         self.late: list[str] = []
         "shapes that were captured after the warm-up, for a person"
         self.fallbacks: list[str] = []
-        "of each call that ran eagerly inside the contract why"
+        "the reason of each call that ran eagerly inside the contract"
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
-        # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
-        if "cuda_graphs" in self._passes and self._recorder is None:
-            self._recorder = Recorder()
-        passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared, self._sums)
-        self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
+        self.passes.begin()
+        self._graphs[signature_of(batch)] = capture(self.model, batch, self.passes)
         rows, length = batch.doc_ids.shape
-        self.stages[rows, length] = passes.stages
+        self.stages[rows, length] = self.passes.stages
 
     def forget(self) -> None:
         """Drop all graphs: every batch runs eagerly from here on."""
-        if self._recorder is not None:
-            self._recorder.close()
+        self.passes.close()
         self._graphs = {}
         self.stages = {}
-        self._recorder = None
 
     @property
     def num_graphs(self) -> int:
@@ -201,17 +189,6 @@ class CapturedModel(torch.nn.Module):
     def seconds(self) -> float:
         """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
-
-    @contextmanager
-    def step_of(self, micro_batches: int) -> Iterator[None]:
-        """Let so many micro-batches, forward and backward, be a step within the context: what the passes gather_once
-        and reduce_once need to know. Weights must not change before the last forward pass."""
-        with ExitStack() as stack:
-            if self._shared is not None:
-                stack.enter_context(self._shared.sharing(micro_batches))
-            if self._sums is not None:
-                stack.enter_context(self._sums.summing(micro_batches))
-            yield
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
         """Hold calls to the captured shapes within the context: another one is an error, or captured now
@@ -226,7 +203,7 @@ class CapturedModel(torch.nn.Module):
         """Return the sums of a batch."""
         graph = self._graphs.get(signature_of(batch))
         if graph is not None:
-            return graph(batch, reduces=self._sums is None or self._sums.reduces)
+            return graph(batch, reduces=self.passes.reduces)
         # Checks and evaluations, outside of the contract, may bring any shape.
         if not self._graphs or self._on_other is None:
             return self.model(batch, self._eager)

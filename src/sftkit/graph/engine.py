@@ -40,7 +40,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.fsdp import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.script import working
+from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
 
 
@@ -265,8 +265,8 @@ class GraphEngine:
         """Run forward and backward of each declared shape and return the objective per target of each; random state and
         gradients are as before."""
         losses: dict[tuple[int, int], float] = {}
-        rt, model, layout = self._rt, self.model, self.training.layout
-        run_shape = shape_runner(rt, self.captured, model, layout, losses)
+        layout = self.training.layout
+        run_shape = shape_runner(self._rt, self.captured, self.model, layout, losses)
         # It runs two micro-batches where a step has several. What is recorded is so the second time; with reduce_once
         # those between the first and the last of a step have a graph of their own.
         passes = self._cfg.graph.passes
@@ -279,7 +279,7 @@ class GraphEngine:
                     with self.captured.step_of(2 * in_step):
                         for _ in range(in_step):
                             run_shape(rows, row_length)
-                model.zero_grad(set_to_none=True)
+                self.model.zero_grad(set_to_none=True)
         return losses
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
@@ -290,8 +290,7 @@ class GraphEngine:
         if not self.compiled:
             print_line(f"{kind}; eager")
         else:
-            number = self.captured.num_graphs
-            print_line(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            print_line(f"{kind}; captured {counted(self.captured.num_graphs, 'graph')}, in {seconds:.1f} s")
             # A pass that changed nothing has no line.
             known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
@@ -305,9 +304,9 @@ class GraphEngine:
     def guarded(self) -> Iterator[None]:
         """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running
         out of memory."""
-        cfg, watch = self._cfg, self.watch
+        cfg = self._cfg
         on_recompile = cfg.compile.on_recompile
-        contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
@@ -318,7 +317,8 @@ class GraphEngine:
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what was captured, and what ran without a graph, on all ranks."""
-        watch, captured = self.watch, self.captured
+        watch = self.watch
+        captured = self.captured
         assert self._hooks is not None, "warm_up comes first"
         # To the records of torch.compile come our own: captured graphs are none of its.
         own = records_of(watch, self._hooks.unheeded())

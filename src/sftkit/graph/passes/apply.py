@@ -12,9 +12,9 @@ micro-batches keeps this order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -50,30 +50,29 @@ class Replayed:
 
         Args:
             run: the half.
-            in_place: of each input whether it is where it was in every call.
-            handed_out: how many of the first outputs others get; None: all.
+            in_place: for each input, whether it lies at the same place in every call.
+            handed_out: number of the first outputs that leave the graph; None: all.
         """
         self._run = run
         self._in_place = in_place
         self._handed_out = handed_out
         self._record = record
-        self._calls = 0
+        self._warm = False
         self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
+        self._outputs: Sequence[Any] = ()
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Return the outputs: computed at first, then by replaying what was recorded."""
-        self._calls += 1
-        if self._calls == 1:
+        if not self._warm:
+            self._warm = True
             return self._run(args)
         if self._replay is None:
             self._inputs = [
                 arg if stays or not isinstance(arg, Tensor) else arg.clone()
                 for arg, stays in zip(args, self._in_place, strict=True)
             ]
-            self._replay, outputs = self._record(lambda: self._run(list(self._inputs)))
-            self._outputs = list(outputs)
+            self._replay, self._outputs = self._record(lambda: self._run(list(self._inputs)))
         else:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
@@ -81,9 +80,11 @@ class Replayed:
         # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
         args.clear()
         self._replay()
-        count = len(self._outputs) if self._handed_out is None else self._handed_out
-        given_out = [out.clone() if isinstance(out, Tensor) else out for out in self._outputs[:count]]
-        return [*given_out, *self._outputs[count:]]
+        outputs = self._outputs[: self._handed_out]
+        return [
+            *(out.clone() if isinstance(out, Tensor) else out for out in outputs),
+            *self._outputs[len(outputs) :],
+        ]
 
 
 class Recorder:
@@ -129,25 +130,55 @@ class Stage:
     text: str
 
 
-@dataclass
 class Passes:
-    """Applies the passes that a recipe names; one object for each graph that is captured."""
+    """Apply the passes that a recipe names to the graphs of an engine, one shape after the other."""
 
-    names: Sequence[str]
-    saves_memory: bool = False
-    "whether the split keeps no more for the backward pass than torch's activation memory budget"
-    recorder: RecordGraph | None = None
-    "what records CUDA graphs; None: halves are called"
-    shared: SharedWeights | None = None
-    "where the micro-batches of a step share whole weights, as gather_once has it; None: each gathers its own"
-    sums: WholeGradients | None = None
-    "where a step sums whole gradients, as reduce_once has it; None: each micro-batch reduces its own"
-    stages: list[Stage] = field(default_factory=list)
-    "what the graphs were like, in order"
-    _aliases: set[str] = field(default_factory=set)
-    "names of values of the forward half that may share memory with a shared weight"
-    reduced_once: set[str] = field(default_factory=set)
-    "first names of the weights whose gradients only the last micro-batch of a step gives"
+    def __init__(self, names: Sequence[str], micro_batches: int = 1, *, saves_memory: bool = False) -> None:
+        """Begin without a graph.
+
+        Args:
+            names: of graph.passes, in order.
+            micro_batches: of a step on a rank, at most.
+            saves_memory: the split keeps no more for the backward pass than torch's activation memory budget.
+        """
+        self.names = names
+        self.saves_memory = saves_memory
+        self.for_inductor = "full_inductor" in names
+        "whether the graphs are Inductor's as a whole: captured in its operators, and split for it"
+        self._recorder: Recorder | None = None
+        self._shared = SharedWeights() if "gather_once" in names else None
+        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the graphs of another shape."""
+        self.stages: list[Stage] = []
+        "the graphs of the shape, in order"
+        self.reduced_once: set[str] = set()
+        "first names of the weights whose gradients only the last micro-batch of a step gives"
+        self._aliases: set[str] = set()  # values of the forward half that may share memory with a shared weight
+
+    @contextmanager
+    def step_of(self, micro_batches: int) -> Iterator[None]:
+        """Let n micro-batches, forward and backward, be a step within the context: gather_once and reduce_once need to
+        know. Weights must not change before the last forward pass."""
+        with ExitStack() as stack:
+            if self._shared is not None:
+                stack.enter_context(self._shared.sharing(micro_batches))
+            if self._sums is not None:
+                stack.enter_context(self._sums.summing(micro_batches))
+            yield
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether the backward pass to come gives every gradient."""
+        return self._sums is None or self._sums.reduces
+
+    def close(self) -> None:
+        """Drop what was recorded."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = None
 
     def on_joint(self, graph: GraphModule) -> None:
         """Change the captured graph, in place."""
@@ -169,11 +200,6 @@ class Passes:
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
             self._record(half, "flex_attention", graph, kept)
 
-    @property
-    def for_inductor(self) -> bool:
-        """Return whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
-        return "full_inductor" in self.names
-
     def compile_half(self, half: str, num_sums: int, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
         """Change the forward or the backward half, in place, and return what runs it.
 
@@ -182,47 +208,51 @@ class Passes:
         """
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
-        if half == "forward" and self.shared is not None:
-            forward = gather_once.fork(graph)
-            if forward is not None:
-                return self._gathering_once(forward, graph, examples)
-        if half == "backward" and self.sums is not None:
-            backward = reduce_once.fork_backward(graph, several=self.sums.several)
-            if backward is not None:
-                return self._reducing_once(backward, graph, examples, kept)
+        run = None
+        if half == "forward" and self._shared is not None:
+            run = self._gathering_once(self._shared, graph, examples)
+        elif half == "backward" and self._sums is not None:
+            run = self._reducing_once(self._sums, graph, examples, kept)
+        if run is not None:
+            return run
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         run = self._compiled(half, graph, examples, kept)
-        if self.recorder is None:
+        if "cuda_graphs" not in self.names:
             return run
-        return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
+        # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
+        self._recorder = self._recorder or Recorder()
+        return Replayed(run, in_place, num_sums if half == "forward" else None, self._recorder)
 
-    def _gathering_once(self, fork: gather_once.Fork, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
-        """Return what runs the forward half of any micro-batch."""
-        assert self.shared is not None
+    def _gathering_once(
+        self, shared: SharedWeights, graph: GraphModule, examples: Sequence[Any]
+    ) -> compat.Boxed | None:
+        """Return what runs the forward half of any micro-batch; None: it gathers no weight that could be shared."""
+        fork = gather_once.fork(graph)
+        if fork is None:
+            return None
         self._aliases = fork.aliases
         graphs = {"forward": graph, "later-forward": fork.later}
         for name, each in graphs.items():
             self._record(name, "gather_once", each)
-        compiled = gather_once.compile_both(
-            fork, examples, lambda name, given: self._compiled(name, graphs[name], given)
-        )
-        return self.shared.half_of(fork.keys, *compiled)
+        halves = gather_once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
+        return shared.half_of(fork.keys, *halves)
 
     def _reducing_once(
-        self, fork: reduce_once.BackwardFork, graph: GraphModule, examples: Sequence[Any], kept: int | None
-    ) -> compat.Boxed:
-        """Return what runs the backward half of any micro-batch."""
-        assert self.sums is not None
+        self, sums: WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
+    ) -> compat.Boxed | None:
+        """Return what runs the backward half of any micro-batch; None: it reduces no gradient of a weight."""
+        fork = reduce_once.fork_backward(graph, several=sums.several)
+        if fork is None:
+            return None
         self.reduced_once = fork.weights
         given = [*examples, *fork.sums.values()]
-        graphs = {"first-backward": (fork.first, examples), "middle-backward": (fork.middle, given)}
-        graphs["backward"] = (graph, given)
-        known = {name: (each, inputs) for name, (each, inputs) in graphs.items() if each is not None}
-        for name, (each, _) in known.items():
+        halves = [("first-backward", fork.first, examples), ("backward", graph, given)]
+        if fork.middle is not None:
+            halves.insert(1, ("middle-backward", fork.middle, given))
+        for name, each, _ in halves:
             self._record(name, "reduce_once", each, kept)
-        compiled = {name: self._compiled(name, each, inputs, kept) for name, (each, inputs) in known.items()}
-        middle = compiled.get("middle-backward")
-        return self.sums.half_of(fork, compiled["first-backward"], middle, compiled["backward"])
+        first, *middle, last = [self._compiled(name, each, inputs, kept) for name, each, inputs in halves]
+        return sums.half_of(fork, first, middle[0] if middle else None, last)
 
     def _compiled(
         self, half: str, graph: GraphModule, examples: Sequence[Any], kept: int | None = None
