@@ -30,8 +30,8 @@ from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.parallel.fsdp import make_meshes, shard
 from sftkit.parallel.tensor import shard_matrices
+from sftkit.parallel.wrap import make_meshes, shard
 
 HIDDEN, LENGTH = 64, 32
 

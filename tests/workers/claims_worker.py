@@ -26,8 +26,7 @@ from sftkit.engine.engine import Training
 from sftkit.engine.step import TrainStep
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.parallel.fsdp import Sharding, fsdp_modules
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute, fsdp_modules
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine

@@ -37,9 +37,8 @@ from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.pipeline import stagewise
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute, reshard
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime

@@ -28,8 +28,13 @@ from sftkit.errors import ConfigError
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
-from sftkit.graph.parallel.sharding import shard_for_graph
-from sftkit.graph.parallel.tensor import check_tensor_plan, exchange_activations, make_graph_meshes, weight_placement
+from sftkit.graph.parallel.sharding import (
+    check_tensor_plan,
+    exchange_activations,
+    make_graph_meshes,
+    shard_for_graph,
+    weight_placement,
+)
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
@@ -38,7 +43,7 @@ from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer
-from sftkit.parallel.fsdp import Sharding
+from sftkit.parallel.wrap import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime

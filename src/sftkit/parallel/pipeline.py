@@ -38,8 +38,8 @@ from sftkit.models.structure import Stages, stages_of
 from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
-from sftkit.parallel.fsdp import without_one_replica
 from sftkit.parallel.stages import StageModule, shard_stage, split_layers
+from sftkit.parallel.wrap import without_one_replica
 from sftkit.runtime.start import Runtime, replaced_in_each
 
 IN_FLIGHT = 2

@@ -29,7 +29,7 @@ from sftkit.models import structure
 from sftkit.models.kind import decoded
 from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss, Totals
-from sftkit.parallel.fsdp import add_up_gradients, policy_of
+from sftkit.parallel.wrap import add_up_gradients, policy_of
 
 WORTH_SAYING = 0.97
 "Another split is named if a step takes less than this share of its time with it."
