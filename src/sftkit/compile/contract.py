@@ -134,7 +134,7 @@ def step_contract(
     Args:
         on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
             `fell_back` is called; "warn": it is compiled, and `CompileWatch.recompile_kinds` says why.
-        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is "error".
+        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: an error if on_recompile is "error".
         fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
@@ -144,7 +144,7 @@ def step_contract(
         raise RecompileError(
             "the compiled model has graph breaks, so it is compiled in parts and slower than it could be:\n  "
             + "\n  ".join(breaks)
-            + "\nMend the model's code, or train with the breaks: compile.on_recompile=warn"
+            + "\nFix the model's code, or train with the breaks: compile.on_recompile=warn"
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
@@ -156,7 +156,7 @@ def step_contract(
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
     # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
-        dynamo_callback.on_compile_start(_refuse_backward)
+        dynamo_callback.on_compile_start(_reject_backward)
     try:
         with stance:
             yield
@@ -166,12 +166,12 @@ def step_contract(
             raise
         raise _recompile_error(describe_guards(str(error), module_in(error.__traceback__))) from error
     finally:
-        # torch._dynamo.reset forgets all callbacks, and whoever is called within the context may have called it.
-        if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
-            dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
+        # torch._dynamo.reset forgets all callbacks, and code within the context may have called it.
+        if _reject_backward in dynamo_callback.callback_handler.start_callbacks:
+            dynamo_callback.callback_handler.remove_start_callback(_reject_backward)
 
 
-def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:
+def _reject_backward(args: dynamo_callback.CallbackArgs) -> None:
     """Raise when a backward graph is about to be built: that happens at its first run, where no stance is asked."""
     if args.callback_trigger is dynamo_callback.CallbackTrigger.LAZY_BACKWARD:
         raise _recompile_error(f"the backward pass of graph {args.compile_id} was never run in the warm-up")

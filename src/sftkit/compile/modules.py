@@ -6,7 +6,7 @@ the whole process.
 The rest of the file hides exchanges inside a compiled block of a tensor-parallel model. Ranks exchange activations four
 times a pass of a block, and what follows needs what has arrived. Only gradients of weights are needed by nobody until
 the optimizer: in the backward pass they are put where the block would wait. On two H100 at 8B, on rank 0 9 % of a step
-are exchanges with nothing beside, 11 % before that (benchmarks/h200_patterns).
+are exchanges that nothing hides, 11 % before that (benchmarks/h200_patterns).
 
 Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
 behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another
@@ -297,7 +297,7 @@ def compiler_switches(
             # measured times.
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
-            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of
+            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 does not guess the size of
             # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
@@ -347,7 +347,7 @@ def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
     """Return the nodes of a graph in another order: what no exchange depends on is put off until there is one to wait
     for, a matrix product at each wait and the rest at the last.
 
-    The same on every rank, as it follows from the graph alone.
+    The order follows from the graph alone, so it is the same on every rank.
     """
     makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     reads = [{makers.get(each.name, i) for each in node.unmet_dependencies} for i, node in enumerate(nodes)]

@@ -51,7 +51,7 @@ def under_way(compile: CompileConfig, key: str) -> str:
 
 
 def note(key: str, seconds: float) -> None:
-    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error.
+    """Keep the seconds of a warm-up that compiled, or found compiled code. A failure to write them is no error.
 
     A start that found most of its graphs and compiled the others is neither, and is not kept.
     """
@@ -90,7 +90,7 @@ def describe_guards(message: str, owner: object) -> str:
 
     Args:
         message: of the RuntimeError that torch raises under the stance `fail_on_recompile`.
-        owner: the module whose code was refused, if one is known: its own forward is named for any wrapper around it.
+        owner: the module whose code was rejected, if known: its own forward is named for any wrapper around it.
     """
     guards = "; ".join(line.strip()[2:] for line in message.splitlines() if line.strip().startswith("- "))
     guards = guards or "never compiled before"
@@ -160,7 +160,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
     ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:
-        """Return torch's callback for a frame, which reports a refusal and runs the frame instead."""
+        """Return torch's callback for a frame, which reports a rejection and runs the frame instead."""
         refuse: Any = ask(callback)
         if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
             return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
@@ -269,7 +269,7 @@ class CompileWatch:
         return [r for r in dynamo_utils.get_compilation_metrics()[self._skip :] if not r.is_runtime]
 
     def _late(self) -> list[dynamo_utils.CompilationMetrics]:
-        """Return compiles and refusals after the warm-up; a backward pass counts only if its forward pass is older."""
+        """Return compiles and rejections after the warm-up. A backward pass counts if its forward pass is older."""
         records = self._records()
         late = records[len(records) if self._warm_at is None else self._warm_at :]
         forward = {r.compile_id for r in late if r.is_forward is not False}

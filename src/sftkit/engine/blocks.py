@@ -76,7 +76,7 @@ class Blocks:
 
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
-            # A run that cannot fit is refused before weights are read, moved or sharded.
+            # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
             # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,

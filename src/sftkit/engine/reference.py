@@ -86,7 +86,7 @@ class Reference:
             self._forward_backward(batch, divisor)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return a context that refuses nothing."""
+        """Return a context without effect: nothing is compiled."""
         return nullcontext()
 
     def step(

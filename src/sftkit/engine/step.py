@@ -33,7 +33,7 @@ class SharesInStep(Protocol):
     """A model whose micro-batches of a step share something."""
 
     def step_of(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Return a context within which so many micro-batches, forward and backward, are a step."""
+        """Return a context within which n micro-batches, forward and backward, are a step."""
 
 
 @runtime_checkable

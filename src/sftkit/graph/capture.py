@@ -32,15 +32,14 @@ from sftkit.ops.linear_cross_entropy import loss_as_operator
 from sftkit.runtime.start import replaced
 
 OWN = ("targets", "doc_ids", "cu_seqlens")
-"Tensors of a batch that a graph takes beside what the model is given."
+"Tensors of a batch that a graph takes next to the inputs of the model."
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 "Name and shape of each tensor that a graph takes."
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that a graph takes. The index of targets is not among them, as there
-    would be a graph for every number of targets: the loss is computed at all positions, and those without a
-    target weigh nothing."""
+    """Return the tensors of a batch that a graph takes. The index of targets is not among them: it would need a graph
+    for every number of targets. So the loss is computed at all positions, and those without a target have weight 0."""
     return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
 
 
@@ -191,8 +190,8 @@ class CapturedModel(torch.nn.Module):
         return sum(graph.seconds for graph in self._graphs.values())
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
-        """Hold calls to the captured shapes within the context: another one is an error, or captured now
-        (warn), or run eagerly, and told.
+        """Restrict calls to the captured shapes within the context. Another shape is an error, is captured now (warn),
+        or runs eagerly and is reported.
 
         Raises:
             RecompileError: the shape, and those that there are.
@@ -231,7 +230,7 @@ class CapturedModel(torch.nn.Module):
         declared = ", ".join(f"{r} x {t}" for r, t in known)
         if (rows, length) not in known:
             return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
-        # The size is known, so it is another tensor of the batch that is there, or has a shape, as in no captured one.
+        # The size is known, so another tensor of the batch exists, or has a shape, that no captured graph has.
         signatures = [dict(one) for one in self._graphs if dict(one)["doc_ids"] == (rows, length)]
         differing = [
             f"{name} {list(shape)} (captured: "

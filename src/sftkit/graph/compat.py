@@ -249,9 +249,9 @@ def overlap_collectives(
     """Merge and move the collectives of a graph, in place, so that compute hides them.
 
     Args:
-        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own
+        estimate: milliseconds of a node, for a collective of a number of bytes if one is given; None: torch's own
             estimate.
-        for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
+        for_inductor: the order is written into the graph as dependencies: Inductor reorders nodes without them.
     """
     # Private (pytorch/pytorch#163215): torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
@@ -272,7 +272,7 @@ def coalesced(target: Any) -> Any:
 
 
 def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
-    """Write into a graph, in place, after which others a node comes: Inductor orders anew what has no dependency."""
+    """Write the order of nodes into a graph, in place: Inductor reorders nodes without a dependency."""
     # pytorch/pytorch#164568.
     write = private("torch._inductor.fx_passes.control_dependencies", "preserve_node_ordering")
     write(graph.graph, after)
@@ -358,11 +358,11 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
     """Return a part of a graph compiled by Inductor: a function of its inputs, whose strides are those of the examples.
 
     Args:
-        examples: fake tensors of the trace that is going on.
+        examples: fake tensors of the current trace.
     """
     _let_dependencies_be_traced()
-    # Private (pytorch/pytorch#150670); public compilation would start from Python. Shapes are those of the trace that
-    # is going on (pytorch/pytorch#151788): the examples are its fake tensors, which another trace refuses.
+    # Private (pytorch/pytorch#150670); public compilation would start from Python. Shapes are those of the current
+    # trace (pytorch/pytorch#151788): the examples are its fake tensors, which another trace rejects.
     standalone = private("torch._inductor", "standalone_compile")
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
@@ -389,18 +389,18 @@ def as_boxed(run: Boxed) -> Boxed:
 
 
 def with_strides(compile_one: Callable[[], Boxed]) -> tuple[Boxed, list[Any]]:
-    """Compile a half, and return with it the strides that Inductor chose for its outputs; an empty list if another
-    compiled it. AOTAutograd is not told of them: see report_strides."""
-    # Private (pytorch/pytorch#105010): Inductor reports them in this way, and refuses to report those of two graphs.
+    """Compile a half and return it with the strides that Inductor chose for its outputs; an empty list if another
+    compiler made it. AOTAutograd does not learn of them: see report_strides."""
+    # Private (pytorch/pytorch#105010): Inductor reports strides in this way, and of one graph only.
     with private("torch._guards", "TracingContext").report_output_strides() as strides:
         return compile_one(), strides
 
 
 def report_strides(strides: Sequence[Any]) -> None:
-    """Tell AOTAutograd the strides of the outputs of the half that is being compiled."""
-    told = private("torch._guards", "TracingContext").get().output_strides
-    if told is not None:
-        told.extend(strides)
+    """Report to AOTAutograd the strides of the outputs of the half that is being compiled."""
+    reported = private("torch._guards", "TracingContext").get().output_strides
+    if reported is not None:
+        reported.extend(strides)
 
 
 @contextmanager

@@ -59,23 +59,23 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism
             does not know or cannot divide, or an exchange of tokens where no experts are shared out.
     """
-    # What is asked of the model alone comes first: it is refused alike on one GPU and on many.
+    # Questions about the model alone come first: their answers are the same on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
             f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
             "train.engine=blocks"
         )
     topology = rt.topology
-    _refuse(graph_mesh_problems(topology))
-    # Needs the sizes of every matrix, so it comes after what can be refused without them.
+    _reject(graph_mesh_problems(topology))
+    # This needs the sizes of every matrix, so it comes after the checks that do not.
     if topology.tensor > 1:
         check_tensor_plan(orig_model, topology.tensor)
-    # From here on only the exchange of tokens between ranks that share experts out, which are the tensor-parallel ones.
+    # The rest is about the exchange of tokens between ranks that share experts, the tensor-parallel ranks.
     if dispatcher != "alltoall":
         return
     if not any(is_experts(module) for module in orig_model.modules()):
-        _refuse(no_experts(orig_model.config.model_type))
-    _refuse(unshared_experts(topology))
+        _reject(no_experts(orig_model.config.model_type))
+    _reject(unshared_experts(topology))
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
@@ -88,10 +88,10 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         ConfigError: which pass, and what to do.
     """
     if device.type != "cuda":
-        _refuse(passes_off_gpu(passes, attention, device.type))
+        _reject(passes_off_gpu(passes, attention, device.type))
 
 
-def _refuse(problems: Iterable[Problem]) -> None:
+def _reject(problems: Iterable[Problem]) -> None:
     for _, text in problems:
         raise ConfigError(text)
 
@@ -111,7 +111,7 @@ def distribute_for_graph(
         model.to(rt.device)
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
-    # pass that gathers weights must be the outermost, as it gives the others theirs.
+    # pass that gathers weights gives them to the others, so it must be the outermost.
     every, mesh = make_graph_meshes(rt.topology, rt.device.type)
     use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
     if mesh is not None:
@@ -155,12 +155,12 @@ class GraphEngine:
         self._rt = rt
         self.training = training
         self._run_dir = run_dir
-        # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
-        check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
+        # Checks without weights come first: a wrong recipe fails before minutes of reading them.
+        check_device(passes, cfg.attention.backend, rt.device)  # for callers that did not ask before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
         with ExitStack() as stack:  # what fails on the way puts back what was set
-            # Attention decides what a block keeps, sharding what is gathered: the plan needs both. A caller is told of
-            # it before anything large is allocated, as the estimate is most useful where the run then ends.
+            # Attention decides what a block keeps, sharding what is gathered: the plan needs both. The caller gets the
+            # plan before anything large is allocated: the estimate is most useful if the run ends there.
             compiled = cfg.compile.enabled
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_gradients = "reduce_once" in passes

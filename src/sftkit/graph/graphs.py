@@ -1,4 +1,4 @@
-"""Looking at graphs: what a node is, which decoder block it comes from, and which collectives belong together.
+"""Questions about graphs: what a node is, which decoder block it comes from, which collectives belong together.
 
 The block is written on a node while the model's Python is traced. The collectives of a bucket are those of the weights
 of a decoder block, or of one end of the model.
@@ -58,7 +58,7 @@ def waits_for(node: Node) -> list[Node]:
 
 
 def source_of(node: Node) -> Node:
-    """Return the node that gives several values of which a node takes one; any other node itself."""
+    """Return the node whose tuple of results a node takes one value of; any other node itself."""
     return source_of(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
 
 
@@ -140,7 +140,7 @@ _BLOCK_MARK = "sftkit_block"
 
 
 def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
+    """Tag the operators of a decoder block with its number in traces within the context."""
 
     def tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
         @wraps(forward)
@@ -180,7 +180,7 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
 
 
 def first_names(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
-    """Return the first name of each parameter by each of its names, of which a tied one has several."""
+    """Return the first name of each parameter by each of its names; a tied parameter has several."""
     first: dict[int, str] = {}
     named = orig_model.named_parameters(remove_duplicate=False)
     return {f"{prefix}{name}": first.setdefault(id(p), f"{prefix}{name}") for name, p in named}

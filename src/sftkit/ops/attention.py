@@ -138,7 +138,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the models with a config of their own that a model consists of: itself, or encoder and decoder
     without what holds them."""
     found: dict[int, PreTrainedModel] = {}
-    # Parts are told apart by their configs: a model and the decoder inside it share one, encoder and decoder do not.
+    # Configs identify the parts: a model and the decoder inside it share one, encoder and decoder do not.
     for module in orig_model.modules():
         if isinstance(module, PreTrainedModel):
             found.setdefault(id(module.config), module)

@@ -105,14 +105,14 @@ def document_attention(
 
 
 def _fa4_rows(cu_seqlens: Tensor, cu_seqlens_k: Tensor, max_length: int, window: int) -> dict[str, Any]:
-    """Return what both passes of FlashAttention-4 are told of documents and window."""
+    """Return the arguments of both passes of FlashAttention-4 for documents and window."""
     starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
     longest = {"max_seqlen_q": max_length, "max_seqlen_k": max_length}
     return {**starts, **longest, "window_size_left": window - 1 if window else None}
 
 
 def _aten_window(window: int, *, causal: bool) -> dict[str, int]:
-    """Return what both passes of torch's FlashAttention are told of the window; -1: no bound."""
+    """Return the arguments of both passes of torch's FlashAttention for the window; -1: no bound."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if causal else -1}
 
 

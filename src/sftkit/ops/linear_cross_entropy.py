@@ -1,4 +1,4 @@
-"""The loss: sums over target tokens, computed in chunks together with the gradients.
+"""Compute the loss, sums over target tokens, in chunks together with its gradients.
 
 So the logits of a whole batch never exist. Division by the global number of targets happens in engine/step.py, once.
 
@@ -53,8 +53,7 @@ _operator = False
 
 
 def loss_as_operator() -> AbstractContextManager[None]:
-    """Make the chunks of a batch one operator for whoever traces within the context: no graph
-    has their loop or kernel."""
+    """Make the chunks of a batch one operator in traces within the context: no graph has their loop or kernel."""
     return replaced(sys.modules[__name__], "_operator", value=True)
 
 

@@ -219,7 +219,7 @@ class DelayedFlags:
         # The event, not the stream, is what `read` waits for: later steps that are queued already do not delay it.
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
-        # The micro-batches are let go here: kept for two more steps they would hold their memory on the device.
+        # The micro-batches are released here: kept for two more steps they would hold their memory on the device.
         own = [self._count(batch) for batch in step_batches.micro_batches]
         launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))

@@ -186,7 +186,7 @@ class Trace:
             torch.cuda.synchronize(self._rt.device)
 
     def _write(self, recorded: profile) -> None:
-        """End the recording and write both files; that they cannot be written is told, and ends no training."""
+        """End the recording and write both files. A failure to write them is reported and ends no training."""
         self._finish()
         # Before stop(), which takes seconds to gather the events.
         wall = 1e6 * (time.perf_counter() - self._started)

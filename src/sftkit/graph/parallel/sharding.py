@@ -197,7 +197,7 @@ def looked_up_in_shards(orig_model: PreTrainedModel, tokens: int) -> AbstractCon
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What the modules of a block are to tensor parallelism, by their names in it."""
+    """The modules of a block by their roles in tensor parallelism. Names are relative to the block."""
 
     columns: tuple[str, ...]
     "matrices sharded by their outputs: heads, channels"
@@ -210,8 +210,7 @@ class TensorPlan:
     divided: tuple[str, ...] = DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
-    """routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own
-    positions"""
+    "routed experts, a share of them on each rank; nothing else is sharded, and each rank computes its own positions"
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -233,7 +232,7 @@ PLANS = {
 
 
 def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
-    """Reject a model that tensor parallelism over so many ranks is not possible for.
+    """Reject a model that does not allow tensor parallelism over `size` ranks.
 
     Raises:
         ConfigError: an architecture without a plan, or numbers that the ranks do not divide.
@@ -265,8 +264,8 @@ def make_graph_meshes(topology: Topology, device_type: str) -> tuple[DeviceMesh,
     # Ranks that share rows are neighbours, so that their exchanges stay within a machine. In the mesh their dimension
     # comes before that of shards: a matrix is divided by tensor first, and each part sharded.
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
-    # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
-    # No issue is known.
+    # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then cannot slice the mesh. No
+    # issue is known.
     mesh = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
     return every, mesh["tensor", "shards"] if t.replicas == 1 else mesh
 

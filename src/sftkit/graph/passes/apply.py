@@ -1,12 +1,11 @@
-"""The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each.
+"""Apply the passes of a recipe to the graphs of a shape, in order, and keep the graphs before and after each pass.
 
-The pass cuda_graphs replays the halves of a graph: no launch costs the host anything, collectives included. A half runs
-once as it is, which lets libraries and communicators allocate what they keep; the second call records it, and the
-others replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half
-left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next
-replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must come
-before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
-micro-batches keeps this order.
+The pass cuda_graphs replays the halves of a graph: no launch costs the host anything, collectives included. The first
+call runs a half as it is, so that libraries and communicators allocate what they keep. The second call records it, and
+later calls replay the record. A replay reads its inputs at the places that they had when it was recorded: weights and
+saved activations are there anyway, and a batch is copied there. Outputs are copied, too, because the next replay
+overwrites them. Saved activations are not copied, so a backward pass must come before the next forward pass. This holds
+between shapes, too: their records share a memory pool. A step of several micro-batches keeps this order.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
 
 RecordGraph = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
-"""Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills
-anew."""
+"Runs a function once. Returns a function that repeats its work, and its results, whose memory each repetition fills."
 
 
 class Replayed:
@@ -77,7 +75,7 @@ class Replayed:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
                     mine.copy_(given)
-        # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
+        # The boxed convention: the caller has given its inputs away, and this function no longer needs them.
         args.clear()
         self._replay()
         outputs = self._outputs[: self._handed_out]
@@ -120,7 +118,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """A graph at one point of its way."""
+    """A graph after a pass."""
 
     graph: str
     "joint, forward, later-forward (gather_once), backward, first-backward or middle-backward (reduce_once)"

@@ -37,8 +37,8 @@ def overlap_buckets(graph: GraphModule) -> None:
 
 
 def order_for_inductor(graph: GraphModule) -> dict[Node, list[Node]]:
-    """Return, of each node that has to wait for others than it reads, those others: Inductor orders anew what nothing
-    holds.
+    """Return the nodes that a node must wait for although it does not read them: Inductor reorders nodes without a
+    dependency.
 
     A wait for a bucket: what starts before it, and the last matrix product or attention, which hides the exchange.
     The first products behind the start of a reduction: that start, as Inductor would else put it off, with the

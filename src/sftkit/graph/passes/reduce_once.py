@@ -1,8 +1,8 @@
-"""Gradients summed whole over the micro-batches of a step and reduced by the last one, in place of a reduction in each.
+"""The last micro-batch of a step reduces the gradients of all of them.
 
-The backward half of any other micro-batch hands out what its reductions would read, added to what came before, and no
-gradient of these weights. That of the last one is given the sums. So a step reduces once, whatever its number of
-micro-batches, and holds whole gradients between them.
+The backward half of any other micro-batch returns no gradient of these weights. Instead it returns the tensors that its
+reductions would read, added to the sums so far. The half of the last micro-batch takes the sums as inputs. So a step
+reduces once, whatever its number of micro-batches, and holds whole gradients between them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class WholeGradients:
 
     @contextmanager
     def summing(self, micro_batches: int) -> Iterator[None]:
-        """Let so many pairs of a forward and a backward pass be a step. Outside, each one reduces its own."""
+        """Let n pairs of a forward and a backward pass be a step within the context. Outside, each pair reduces its own
+        gradients."""
         self._left = micro_batches
         try:
             yield

@@ -1,7 +1,7 @@
 """The project's wandb workspace as code, and a wandb report that compares two runs: the speed-up as a number, losses at
 equal steps, what differs, every curve.
 
-Sections and panels are a table here, of which a run is shown what it has. Only `save_view` asks a server.
+Sections and panels are a table here; a run gets those that it has values for. Only `save_view` asks a server.
 """
 
 from __future__ import annotations

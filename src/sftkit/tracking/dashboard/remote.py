@@ -131,7 +131,7 @@ def preflight_of(run_dir: Path) -> RunFile:
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
-    # Both splits in one table, told apart by a column: wandb joins no tables.
+    # Both splits are in one table, with a column for the split: wandb joins no tables.
     splits = {"train": found.get("sources", []), "val": found.get("validation", [])}
     sources = [{"split": split, **source} for split, rows in splits.items() for source in rows]
     odd = [source | finding for source in sources for finding in source.get("findings", [])]
@@ -238,7 +238,7 @@ class Wandb:
 
     def table(self, step: int, table: LoggedTable) -> None:
         """Log a table."""
-        # Imported late, as it is slow to import.
+        # Slow to import, so imported late.
         import wandb
 
         self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
@@ -554,7 +554,7 @@ class DashboardWriter:
                 call(self.dashboard)
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
-        # The queue orders them: whoever puts None has set the ending before.
+        # The queue orders them: the ending is set before None is put.
         assert self._ending is not None, "set before the end is put into the queue"
         try:
             self.dashboard.finish(self._ending)
@@ -563,7 +563,7 @@ class DashboardWriter:
             self._problem = first_line(error)
 
     def finish(self, ending: Ending) -> str | None:
-        """End the run, within 30 seconds whatever the dashboard does; return what the person should be told."""
+        """End the run, within 30 seconds whatever the dashboard does; return a message for the user, if any."""
         self._ending = ending
         # One deadline for both waits below: for room in the queue, and for the thread.
         end = time.monotonic() + FINISH_SECONDS
