@@ -134,7 +134,7 @@ class Metric:
     "which value of its curve stands for the run"
 
 
-_METRICS = {
+_METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
     ("graphs", "max"): ("compile/graphs", "compile/recompiles", "compile/graph_breaks", "compile/cuda_graphs"),
     ("calls", "max"): ("compile/fallbacks",),
     ("hits", "max"): ("compile/cache_hits",),
@@ -174,7 +174,7 @@ _METRICS = {
     ("bytes", "last"): ("ckpt/bytes",),
 }
 "Unit and the value of its curve that stands for the run -> names."
-METRICS = [Metric(name, *of) for of, names in _METRICS.items() for name in names]
+METRICS = [Metric(name, unit, summary) for (unit, summary), names in _METRICS.items() for name in names]
 METRICS.sort(key=lambda metric: metric.name.count("<"))  # a name fits itself before a pattern that it fits as well
 
 RUN_VALUES = {

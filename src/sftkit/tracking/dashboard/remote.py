@@ -298,11 +298,8 @@ class Means:
         return found
 
 
-class Trackio(Dashboard):
-    """A trackio run in the SQLite file of this machine.
-
-    It has no summary: the newest row stands for a run. Its threads are daemons, so there is nothing to abandon.
-    """
+class Trackio:
+    """A trackio run in the SQLite file of this machine. It has no summary: the newest row stands for a run."""
 
     name = "trackio"
 
@@ -322,6 +319,9 @@ class Trackio(Dashboard):
 
         self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
 
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Do nothing: trackio has no such values."""
+
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Send an alert, at most one of a title in ALERT_SECONDS."""
         from trackio import AlertLevel
@@ -335,6 +335,9 @@ class Trackio(Dashboard):
     def finish(self, ending: Ending) -> None:
         """Send what is left."""
         self._run.finish()
+
+    def abandon(self) -> None:
+        """Do nothing: its threads are daemons, so nothing keeps the process alive."""
 
     def where(self, *, complete: bool) -> str | None:
         """Return the command that shows the run."""
