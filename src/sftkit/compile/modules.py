@@ -147,35 +147,27 @@ def _good_paths(orig_model: PreTrainedModel) -> list[str]:
 
 
 def check_options(compile: CompileConfig) -> None:
-    """Refuse options that the installed torch does not have.
+    """Reject options that the installed torch does not have.
 
     Raises:
         ConfigError: a name that torch._inductor.config lacks, with the nearest one, or a value of another type.
     """
     named = {"compile.options": compile.options}
     named |= {f"compile.modules: {path}: options": own.options for path, own in (compile.modules or {}).items()}
-    for place, options in named.items():
-        for name, value in (options or {}).items():
-            _check_option(place, name, value)
-
-
-def _check_option(recipe_key: str, name: str, value: object) -> None:
-    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option
-    in the recipe."""
-    # Private, but its names are those of torch.compile(options=...), as its documentation says. Imported late: it takes
-    # a moment.
-    from torch._inductor import config
-
-    known = config.get_config_copy()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
-        hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
-        raise ConfigError(f'{recipe_key}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
-    wanted = config.get_type(name)  # type: ignore[attr-defined]
-    if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
-        raise ConfigError(
-            f"{recipe_key}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
-        )
+    given = [(place, name, value) for place, options in named.items() for name, value in (options or {}).items()]
+    # Private, but its names are those of torch.compile(options=...), as its documentation says.
+    config: Any = torch._inductor.config
+    known = config.get_config_copy() if given else {}
+    for place, name, value in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
+            hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
+            raise ConfigError(f'{place}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
+        wanted = config.get_type(name)
+        if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
+            raise ConfigError(
+                f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
+            )
 
 
 def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -> dict[str, Any]:

@@ -267,3 +267,16 @@ def copy_of(graph: GraphModule) -> tuple[Graph, dict[Node, Node]]:
     output = copied.output(copied.graph_copy(graph.graph, copies))
     output.meta = dict(graph.graph.output_node().meta)
     return copied, copies
+
+
+def erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Erase nodes that nothing reads, and what only they read."""
+    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
+    waiting = list(nodes)
+    erased: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if not node.users and node.op != "placeholder" and node not in erased:
+            waiting.extend(node.all_input_nodes)
+            graph.erase_node(node)
+            erased.add(node)

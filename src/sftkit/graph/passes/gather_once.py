@@ -90,10 +90,7 @@ def fork(graph: GraphModule) -> Fork | None:
     for wait, value in zip(whole, given, strict=True):
         value.meta = dict(wait.meta)
         copies[wait].replace_all_uses_with(value)
-    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
-    for node in reversed(of_weights):
-        if not copies[node].users:
-            later_graph.erase_node(copies[node])
+    graphs.erase_unread(later_graph, [copies[node] for node in of_weights])
     later_graph.lint()
     of_first = graph.graph.output_node()
     of_first.args = ((*of_first.args[0], *whole),)  # type: ignore[misc]
@@ -110,9 +107,7 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
         if first.setdefault(key, wait) is not wait:
             wait.replace_all_uses_with(first[key])
             tied.add(key)
-    for node in reversed(of_weights):
-        if not node.users:
-            graph.graph.erase_node(node)
+    graphs.erase_unread(graph.graph, of_weights)
     return tied
 
 

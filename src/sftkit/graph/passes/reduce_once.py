@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, keeps_values, weight_of
+from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, erase_unread, keeps_values, weight_of
 
 GradientKey = tuple[str, tuple[int, ...], str]
 "What the reductions of a weight's gradient read: the weight's name, shape and dtype."
@@ -139,7 +139,7 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     ):
         whole = nodes[0].all_input_nodes[0]
         nodes[0].replace_input_with(whole, _added(graph.graph, given, whole))
-        _erase_unread(graph.graph, [whole])
+        erase_unread(graph.graph, [whole])
     graph.graph.lint()
     graph.recompile()
     return BackwardFork(first, middle, sums, left_out, {name for name, *_ in read})
@@ -205,7 +205,7 @@ def _without_reductions(
     for at in left_out:
         outputs[at] = None
     output.args = ((*outputs, *sums),)
-    _erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
+    erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
     copied.lint()
     earlier.recompile()
     return earlier
@@ -232,16 +232,3 @@ def _only_widens(node: Node) -> bool:
     read = node.all_input_nodes[0].meta["val"]
     # A cast that rounds stays: without it the sum would have other bits than a reduction in each micro-batch reads.
     return value.shape == read.shape and torch.promote_types(read.dtype, value.dtype) == value.dtype
-
-
-def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
-    """Erase nodes that nothing reads, and what only they read."""
-    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
-    waiting = list(nodes)
-    erased: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if not node.users and node.op != "placeholder" and node not in erased:
-            waiting.extend(node.all_input_nodes)
-            graph.erase_node(node)
-            erased.add(node)

@@ -421,10 +421,11 @@ def dashboard_name(config: LogConfig) -> str | None:
     Raises:
         ConfigError: a dashboard is asked for by name and its package is not installed.
     """
-    if config.tracker == "none" or (config.tracker != "trackio" and config.wandb == "off"):
+    name = config.tracker or "wandb"
+    if name == "none" or (name == "wandb" and config.wandb == "off"):
         return None
-    if find_spec(config.tracker or "wandb"):
-        return config.tracker or "wandb"
+    if find_spec(name):
+        return name
     if config.tracker is None:
         return None
     raise ConfigError(
