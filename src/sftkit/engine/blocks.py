@@ -11,11 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sftkit.compile import cache as compile_cache
-from sftkit.compile import modules as compiling
-from sftkit.compile.contract import HookWatch, compile_model, step_contract, warm_up
-from sftkit.compile.debug import compiler_logs
-from sftkit.compile.watch import CompileWatch, RecordsOfRanks, note, records_of, under_way
+from sftkit.compile import cache, contract, debug, modules, watch
 from sftkit.config.schema import Config
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner
@@ -53,18 +49,18 @@ class Blocks:
         """
         orig_model = training.orig_model
         layout = training.layout
-        compiling.check_options(cfg.compile)
+        modules.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
+            write_logs = stack.enter_context(debug.compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
-            self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
+            self._code_key = cache.code_key(cfg, orig_model, layout, rt)
             if cfg.compile.enabled and cfg.compile.cache:
-                rt.print(compile_cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
+                rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            compiling.check_marked(cfg.compile, choice.backend)
-            advice = compiling.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
+            modules.check_marked(cfg.compile, choice.backend)
+            advice = modules.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
@@ -83,16 +79,18 @@ class Blocks:
             # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
-            modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
-            switches = compiling.compiler_switches(
-                cfg.compile, plan.activation_memory_budget, modules * len(layout.shapes), dynamic_layout=layout.dynamic
+            compiled = contract.compile_model(
+                orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
+            )
+            switches = modules.compiler_switches(
+                cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
             )
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
-                stack.enter_context(compiling.exchanges_hidden())
-                if rt.device.type == "cuda" and (merging := compiling.mergeable_products(cfg.compile)):
-                    compiling.use_symmetric_memory(group)
+                stack.enter_context(modules.exchanges_hidden())
+                if rt.device.type == "cuda" and (merging := modules.mergeable_products(cfg.compile)):
+                    modules.use_symmetric_memory(group)
                     stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
@@ -120,11 +118,11 @@ class Blocks:
         )
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
-        self.watch = CompileWatch()
+        self.watch = watch.CompileWatch()
         self._at_close.callback(self.watch.close)
-        self._hooks: HookWatch | None = None
+        self._hooks: contract.HookWatch | None = None
         self._own_metrics: dict[str, float] = {}
-        self._records = RecordsOfRanks(rt)
+        self._records = watch.RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     @contextmanager
@@ -140,10 +138,10 @@ class Blocks:
         losses: Losses = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        with working(under_way(cfg.compile, self._code_key)), oom:
+        with working(watch.under_way(cfg.compile, self._code_key)), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                self.compiled = warm_up(
+                self.compiled = contract.warm_up(
                     self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
                 )
             # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
@@ -152,7 +150,7 @@ class Blocks:
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on every compile counts as a recompile, and added hooks are reported.
             self.watch.warm_up_done()
-            self._hooks = HookWatch(orig_model)
+            self._hooks = contract.HookWatch(orig_model)
             yield losses
         # Report what was built and measured, and save the compiled code.
         seconds = time.perf_counter() - started
@@ -173,9 +171,9 @@ class Blocks:
         if self.compiled:
             if cfg.compile.cache:
                 gpu = rt.device.index or 0
-                rt.print(compile_cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
+                rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
             if rt.is_main:
-                note(self._code_key, seconds)
+                watch.note(self._code_key, seconds)
         self._write_logs()
 
     @contextmanager
@@ -184,8 +182,8 @@ class Blocks:
         advice."""
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
-        with contract, oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim):
+        oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
+        with contract.step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back), oom:
             yield
 
     @contextmanager
@@ -198,7 +196,7 @@ class Blocks:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what the compiler did on all ranks, from its own records."""
         assert self._hooks is not None, "warm_up comes first"
-        own = records_of(self.watch, self._hooks.unheeded())
+        own = watch.records_of(self.watch, self._hooks.unheeded())
         records = self._records.together(own, exchange=error is None)
         counts = {**self.watch.counts(), **self._own_metrics}
         return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)

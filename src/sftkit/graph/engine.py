@@ -27,14 +27,8 @@ from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
+from sftkit.graph.parallel import sharding
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
-from sftkit.graph.parallel.sharding import (
-    check_tensor_plan,
-    exchange_activations,
-    make_graph_meshes,
-    shard_for_graph,
-    weight_placement,
-)
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
@@ -69,7 +63,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
     _reject(graph_mesh_problems(topology))
     # This needs the sizes of every matrix, so it comes after the checks that do not.
     if topology.tensor > 1:
-        check_tensor_plan(orig_model, topology.tensor)
+        sharding.check_tensor_plan(orig_model, topology.tensor)
     # The rest is about the exchange of tokens between ranks that share experts, the tensor-parallel ranks.
     if dispatcher != "alltoall":
         return
@@ -112,11 +106,11 @@ def distribute_for_graph(
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
     # pass that gathers weights gives them to the others, so it must be the outermost.
-    every, mesh = make_graph_meshes(rt.topology, rt.device.type)
+    every, mesh = sharding.make_graph_meshes(rt.topology, rt.device.type)
     use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
     if mesh is not None:
-        exchange_activations(model.orig_model, mesh)
-    shard_for_graph(model, weight_placement(model.orig_model, every, mesh), rt.precision)
+        sharding.exchange_activations(model.orig_model, mesh)
+    sharding.shard_for_graph(model, sharding.weight_placement(model.orig_model, every, mesh), rt.precision)
     # Weights are read when their places are known, so that each rank reads no more than its own shards.
     materialize_weights(model.orig_model, source, rt.device)
 
@@ -164,8 +158,8 @@ class GraphEngine:
             compiled = cfg.compile.enabled
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_gradients = "reduce_once" in passes
-            sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
-            fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
+            kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
+            fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
             # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time. The plan
             # does not know the passes that checkpoint activations: it asks for more than is needed.
             kept = cfg.compile.activation_memory_budget
