@@ -90,7 +90,7 @@ def compile_model(
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
-        if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
+        if dynamic_layout and module in encoding:  # inputs of an encoder have one shape, whatever the row length
             compile_part(module, replace(own, dynamic=False))
         else:
             compile_part(module, own, dynamic_layout=dynamic_layout)

@@ -149,7 +149,7 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
 def torch_logs_to(
     handler: logging.Handler, for_terminal: Callable[[logging.LogRecord], bool], **settings: Any
 ) -> Iterator[None]:
-    """Give a handler torch's logs within the context, and the terminal only what is for it; then put all back.
+    """Send torch's logs to a handler within the context, and to the terminal only some records; then restore all.
 
     Args:
         handler: is given every record.

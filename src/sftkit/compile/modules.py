@@ -326,7 +326,7 @@ def exchanges_hidden() -> Iterator[None]:
 
 
 class _BehindProducts:
-    """What a function lacks: its code is in the key of cached code, as all that a pass of the configuration has is."""
+    """A pass whose code is in the key of cached code; a plain function has no place for it."""
 
     def __init__(self) -> None:
         self.code = get_hash_for_files((__file__,))
@@ -368,7 +368,7 @@ def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:
         for maker in read:
             readers[maker].add(i)
     free: set[int] = set()
-    # From the end: a reader comes after what it reads.
+    # From the end: a reader comes after its inputs.
     for i in reversed(range(len(nodes))):
         exchange = contains_collective(nodes[i]) or contains_wait(nodes[i])
         if not exchange and readers[i] <= free:
@@ -421,5 +421,5 @@ class _OneView(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what is in the key of cached code: without it nothing would be cached (pytorch/pytorch#137298)."""
+        """Return the part of the key of cached code; without it nothing is cached (pytorch/pytorch#137298)."""
         return get_hash_for_files((__file__,))

@@ -146,7 +146,7 @@ RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
 def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
     """Run a call whose guards fail uncompiled within the context, as under torch's stance `eager_on_recompile`.
 
-    What is compiled stays in use, and functions inside that call use it where their own guards hold.
+    Compiled code stays in use, also by functions inside that call whose own guards hold.
 
     That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
     `fail_on_recompile`: its error gives the reason, and then the frame runs uncompiled instead of raising.
@@ -237,7 +237,7 @@ class CompileWatch:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, where nothing should be, in `in_evaluation`."""
+        """Count compilations within the context, which should not happen, in `in_evaluation`."""
         before = len(self._records())
         self.evaluations += 1
         try:
@@ -260,7 +260,7 @@ class CompileWatch:
         self._warm_cuda_graphs = self.cuda_graphs
 
     def late_cuda_graphs(self) -> list[str]:
-        """Return what is to say if CUDA graphs were recorded after the warm-up."""
+        """Return a message if CUDA graphs were recorded after the warm-up."""
         return [LATE_CUDA_GRAPHS] if self.cuda_graphs > self._warm_cuda_graphs else []
 
     def _records(self) -> list[dynamo_utils.CompilationMetrics]:
@@ -367,7 +367,7 @@ def _compile_reason(record: dynamo_utils.CompilationMetrics) -> str:
 
 
 def _kind(reason: str) -> str:
-    """Return what reasons that differ in sizes only have in common."""
+    """Return a reason without its sizes."""
     return re.sub(r"\d+", "0", reason)
 
 

@@ -94,7 +94,7 @@ class Blocks:
                     stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
-            # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
+            # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.
             self._at_close = stack.pop_all()
         self._write_logs = write_logs
         self._cfg = cfg
@@ -152,7 +152,7 @@ class Blocks:
             self.watch.warm_up_done()
             self._hooks = contract.HookWatch(orig_model)
             yield losses
-        # Report what was built and measured, and save the compiled code.
+        # Report the graphs and the measured memory, and save the compiled code.
         seconds = time.perf_counter() - started
         kind = f"{layout.kind} rows, shapes {', '.join(f'{rows} x {length}' for rows, length in layout.shapes)}"
         counts = self.watch.counts()
@@ -194,7 +194,7 @@ class Blocks:
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what the compiler did on all ranks, from its own records."""
+        """Return the compiler's records of all ranks."""
         assert self._hooks is not None, "warm_up comes first"
         own = watch.records_of(self.watch, self._hooks.unheeded())
         records = self._records.together(own, exchange=error is None)

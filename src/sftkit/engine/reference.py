@@ -156,7 +156,7 @@ class DocumentsAlone:
         return Sums(torch.stack([one.loss for one in found]).sum(), measured)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
-        """Return what the head is given for each document, at the document's places: [B, C, H]; zeros elsewhere."""
+        """Return the input of the head for each document, at the document's places: [B, C, H]; zeros elsewhere."""
         model = self._model
         taken: list[Tensor] = []
         head = output_projection(model.orig_model)

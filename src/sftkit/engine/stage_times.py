@@ -70,7 +70,7 @@ def measured_layers(
 def _times(
     compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
 ) -> list[StageTimes]:
-    """Return what three stages of one layer each take: with the embedding, alone, and with norm, head and loss."""
+    """Return the times of three stages of one layer: with the embedding, alone, and with norm, head and loss."""
     orig_model = training.orig_model
     objective = training.objective
     layout = training.layout

@@ -1,9 +1,9 @@
 """One graph of a micro-batch's forward and backward pass, loss and sharding included, captured once for a shape.
 
-The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is
-decided for good, what it computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in;
-named sums and gradients come out. `CapturedModel` is what a step calls: it runs the graph of a batch's shape, and
-rejects, captures or runs eagerly a shape that has none.
+The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: its decisions on the host are final,
+and its computations are in the graph. Inputs are weights, the tensors of a batch, and the weight of the loss; outputs
+are named sums and gradients. A step calls `CapturedModel`: it runs the graph of a batch's shape, and rejects, captures
+or runs eagerly a shape without a graph.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def signature_of(batch: Batch) -> Signature:
-    """Return what decides which graph a batch needs: the shapes of its tensors."""
+    """Return the shapes of the tensors of a batch, which decide on its graph."""
     return tuple((name, tuple(tensor.shape)) for name, tensor in tensors_of(batch).items())
 
 
@@ -61,7 +61,7 @@ class Graph:
     measured: list[str]
     "names of the outputs after the loss"
     seconds: float
-    "what it took to capture and compile"
+    "time of capture and compilation"
 
     def __call__(self, batch: Batch, *, reduces: bool = True) -> Sums:
         """Return the sums of a batch of this graph's signature.
@@ -71,7 +71,7 @@ class Graph:
         """
         state = self.state
         if not reduces:
-            # What the backward pass gives in place of a gradient stays with another tensor of the same memory.
+            # The backward pass gives no real gradient here: it goes to another tensor of the same memory.
             state = [p.detach().requires_grad_() if at in self.reduced_once else p for at, p in enumerate(state)]
         loss, *measured = self.run(*state, *tensors_of(batch).values())
         return Sums(loss, dict(zip(self.measured, measured, strict=True)))
@@ -123,7 +123,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         first = first_names(model.orig_model, prefix)
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first)
         passes.on_joint(joint.graph_module)
-        # Known after the trace alone, which is what asks the objective for its sums.
+        # Known only after the trace, which asks the objective for its sums.
         num_sums = 1 + len(traced.measured)
         split = compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory)
         halves = [partial(passes.compile_half, name, num_sums) for name in ("forward", "backward")]
@@ -186,7 +186,7 @@ class CapturedModel(torch.nn.Module):
 
     @property
     def seconds(self) -> float:
-        """Return what all captures took."""
+        """Return the time of all captures."""
         return sum(graph.seconds for graph in self._graphs.values())
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
@@ -224,7 +224,7 @@ class CapturedModel(torch.nn.Module):
         return self(batch)
 
     def _reason(self, batch: Batch) -> str:
-        """Return what of the batch no graph has."""
+        """Return the property of the batch that no graph has."""
         rows, length = batch.doc_ids.shape
         known = sorted(self.stages)
         declared = ", ".join(f"{r} x {t}" for r, t in known)

@@ -28,7 +28,7 @@ from sftkit.runtime.start import replaced
 TESTED = ("2.11", "2.13", "2.15")
 "Versions of torch that the engine was run on."
 Boxed = Callable[[list[Any]], Any]
-"A function of one list, which it empties, so that what is in it is freed as soon as it is used."
+"A function of one list, which it empties, so that each value is freed after its last use."
 Compiler = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
@@ -229,13 +229,13 @@ def kept_for_backward(graph: GraphModule) -> list[Node]:
     batch, no gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
     # By AOTAutograd's names of the inputs of a joint graph, as Inductor knows them too (pytorch/pytorch#177365): all
-    # others are what the split saves.
+    # others are saved activations.
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
 
 
 def in_place(graph: GraphModule, half: str) -> list[bool]:
-    """Return of each input of a half whether it is at the same place in every step: a weight or buffer, or what the
-    forward half keeps."""
+    """Return for each input of a half whether it is at the same place in every step: a weight, a buffer, or a saved
+    activation."""
     # Weights stay where they are from the warm-up on: they are sharded and loaded before it, and updated in place.
     kept = set(kept_for_backward(graph)) if half == "backward" else set()
     inputs = graph.graph.find_nodes(op="placeholder")
@@ -267,7 +267,7 @@ def overlap_collectives(
 
 
 def coalesced(target: Any) -> Any:
-    """Return the operator that does for a list of tensors what a collective does for one, in a single call."""
+    """Return the operator that runs a collective on a list of tensors in a single call."""
     return _functional(f"{target.overloadpacket.__name__}_coalesced").default
 
 
@@ -280,7 +280,7 @@ def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's schedulers from printing on every rank what they do: the warm-up says what came out."""
+    """Keep torch's schedulers from printing on every rank: the warm-up prints the result."""
     names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
     for name in names:
         importlib.import_module(name)  # which would set its level
@@ -315,7 +315,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     torch's activation memory budget asks for.
 
     Args:
-        for_inductor: what is cheap when it is fused is computed again.
+        for_inductor: operators that are cheap when fused are computed again.
         saves_memory: the budget is asked.
     """
     # Private: the splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph
@@ -328,7 +328,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
 
     def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         if for_inductor:
-            # As Inductor does before its own split: what is simplified afterwards was kept for nothing.
+            # As Inductor does before its own split: a value that is simplified away later would be kept for nothing.
             simplify(graph)
         return least(graph, inputs, **options, compiler="inductor")
 

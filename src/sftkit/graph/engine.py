@@ -152,7 +152,7 @@ class GraphEngine:
         # Checks without weights come first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for callers that did not ask before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
-        with ExitStack() as stack:  # what fails on the way puts back what was set
+        with ExitStack() as stack:  # an error restores the settings
             # Attention decides what a block keeps, sharding what is gathered: the plan needs both. The caller gets the
             # plan before anything large is allocated: the estimate is most useful if the run ends there.
             compiled = cfg.compile.enabled
@@ -266,8 +266,8 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         layout = self.training.layout
         run_shape = shape_runner(self._rt, self.captured, self.model, layout, losses)
-        # It runs two micro-batches where a step has several. What is recorded is so the second time; with reduce_once
-        # those between the first and the last of a step have a graph of their own.
+        # It runs two micro-batches if a step has several. CUDA graphs are recorded the second time. With reduce_once
+        # the micro-batches between the first and the last of a step have a graph of their own.
         passes = self._cfg.graph.passes
         times = 2 if "cuda_graphs" in passes else 1
         in_step = 2 if self.compiled and "reduce_once" in passes and layout.accumulation > 2 else 1
@@ -282,7 +282,7 @@ class GraphEngine:
         return losses
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
-        """Say what was captured and what each pass made of it, for the console."""
+        """Print the captured graphs and the effect of each pass."""
         layout = self.training.layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
@@ -311,11 +311,11 @@ class GraphEngine:
             yield
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Count what is compiled within the context, where nothing should be."""
+        """Count compilations within the context, which should not happen."""
         return self.watch.evaluating()
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what was captured, and what ran without a graph, on all ranks."""
+        """Return the numbers of graphs and of calls without a graph, on all ranks."""
         watch = self.watch
         captured = self.captured
         assert self._hooks is not None, "warm_up comes first"
@@ -328,7 +328,7 @@ class GraphEngine:
             recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
             fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
-        # A run that failed cannot ask other ranks, which may be gone: it tells what it last heard of them.
+        # A run that failed cannot ask other ranks, which may be gone: it reports what they last sent.
         records = self._records.together(own, exchange=error is None)
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs

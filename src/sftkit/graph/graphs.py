@@ -52,7 +52,7 @@ def collective(node: Node) -> str | None:
 
 
 def waits_for(node: Node) -> list[Node]:
-    """Return the waits for what a collective gives."""
+    """Return the waits for the results of a collective."""
     users = list(node.users)
     return [wait for user in users for wait in (waits_for(user) if user.target is operator.getitem else [user])]
 
@@ -66,8 +66,7 @@ def is_costly(node: Node) -> bool:
     """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such
     as a collective."""
     node = source_of(node)
-    # torch counts the operations of what is worth counting: its table of formulas is the list of
-    # products and attention.
+    # torch has formulas for the operations of products and attention: its table lists them.
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
     return known or (target is not None and target.namespace not in ("aten", "prims"))

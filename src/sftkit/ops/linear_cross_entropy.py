@@ -138,7 +138,7 @@ def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
 def _called_as_operator(
     hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """Return what `_sums_and_gradients` does, with its computation one node of a graph."""
+    """Compute `_sums_and_gradients` as one node of a graph."""
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
     sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
     gradients = iter(found)

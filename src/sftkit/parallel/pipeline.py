@@ -225,7 +225,7 @@ class _Passed(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Logits of the last stage on all ranks; those of the others are no part of what is learned."""
+    """Logits of the last stage on all ranks; those of the others get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
@@ -374,7 +374,7 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
-    """Return what a stage takes for a micro-batch, the best of a few times. Gradients are dropped."""
+    """Return the time of a stage for a micro-batch, the best of a few. Gradients are dropped."""
     weight = structure.embedding_of(model.orig_model)
     device = batch.targets.device
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does

@@ -18,7 +18,7 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def take(step: str, own: Tensor, rank: int) -> Tensor:
-    """Return what a rank has after a step that began with its own tensor."""
+    """Return the tensor of a rank after a step that began with its own tensor."""
     ranks = dist.get_world_size()
     match step:
         case "all_reduce":  # sum over all ranks, in place
@@ -51,7 +51,7 @@ STEPS = {
 
 
 def initial_values(rank: int) -> Tensor:
-    """Return what a rank begins with: fp32 [4]."""
+    """Return the first tensor of a rank: fp32 [4]."""
     return torch.arange(4.0) + 10 * rank
 
 
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _of_all(value: Tensor) -> list[str]:
-    """Return what each rank has, as text, on every rank."""
+    """Return the tensor of each rank as text, on every rank."""
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, " ".join(f"{number:g}" for number in value.tolist()))
     return found

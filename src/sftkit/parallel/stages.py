@@ -66,7 +66,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
 def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
     there is one."""
-    # The head is known only by what the last stage takes longer than its layers would.
+    # The time of the head is known only as the excess of the last stage over its layers.
     *others, last = times
     count = sum(step.layers[:-1])
     layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
@@ -183,7 +183,7 @@ class StageModule(torch.nn.Module):
             inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
-            # What is received is: sender and receiver must agree (pytorch/pytorch#114982), and torch 2.11 checks it.
+            # Received tensors are contiguous, and both sides must agree (pytorch/pytorch#114982); torch 2.11 checks it.
             return hidden.contiguous()
         sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))

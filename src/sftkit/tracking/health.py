@@ -128,7 +128,7 @@ class ExpertLoad:
     """Reads the choices of a model's routers; of a model without experts it reads nothing."""
 
     def __init__(self, routing: Routing | None, rt: Runtime) -> None:
-        """Forget what was chosen before, in the warm-up. `routing`: None: the model has no experts."""
+        """Forget the choices of the warm-up. `routing`: None: the model has no experts."""
         self._routing = routing
         self._rt = rt
         if routing is not None:

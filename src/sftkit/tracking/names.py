@@ -34,7 +34,7 @@ class Check:
 
 
 def does_not_apply(reason: str) -> str:
-    """Return what a check has found that has nothing to check in this run."""
+    """Return the finding of a check that does not apply to this run."""
     return f"{DOES_NOT_APPLY}: {reason}"
 
 

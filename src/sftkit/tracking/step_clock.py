@@ -207,7 +207,7 @@ class Trace:
 
 
 def trace_line(summary: dict[str, Any]) -> str:
-    """Return what a trace says, in a sentence."""
+    """Return the summary of a trace in a sentence."""
     first, last = summary["steps"]
     text = f"trace of steps {first} to {last}: {summary['seconds']:.3f} s a step"
     if device := summary.get("device"):
@@ -243,7 +243,7 @@ def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dic
     communicating: list[Interval] = []
     for name, start, end in kernels:
         (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
-    # What is exposed follows from unions: kernels of two streams overlap, and their sum would exceed the time.
+    # Exposed time follows from unions: kernels of two streams overlap, and their sum would exceed the time.
     compute = covered(computing)
     either = covered(computing + communicating)
     return {

@@ -146,7 +146,7 @@ def _(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
 
 
 def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
-    """Return what a rank's experts give, [S, H], one row for each number; 0 where the number is E.
+    """Return the results of a rank's experts, [S, H], one row for each number; 0 where the number is E.
 
     Args:
         experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
@@ -279,7 +279,7 @@ def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what the experts of all ranks add to this rank's tokens, [N, H].
+    """Return the contribution of the experts of all ranks to this rank's tokens, [N, H].
 
     Args:
         experts, hidden, chosen, weights: of added.
@@ -324,7 +324,7 @@ DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "al
 
 
 def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_expert: int) -> Tensor:
-    """Return what a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
+    """Return the contribution of a rank's experts to tokens, [N, H]: 0 for tokens that visit none of them.
 
     Args:
         experts: of grouped.computed.

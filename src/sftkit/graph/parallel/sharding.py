@@ -160,7 +160,7 @@ FP32 = 4
 def looked_up_in_shards(orig_model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
     """Let the embedding of a sharded model be looked up in shards within the context, if that moves fewer bytes.
 
-    Every rank must look up as many tokens as the others: so it is for what is captured, and not for evaluation.
+    Every rank must look up the same number of tokens: this holds for captured graphs, and not for evaluation.
 
     Args:
         tokens: that a rank looks up.

@@ -61,7 +61,7 @@ class Replayed:
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Return the outputs: computed at first, then by replaying what was recorded."""
+        """Return the outputs: computed in the first call, then by replaying the record."""
         if not self._warm:
             self._warm = True
             return self._run(args)
@@ -173,7 +173,7 @@ class Passes:
         return self._sums is None or self._sums.reduces
 
     def close(self) -> None:
-        """Drop what was recorded."""
+        """Drop the records."""
         if self._recorder is not None:
             self._recorder.close()
         self._recorder = None
@@ -192,7 +192,7 @@ class Passes:
         for spec in (*self._at("split"), *self._at("regions")):
             resolve_name(spec.fn)(graph, for_inductor=self.for_inductor)
             graph.recompile()
-            self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
+            self._record(half, spec.name, graph, kept)  # no pass changes the inputs of a half
         # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
         # memory plan counts.
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
@@ -224,7 +224,7 @@ class Passes:
     def _gathering_once(
         self, shared: SharedWeights, graph: GraphModule, examples: Sequence[Any]
     ) -> compat.Boxed | None:
-        """Return what runs the forward half of any micro-batch; None: it gathers no weight that could be shared."""
+        """Return the function of the forward half of any micro-batch; None: it gathers no weight to share."""
         fork = gather_once.fork(graph)
         if fork is None:
             return None
@@ -238,7 +238,7 @@ class Passes:
     def _reducing_once(
         self, sums: WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
     ) -> compat.Boxed | None:
-        """Return what runs the backward half of any micro-batch; None: it reduces no gradient of a weight."""
+        """Return the function of the backward half of any micro-batch; None: it reduces no gradient."""
         fork = reduce_once.fork_backward(graph, several=sums.several)
         if fork is None:
             return None

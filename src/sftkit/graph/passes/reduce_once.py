@@ -20,14 +20,14 @@ from sftkit.graph import compat
 from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, erase_unread, keeps_values, weight_of
 
 GradientKey = tuple[str, tuple[int, ...], str]
-"What the reductions of a weight's gradient read: the weight's name, shape and dtype."
+"The input of the reductions of a weight's gradient: the weight's name, shape and dtype."
 
 
 class BackwardFork(NamedTuple):
     """What `fork_backward` makes of a backward half, which itself becomes that of the last micro-batch of a step."""
 
     first: GraphModule
-    "of the first micro-batch: its last outputs are what the reductions would read"
+    "of the first micro-batch: its last outputs are the inputs of the reductions"
     middle: GraphModule | None
     "of those between: takes the sums so far behind its inputs; None: steps have two micro-batches"
     sums: dict[GradientKey, Tensor]
@@ -94,7 +94,7 @@ class WholeGradients:
             if half is None:
                 raise RuntimeError("reduce_once: a step has more micro-batches than its graphs were captured for")
             found = list(half(args))
-            # Inductor may lay out what it hands out as it likes; the others read it as a reduction does.
+            # Inductor chooses the strides of its outputs; the other halves read them as a reduction does.
             self._sums.update(zip(sums, (each.contiguous() for each in found[-len(sums) :]), strict=True))
             del found[-len(sums) :]
             # Autograd wants a tensor: one number that is read everywhere. Nobody sums it, as Graph keeps it from the
@@ -213,7 +213,8 @@ def _without_reductions(
 
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
     """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
-    # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
+    # A gradient that is summed in fp32 was cast for that. The addition casts as it reads, to the same bits, without a
+    # copy.
     source = whole
     while _only_widens(source):
         source = source.all_input_nodes[0]

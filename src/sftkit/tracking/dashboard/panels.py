@@ -171,7 +171,7 @@ PANEL_SECTIONS = (
 
 
 def panel_sections(logged: Collection[str] | None) -> list[Section]:
-    """Return what there is to see of runs that have logged these names; empty panels and sections are left out.
+    """Return the sections for runs that have logged these names, without empty panels and sections.
 
     Args:
         logged: names of a run; None: not known, then those of every run on a GPU.
@@ -303,7 +303,7 @@ def logged_by(run_dir: Path) -> set[str]:
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
-    """Return what `save_view` would send, as JSON."""
+    """Return the JSON that `save_view` would send."""
     # Private: the library has no public way to see a spec without sending it.
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 

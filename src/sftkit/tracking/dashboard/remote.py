@@ -127,7 +127,7 @@ def proof_of(run_dir: Path) -> RunFile:
 
 
 def preflight_of(run_dir: Path) -> RunFile:
-    """Return what was found of the data before training: sources, layouts, odd rows, warnings."""
+    """Return the findings about the data before training: sources, layouts, odd rows, warnings."""
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
@@ -163,7 +163,7 @@ def record_table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def shortened(value: Any) -> Any:
-    """Return a text as long as a table or an alert shows it; anything else as it is."""
+    """Return a text cut to the length of a table cell or an alert; any other value as it is."""
     if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
         return value[: TABLE_CHARACTERS - 1] + "…"
     return value
@@ -204,7 +204,7 @@ class Dashboard(Protocol):
         """Give up a service that does not finish, so that the process can end."""
 
     def where(self, *, complete: bool) -> str | None:
-        """Return what the person must do to see the run, if anything."""
+        """Return how the user gets to see the run; None: nothing needs to be done."""
 
 
 class Wandb:
@@ -389,7 +389,7 @@ def own_tags() -> list[str]:
 
 
 def run_name(run_dir: Path) -> str:
-    """Return what a run is called on a dashboard: the last two folders of its directory."""
+    """Return the name of a run on a dashboard: the last two folders of its directory."""
     return "-".join(run_dir.parts[-2:])
 
 
@@ -510,8 +510,8 @@ def _start_trackio(
 
 
 class DashboardWriter:
-    """Sends what is logged to a dashboard on a thread of its own; what does not fit its
-    queue is dropped and counted."""
+    """Send logged values to a dashboard on a thread of its own. Calls that do not fit its queue are dropped and
+    counted."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         """Start the thread."""
@@ -584,5 +584,5 @@ class DashboardWriter:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, on one line; its type if it says nothing."""
+    """Return the first line of an error's message; its type if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
