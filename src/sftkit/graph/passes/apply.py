@@ -79,10 +79,7 @@ class Replayed:
         args.clear()
         self._replay()
         outputs = self._outputs[: self._handed_out]
-        return [
-            *(out.clone() if isinstance(out, Tensor) else out for out in outputs),
-            *self._outputs[len(outputs) :],
-        ]
+        return [*(out.clone() if isinstance(out, Tensor) else out for out in outputs), *self._outputs[len(outputs) :]]
 
 
 class Recorder:
