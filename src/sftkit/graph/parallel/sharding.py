@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +47,9 @@ _READS = "_sftkit_reads"
 "Attribute of a module while its own parameters are read: then they come gathered."
 
 
-class ShardingSpec(NamedTuple):
-    """How a weight lies over the ranks."""
-
-    mesh: DeviceMesh
-    placements: Sequence[Placement]
-    """the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay
-    sharded"""
+Place = tuple[DeviceMesh, Sequence[Placement]]
+"""How a weight lies over the ranks. The last placement, a shard, is gathered where the weight is read. Of the others
+replicas are copies, and shards stay sharded."""
 
 
 class _Read(torch.autograd.Function):
@@ -85,9 +81,7 @@ class _Read(torch.autograd.Function):
         return summed.to(ctx.dtype), None, None
 
 
-def shard_for_graph(
-    model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str
-) -> None:
+def shard_for_graph(model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], Place], precision: str) -> None:
     """Shard every weight of the model, in place.
 
     Args:
@@ -272,10 +266,10 @@ def make_graph_meshes(topology: Topology, device_type: str) -> tuple[DeviceMesh,
 
 def weight_placement(
     orig_model: PreTrainedModel, every: DeviceMesh, mesh: DeviceMesh | None
-) -> Callable[[torch.nn.Module, str], ShardingSpec]:
+) -> Callable[[torch.nn.Module, str], Place]:
     """Return how every weight of a model lies over the ranks: a function of a module and the name of one of
     its own parameters."""
-    sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
+    sharded: dict[tuple[torch.nn.Module, str], Place] = {}
     if mesh is not None:
         plan = PLANS[orig_model.config.model_type]
         copies = [Replicate()] * (mesh.ndim - 2)  # between replicas
@@ -291,8 +285,8 @@ def weight_placement(
                     dims = (0, int((len(param) // mesh["tensor"].size()) % mesh.size(-1) > 0))
                 else:
                     continue
-                sharded[block.get_submodule(path), own] = ShardingSpec(mesh, [*copies, *map(Shard, dims)])
-    others = ShardingSpec(every, [*[Replicate()] * (every.ndim - 1), Shard(0)])
+                sharded[block.get_submodule(path), own] = mesh, [*copies, *map(Shard, dims)]
+    others: Place = every, [*[Replicate()] * (every.ndim - 1), Shard(0)]
     return lambda module, name: sharded.get((module, name), others)
 
 
