@@ -314,7 +314,7 @@ SchedulerNode = Any
 
 
 @contextmanager
-def exchanges_hidden() -> Iterator[None]:
+def collectives_hidden() -> Iterator[None]:
     """Order what Inductor compiles within the context by `behind_products`."""
     # Private, but meant for passes of one's own (pytorch/pytorch#150074); Inductor's hide the last exchange of a block
     # at most (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by

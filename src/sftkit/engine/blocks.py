@@ -88,7 +88,7 @@ class Blocks:
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
-                stack.enter_context(modules.exchanges_hidden())
+                stack.enter_context(modules.collectives_hidden())
                 if rt.device.type == "cuda" and (merging := modules.mergeable_products(cfg.compile)):
                     modules.use_symmetric_memory(group)
                     stack.enter_context(merging)

@@ -133,7 +133,7 @@ class Tracker:
                 self.record_event(event, self.step, remote.first_line(error))  # the console has the whole error
         self._write_events()
         if self._dashboard is not None:
-            self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its closing checks
+            self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
             if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
                 self.rt.print(f"{self._dashboard.dashboard.name}: {said}")
