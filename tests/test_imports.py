@@ -35,7 +35,7 @@ ROOMS = {
         *("compile", "memory"),
     ),
     "graph": (
-        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking"),
+        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim"),
         *("parallel", "compile", "memory", "engine"),
     ),
     "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),

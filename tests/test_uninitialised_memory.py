@@ -24,7 +24,7 @@ from sftkit.data.batches.collate import IGNORE, collate
 from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape
-from sftkit.engine.step import TrainStep, optimizer_step
+from sftkit.engine.step import TrainStep
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
 from sftkit.generation.decode import Batching, generate
@@ -350,7 +350,7 @@ def test_steps_of_training(kind: str, dtype: torch.dtype, device: str) -> None:
         for number, step in enumerate(batches.steps(0, 3)):
             moved = [batch.to(torch.device(device)) for batch in step.micro_batches]
             step.micro_batches[:] = moved
-            outcome = optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
+            outcome = TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-3)
             flags.push(number, step, outcome)
             assert all(known.finite and not known.stop for known in flags.read(wait=False))
             found += [outcome.sums.vector, outcome.grad_norm]

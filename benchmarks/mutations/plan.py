@@ -177,7 +177,7 @@ MUTATIONS = [
       "\"compile/recompiles\": len(self._late()),", "\"compile/recompiles\": 0,", "compile/test_compilation.py"),
     M("parallel/tensor.py", "gradients of norms are not added up",
       "torch.distributed.all_reduce(flat, group=mesh.get_group())", "pass", "parallel/test_tensor.py parallel/test_parallel.py"),
-    M("parallel/fsdp.py", "replicas of a tensor group are taken for shards",
+    M("parallel/wrap.py", "replicas of a tensor group are taken for shards",
       "return mesh[\"shards\"] if topology.replicas == 1 else mesh[\"replicas\", \"shards\"]", "return mesh[\"shards\"]", "parallel/test_parallel.py parallel/test_tensor.py"),
     M("graph/passes/order.py", "buckets of other dtypes are merged",
       "found.setdefault((bucket, node.target, node.args[1:], node.meta[\"val\"].dtype), []).append(node)",

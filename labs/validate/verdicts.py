@@ -145,13 +145,15 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
 
     from sftkit.tracking.dashboard.remote import (
         DashboardWriter,
+        Ending,
         Identity,
+        RunFile,
         dashboard_name,
         open_dashboard,
         own_tags,
+        record_table,
         run_name,
     )
-    from sftkit.tracking.dashboard.services import Ending, RunFile, record_table
 
     # Checked first: without a dashboard neither torch's Accelerator nor a thread is needed.
     name = dashboard_name(config)

@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from sftkit.compile.contract import (
-    Ranks,
     begin_step,
     compile_model,
     decoder_blocks,
@@ -91,7 +90,7 @@ def warmed_up(
     config = CompileConfig(**{"backend": "eager", **settings})
     compile_in_run(orig_model, config, budget, dynamic_layout, len(shapes))
     watch = CompileWatch()
-    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config, Ranks(bool))
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config, bool)
     watch.warm_up_done()
     return orig_model, watch
 
@@ -127,9 +126,7 @@ def test_one_graph_has_batches_that_inductor_would_fuse_in_another_way(dynamic: 
     orig_model = AutoModelForCausalLM.from_config(config).cuda().bfloat16()
     watch, settings = CompileWatch(), CompileConfig(dynamic=dynamic)
     compile_in_run(orig_model, settings, dynamic_layout=True)
-    assert warm_up(
-        orig_model, lambda rows, length: float(run(orig_model, rows, length)), [(64, 128)], settings, Ranks(bool)
-    )
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), [(64, 128)], settings, bool)
     watch.warm_up_done()
     with step_contract("error", watch.graph_break_reasons()):
         for row_length in (16, 128, 72, 32):
@@ -459,7 +456,7 @@ def test_each_row_length_of_a_dynamic_layout_has_a_cuda_graph_of_its_own_and_is_
         orig_model.zero_grad()  # gradients lie in memory of the graphs, which the next step writes over
 
     watch = CompileWatch()
-    assert warm_up(orig_model, run_shape, [(2, 32)], settings, Ranks(bool))
+    assert warm_up(orig_model, run_shape, [(2, 32)], settings, bool)
     watch.warm_up_done()
     recorded = watch.counts()["compile/cuda_graphs"]
     assert recorded > 0
@@ -520,7 +517,7 @@ def test_warm_up_leaves_random_state_and_gradients_as_they_were() -> None:
         lambda rows, length: float(torch.rand(()) * run(orig_model, rows, length)),
         [(2, 8)],
         config,
-        Ranks(bool),
+        bool,
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in orig_model.parameters())
@@ -586,10 +583,10 @@ def test_a_machine_without_a_compiler_trains_eagerly_after_one_warning_or_stops(
 
     if on_failure == "error":
         with pytest.raises(ConfigError, match=r"no working C\+\+ compiler"):
-            warm_up(orig_model, run_shape, [(2, 16)], config, Ranks(bool))
+            warm_up(orig_model, run_shape, [(2, 16)], config, bool)
         return
     with caplog.at_level(logging.WARNING):
-        assert warm_up(orig_model, run_shape, [(2, 16)], config, Ranks(bool)) is False
+        assert warm_up(orig_model, run_shape, [(2, 16)], config, bool) is False
     (line,) = told(caplog)
     assert "training eagerly" in line
     with step_contract("error"):
@@ -605,13 +602,13 @@ def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
         raise ZeroDivisionError("a bug of the step")
 
     with pytest.raises(ZeroDivisionError, match="a bug of the step"):
-        warm_up(orig_model, run_shape, [(2, 16)], config, Ranks(bool))
+        warm_up(orig_model, run_shape, [(2, 16)], config, bool)
 
 
 def test_disabled_compile_builds_no_graph() -> None:
     orig_model, config, watch = tiny_llama(), CompileConfig(enabled=False), CompileWatch()
     assert compile_in_run(orig_model, config) == 0
-    assert not warm_up(orig_model, lambda rows, length: None, [(2, 16)], config, Ranks(bool))
+    assert not warm_up(orig_model, lambda rows, length: None, [(2, 16)], config, bool)
     run(orig_model)
     assert watch.counts()["compile/graphs"] == 0
 
@@ -631,7 +628,7 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
             return run(orig_model, rows, row_length).clone()
 
         watch = CompileWatch()
-        assert warm_up(orig_model, run_shape, [(2, 16), (4, 16)], config, Ranks(bool)) is enabled
+        assert warm_up(orig_model, run_shape, [(2, 16), (4, 16)], config, bool) is enabled
         watch.warm_up_done()
         for parameter in orig_model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -658,9 +655,9 @@ def test_sharded_ranks_fall_back_together_before_they_wait_for_each_other(monkey
         raise AssertionError("no rank may get here")
 
     model, config = tiny_llama(), CompileConfig(on_failure="warn", backend="aot_eager")
-    assert not warm_up(model, run_shape, [(2, 32)], config, Ranks(any_rank, sharded=True))
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
     monkeypatch.setattr("sftkit.compile.contract._compiler_problem", lambda _: RuntimeError("no C compiler"))
-    assert not warm_up(model, run_shape, [(2, 32)], config, Ranks(any_rank, sharded=True))
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
     assert asked == [False, True]
     assert "it failed on another rank" in caplog.text
     assert "no C compiler" in caplog.text
@@ -676,5 +673,6 @@ def test_an_error_of_one_sharded_rank_in_the_warm_up_ends_it_for_the_others_to_f
             run_shape,
             [(2, 32)],
             CompileConfig(backend="aot_eager"),
-            Ranks(lambda flag: flag, sharded=True),
+            lambda flag: flag,
+            sharded=True,
         )

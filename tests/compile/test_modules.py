@@ -55,7 +55,7 @@ def run(orig_model: PreTrainedModel, rows: int = 2, row_length: int = 16) -> tor
 
 def paths(orig_model: PreTrainedModel, **modules: Own) -> list[str]:
     named = {path.replace("__", "."): own for path, own in modules.items()}
-    return [part.path for part in named_parts(orig_model, CompileConfig(modules=named))]
+    return list(named_parts(orig_model, CompileConfig(modules=named)))
 
 
 def test_a_path_names_a_module_or_each_item_of_a_list_and_the_longer_path_counts() -> None:
@@ -69,11 +69,10 @@ def test_a_path_names_a_module_or_each_item_of_a_list_and_the_longer_path_counts
     assert paths(orig_model, model__layers__1=Own()) == ["model.layers.1"]
     assert paths(orig_model, model__layers__1__mlp=Own()) == ["model.layers.1.mlp"]
     named = {"model.layers": Own(mode="max-autotune"), "model.layers.1": Own(options={})}
-    first, second = named_parts(
-        orig_model, CompileConfig(modules=named, mode="default", options={"shape_padding": True})
-    )
-    assert (first.compile.mode, first.compile.options) == ("max-autotune", {"shape_padding": True})
-    assert (second.compile.mode, second.compile.options) == ("default", {})
+    compile = CompileConfig(modules=named, mode="default", options={"shape_padding": True})
+    (_, first), (_, second) = named_parts(orig_model, compile).values()
+    assert (first.mode, first.options) == ("max-autotune", {"shape_padding": True})
+    assert (second.mode, second.options) == ("default", {})
 
 
 def test_encoder_and_decoder_are_paths_of_any_model_with_both_though_a_head_may_be_around_the_decoder() -> None:
@@ -81,11 +80,11 @@ def test_encoder_and_decoder_are_paths_of_any_model_with_both_though_a_head_may_
     assert paths(made(TRANSLATOR), **both) == ["encoder", "decoder"]
     captioner = made(CAPTIONER)
     found = named_parts(captioner, CompileConfig(modules=both))
-    assert [(part.path, part.compile.mode) for part in found] == [
-        ("encoder", None),
-        ("decoder.transformer", "max-autotune"),
-    ]
-    assert found[1].module is decoder(captioner)  # what a step calls
+    assert {path: own.mode for path, (_, own) in found.items()} == {
+        "encoder": None,
+        "decoder.transformer": "max-autotune",
+    }
+    assert found["decoder.transformer"][0] is decoder(captioner)  # a step calls it
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,7 @@ def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
 @pytest.mark.parametrize(
     ("word", "instead"),
     [
+        ("optim.implementation=compiled", "optim.implementation: was removed: leave it out: the default update was"),
         ("log.tags=[a]", "log.tags: was removed: set the environment variable WANDB_TAGS, with commas"),
         (
             "model.gradient_checkpointing=true",

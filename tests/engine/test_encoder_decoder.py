@@ -26,7 +26,7 @@ from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.engine.step import TrainStep, has_dropout, optimizer_step, worst_case_batch
+from sftkit.engine.step import TrainStep, has_dropout, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
 from sftkit.memory.plan import encoder_shape_of, shape_of
@@ -211,7 +211,7 @@ def test_captions_can_be_learned_from_their_pictures() -> None:
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     losses = []
     for step in Batches(StepDataset(examples, layout, pad_id=1), seed=0).steps(0, 80):
-        outcome = optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 5e-3)
+        outcome = TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 5e-3)
         losses.append(float(outcome.sums["nll"]) / step.num_targets)
     assert losses[0] > 3.5
     assert losses[-1] < 0.1  # without pictures all of them are as likely: ln 8 / 5 = 0.42 at least

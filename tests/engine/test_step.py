@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
-from sftkit.engine.step import TrainStep, forward_backward, optimizer_step
+from sftkit.engine.step import TrainStep, forward_backward
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
@@ -93,9 +93,7 @@ def step_of(micro_batch_size: int, layout_kind: str = "packed") -> tuple[dict[st
     model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-2, eps=1e-4))
     (step,) = Batches(StepDataset(examples, layout), seed=0).steps(0, 1)
-    sums, grad_norm, *_ = optimizer_step(
-        TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-2
-    )
+    sums, grad_norm, *_ = TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-2)
     return model.state_dict(), float(sums["nll"]), float(grad_norm)
 
 
@@ -145,9 +143,7 @@ def test_a_step_without_any_target_changes_nothing_and_is_finite() -> None:
     empty = make_batch(make_examples([4]), ((), ()), 16)
     step = StepBatches(0, [empty], num_targets=0, divisor=0, num_tokens=0, num_positions=32)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
-    sums, grad_norm, *_ = optimizer_step(
-        TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3
-    )
+    sums, grad_norm, *_ = TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-3)
     assert sums.vector.tolist() == [0.0] * 4
     assert float(grad_norm) == 0.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -191,7 +187,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
         model = ModelWithLoss(tiny_llama().to(dtype), "reference", NextToken(LossConfig()))
         optimizer = GradientsOnly(model.parameters())
         (step,) = batches.steps(0, 1)
-        optimizer_step(TrainStep(model, optimizer, model.objective, cpu_runtime(), max_grad_norm=None), step, 0.0)
+        TrainStep(model, optimizer, model.objective, cpu_runtime(), max_grad_norm=None).step(step, 0.0)
         gradients[name] = optimizer.seen
     naive = [torch.zeros_like(g, dtype=torch.bfloat16) for g in gradients["exact"]]
     model = ModelWithLoss(tiny_llama().to(torch.bfloat16), "reference", NextToken(LossConfig()))
@@ -271,11 +267,11 @@ def test_no_step_waits_for_the_gpu() -> None:
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     steps = on_device(batches.steps(0, 6), device)
-    optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), next(steps), 1e-3)
+    TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(next(steps), 1e-3)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
-            optimizer_step(TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
+            TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")

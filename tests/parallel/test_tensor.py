@@ -24,14 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from sftkit.compile.modules import _is_product as is_product
-from sftkit.compile.modules import asynchronous, behind_products, exchanges_hidden, mergeable_products
+from sftkit.compile.modules import behind_products, collectives_hidden, mergeable_products
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.parallel.fsdp import make_meshes, shard
 from sftkit.parallel.tensor import shard_matrices
+from sftkit.parallel.wrap import make_meshes, shard
 
 HIDDEN, LENGTH = 64, 32
 
@@ -143,7 +143,7 @@ class Enough(Exception):
 def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_products_and_one_of_the_backward_pass(
     group_of_four: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine merges within `exchanges_hidden`: what a gradient of a weight can hide stays as it is."""
+    """The engine merges within `collectives_hidden`: what a gradient of a weight can hide stays as it is."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -151,8 +151,9 @@ def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_prod
 
     found: list[Counter[str]] = []
     compile = CompileConfig(options={"_micro_pipeline_tp": True})
-    assert asynchronous(compile)
-    assert not asynchronous(CompileConfig())
+    merging = mergeable_products(compile)
+    assert merging is not None
+    assert mergeable_products(CompileConfig()) is None
 
     def stop(graph: torch.fx.Graph) -> None:
         targets = " ".join(str(node.target) for node in graph.nodes)
@@ -166,7 +167,7 @@ def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_prod
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # asked before anything is merged
     settings = {**(compile.options or {}), "post_grad_custom_post_pass": stop, "fx_graph_cache": False}
-    with symmetric._test_mode(), exchanges_hidden(), mergeable_products(compile), config.patch(settings):
+    with symmetric._test_mode(), collectives_hidden(), merging, config.patch(settings):
         traced(sharded(), 1, aot_autograd(fw_compiler=merged, decompositions=select_decomp_table()))
     forward, backward = found
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
@@ -189,7 +190,7 @@ def test_cached_code_of_another_order_is_not_taken(monkeypatch: pytest.MonkeyPat
     from torch._inductor import config
 
     def key() -> bytes:
-        with exchanges_hidden():
+        with collectives_hidden():
             return config.save_config()
 
     before = key()
@@ -220,7 +221,7 @@ def test_gradients_of_weights_stand_where_a_backward_pass_would_wait_for_an_exch
         return "start" if contains_collective(node) else "product" if is_product(node) else "other"
 
     settings = {"reorder_for_compute_comm_overlap_passes": [watched], "fx_graph_cache": False}
-    with exchanges_hidden(), config.patch(settings), pytest.raises(Exception, match="Enough"):
+    with collectives_hidden(), config.patch(settings), pytest.raises(Exception, match="Enough"):
         traced(sharded(), 1, "inductor")
     forward, backward = (between_start_and_wait(kinds) for kinds in found)
     assert forward == [0, 0, 0, 0]

@@ -10,7 +10,7 @@ import pytest
 
 from sftkit.errors import ConfigError, NonFiniteError
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.dashboard.services import KILLED, Ending, Means, Wandb, ending_of
+from sftkit.tracking.dashboard.remote import KILLED, Ending, Means, Wandb, ending_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
-from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
+from sftkit.engine.step import TrainStep, exchange
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops
 from sftkit.objectives.next_token import NextToken
@@ -126,8 +126,8 @@ def test_a_norm_is_nan_only_if_a_gradient_is_and_infinite_also_where_all_are_fin
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.full((4,), gradient)
-    sums = RankSums(squared_norm([weight], 1), Totals.zeros(NextToken.measured, weight.device))
-    found, _ = exchange(sums, cpu_runtime(), stop=False)
+    totals = Totals.zeros(NextToken.measured, weight.device)
+    found, _ = exchange(squared_norm([weight], 1), totals, 1, cpu_runtime(), stop=False)
     torch.testing.assert_close(float(found), norm, equal_nan=True)
 
 
@@ -138,7 +138,7 @@ def test_a_step_tells_the_loss_of_each_of_its_micro_batches() -> None:
     (step_batches,) = some_batches().steps(0, 1)
     with torch.no_grad():
         expected = torch.stack([model(batch).loss for batch in step_batches.micro_batches])
-    found = optimizer_step(TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2).losses
+    found = TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0).step(step_batches, 1e-2).losses
     assert torch.equal(found, expected)
 
 
@@ -148,9 +148,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
     model = replicate(ModelWithLoss(orig_model, "reference", objective), rt)
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
     steps = some_batches().steps(0, 2)
-    assert optimizer_step(
-        TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0), next(steps), 1e-2
-    ).flags.vector[:3].tolist() == [
+    assert TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0).step(next(steps), 1e-2).flags.vector[
+        :3
+    ].tolist() == [
         0,
         0,
         0,
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_even_if_its_gradient_is_finit
         return sums._replace(loss=sums.loss + NAN)
 
     monkeypatch.setattr(ModelWithLoss, "forward", shifted)
-    left_out = optimizer_step(TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0), next(steps), 1e-2)
+    left_out = TrainStep(model, optimizer, objective, rt, max_grad_norm=1.0).step(next(steps), 1e-2)
     assert left_out.grad_norm.isfinite()
     assert left_out.flags.vector[:3].tolist() == [0, 1, 1]
     assert all(torch.equal(value, before[name]) for name, value in orig_model.state_dict().items())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from made_run import make_run
 
-from sftkit.tracking.dashboard.remote import identity
-from sftkit.tracking.dashboard.services import preflight_of, proof_of
+from sftkit.tracking.dashboard.remote import identity, preflight_of, proof_of
 
 SETTINGS = {
     "resolved": {

@@ -16,7 +16,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
 from sftkit.config.tables import OPTIMIZERS
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
-from sftkit.engine.step import TrainStep, optimizer_step
+from sftkit.engine.step import TrainStep
 from sftkit.errors import SpikeError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
@@ -141,7 +141,7 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     model = ModelWithLoss(orig_model, "reference", OBJECTIVE)
     optimizer = build_optimizer(orig_model, OptimConfig(name=name))  # type: ignore[arg-type]
     steps = some_batches().steps(0, 3)
-    optimizer_step(TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), next(steps), 1e-2)
+    TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0).step(next(steps), 1e-2)
 
     def everything() -> dict[str, torch.Tensor]:
         states = {
@@ -155,16 +155,14 @@ def test_a_spike_that_is_left_out_changes_no_weight_no_state_and_no_count(name: 
     before, step_batches = everything(), next(steps)
     spikes = primed("skip")
     window = spikes.window()
-    outcome = optimizer_step(
-        TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2, spikes=spikes
-    )
+    outcome = TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0).step(step_batches, 1e-2, spikes=spikes)
     assert outcome.flags.vector[:3].tolist() == [0, 0, 1]
     assert [spike.name for spike in spikes_in(outcome.flags.verdict)] == ["loss", "gradient norm"]
     after = everything()
     assert all(torch.equal(value, before[key]) for key, value in after.items())
     assert spikes.window() == window
-    outcome = optimizer_step(
-        TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0), step_batches, 1e-2, spikes=primed("warn")
+    outcome = TrainStep(model, optimizer, OBJECTIVE, rt, max_grad_norm=1.0).step(
+        step_batches, 1e-2, spikes=primed("warn")
     )
     assert outcome.flags.skipped == 0
     assert not all(torch.equal(value, before[key]) for key, value in everything().items())

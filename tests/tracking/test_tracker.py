@@ -30,8 +30,7 @@ from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, Recompil
 from sftkit.rundir.files import drop_rows_after, read_metric_rows
 from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, wandb_mode
-from sftkit.tracking.dashboard.services import Ending, LoggedTable
+from sftkit.tracking.dashboard.remote import DashboardWriter, Ending, LoggedTable, dashboard_name, wandb_mode
 from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
 METRICS = {

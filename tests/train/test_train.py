@@ -13,7 +13,7 @@ from helpers import cpu_runtime, make_layout_of
 from looped import LENGTHS, NoCheckpoints, proof_rows, run
 
 from sftkit.config.schema import CompileConfig, EvalConfig, LossConfig, OptimConfig
-from sftkit.engine.blocks import Blocks
+from sftkit.engine.step import TrainStep
 from sftkit.errors import RecompileError
 from sftkit.train.saves import first_evaluation_due
 from sftkit.verify.counts import plain_rates
@@ -126,13 +126,13 @@ def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_p
 
 def test_each_step_is_made_with_its_own_learning_rate(tmp_path: Path, monkeypatch) -> None:
     used = list[float]()
-    step_of = Blocks.step
+    step_of = TrainStep.step
 
-    def step(self: Blocks, batches: Any, lr: float, **more: Any) -> Any:
+    def step(self: TrainStep, batches: Any, lr: float, **more: Any) -> Any:
         used.append(lr)
         return step_of(self, batches, lr, **more)
 
-    monkeypatch.setattr(Blocks, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     run(tmp_path / "run", compile=CompileConfig(enabled=False), evaluates=False, steps=20)
     expected = plain_rates(np.arange(1, 21), 20, OptimConfig(name="adamw", lr=1e-2))
     assert used == pytest.approx(expected.tolist(), rel=1e-9)

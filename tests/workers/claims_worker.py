@@ -23,11 +23,10 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
-from sftkit.engine.step import gradients_of_rank
+from sftkit.engine.step import TrainStep
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.parallel.fsdp import Sharding, fsdp_modules
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute, fsdp_modules
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine
@@ -47,9 +46,11 @@ def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -
         module.set_gradient_divide_factor(factor)
     layout = make_layout_of("packed", make_examples(LENGTHS).lengths, world_size=2)
     trained = list(orig_model.parameters())
+    optimizer: Any = torch.optim.SGD(trained)  # its groups alone are read
+    train_step = TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=None)
     return asdict(
         check_gradients(
-            Sides(model, partial(gradients_of_rank, wrapped, trained, model.objective, rt), trained, rt),
+            Sides(model, train_step.gradients, trained, rt),
             layout,
             "reference",
             limits(torch.float32, 2),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
+from sftkit.engine.step import TrainStep, exchange
 from sftkit.errors import DataError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss, Totals
@@ -38,7 +38,7 @@ def train(rt: runtime.Runtime) -> dict[str, Any]:
     optimizer = build_optimizer(orig_model, OptimConfig(name="adamw", eps=1e-4))
     rows = []
     for step in batches.steps(0, 6):
-        outcome = optimizer_step(TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-3)
+        outcome = TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-3)
         sums = over_ranks(rt, outcome.sums)
         rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
     values = torch.stack([value.double().sum() for value in orig_model.state_dict().values()])
@@ -58,9 +58,7 @@ def large_norms(rt: runtime.Runtime) -> dict[str, float]:
         shard.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         parameters["shards"] = shard
     return {
-        name: float(
-            exchange(RankSums(squared_norm([p], rt.world_size), Totals.zeros((), rt.device)), rt, stop=False)[0]
-        )
+        name: float(exchange(squared_norm([p], rt.world_size), Totals.zeros((), rt.device), 1, rt, stop=False)[0])
         for name, p in parameters.items()
     }
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from sftkit.compile.contract import Ranks, compile_model, warm_up
+from sftkit.compile.contract import compile_model, warm_up
 from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import (
@@ -39,7 +39,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
-from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
+from sftkit.engine.step import TrainStep, shape_runner
 from sftkit.evals.suite import validate
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.structure import decoder
@@ -47,9 +47,8 @@ from sftkit.models.trained import factors, freeze
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.pipeline import SCHEDULES, stagewise
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute, reshard
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.verify.documents import check_documents
@@ -195,11 +194,12 @@ def train(
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
         run_shape = shape_runner(rt, wrapped, model, layout, {})
-        warm_up(wrapped, run_shape, layout.shapes, compile, Ranks(rt.any_rank))
+        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
         watch.warm_up_done()
+        train_step = TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         same = check_gradients(
-            Sides(model, partial(gradients_of_rank, wrapped, trained, model.objective, rt), trained, rt),
+            Sides(model, train_step.gradients, trained, rt),
             layout,
             "reference",
             limits(torch.float32, 2),
@@ -209,12 +209,7 @@ def train(
             engine: Any = SimpleNamespace(model=model, optimizer=optimizer, setup=SimpleNamespace(optimizer=optim))
             update = FirstUpdate(engine, OptimConfig(name=optim, eps=1e-4), rt)  # type: ignore[arg-type]
             with update.watching() if number in (0, 2) else nullcontext():  # a first step, and one with states
-                outcome = optimizer_step(
-                    TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0),
-                    step,
-                    learning_rate,
-                    stop=last,
-                )
+                outcome = train_step.step(step, learning_rate, stop=last)
             if number in (0, 2):
                 proved += map(asdict, update.checks(float(outcome.grad_norm), learning_rate))
             sums = over_ranks(rt, outcome.sums)

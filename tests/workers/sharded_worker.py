@@ -26,7 +26,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.types import Row
-from sftkit.engine.step import TrainStep, optimizer_step
+from sftkit.engine.step import TrainStep
 from sftkit.errors import ConfigError
 from sftkit.evals import results
 from sftkit.evals.suite import Suite
@@ -37,9 +37,8 @@ from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
-from sftkit.parallel.fsdp import Sharding, reshard
 from sftkit.parallel.pipeline import stagewise
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute, reshard
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
@@ -118,8 +117,8 @@ class Job:
         """Train steps first + 1 to last; the loss of each over all ranks."""
         losses = []
         for step in self.batches.steps(first, last):
-            outcome = optimizer_step(
-                TrainStep(self.wrapped, self.optimizer, self.model.objective, self.rt, max_grad_norm=1.0), step, 1e-2
+            outcome = TrainStep(self.wrapped, self.optimizer, self.model.objective, self.rt, max_grad_norm=1.0).step(
+                step, 1e-2
             )
             losses.append(float(over_ranks(self.rt, outcome.sums)["nll"]) / step.num_targets)
         return losses

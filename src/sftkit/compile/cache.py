@@ -1,12 +1,14 @@
-"""Compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
+"""Save compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
 
 The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and
-machine code, which is run when a graph asks for it, so whoever can write the file can run code in the training process.
+machine code, which run when a graph asks for them. So a person who can write the file can run code in the training
+process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -15,11 +17,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import fsspec
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import CompileConfig, Config
+from sftkit.config.schema import Config
 from sftkit.data.batches.pack import Layout
 from sftkit.models.structure import plain_class
 from sftkit.models.vocabulary import padding_rows
@@ -36,30 +39,6 @@ NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
 "Settings of compile that change no graph, so they are not in the key."
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
-
-
-def restore(compile: CompileConfig, key: str, rt: Runtime) -> None:
-    """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels.
-
-    Args:
-        key: see code_key.
-    """
-    if compile.enabled and compile.cache:
-        rt.print(load_compiled(compile.cache, key, rt.device.index or 0))
-
-
-def keep_code(compile: CompileConfig, key: str, rt: Runtime) -> None:
-    """Save what the warm-up compiled to compile.cache, if it is set.
-
-    torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
-    folder; a single file holds the main rank's.
-
-    Args:
-        key: see code_key.
-    """
-    if compile.cache:
-        index = rt.device.index or 0
-        rt.print(save_compiled(compile.cache, key, index, writes=rt.rank == index))
 
 
 def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
@@ -89,7 +68,8 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
 
 
 def load_compiled(where: str, key: str, index: int = 0) -> str:
-    """Hand torch the compiled code that was saved under this key; every rank calls it.
+    """Give torch the compiled code that was saved under this key. Every rank calls it, before attention is chosen:
+    timing its backends runs kernels.
 
     Args:
         index: number of this rank's GPU in its machine.
@@ -97,8 +77,8 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
             an fsspec URL of either.
 
     Returns:
-        what happened, for the console. A file that is missing, damaged or of another key never stops a run: its graphs
-        are then compiled.
+        a line for the console. A file that is missing, damaged or of another key never stops a run: its graphs are
+        compiled then.
     """
     path = _file(where, key, index)
     if path is None:
@@ -121,9 +101,10 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
 
 
 def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
-    """Write what was compiled, on a rank that `writes`, unless it all came from the same file.
+    """Write what was compiled, on a rank that `writes`, unless it all came from the same file; return a line to print.
 
-    Returns a line to print.
+    torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
+    folder; a single file holds the main rank's.
     """
     path = _file(where, key, index)
     if not writes or path is None:
@@ -160,11 +141,8 @@ def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
     """
     first, _, rest = content.partition(b"\n")
     sizes = json.loads(first)
-    artifacts, rest = rest[: sizes["torch"]], rest[sizes["torch"] :]
-    kernels = {}
-    for name, size in sizes["kernels"].items():
-        kernels[name], rest = rest[:size], rest[size:]
-    return artifacts, kernels
+    stream = io.BytesIO(rest)
+    return stream.read(sizes["torch"]), {name: stream.read(size) for name, size in sizes["kernels"].items()}
 
 
 def read_kernels() -> dict[str, bytes]:
@@ -204,13 +182,8 @@ def _file(where: str, key: str, index: int) -> str | None:
 def _read(path: str, key: str) -> tuple[bytes | None, str]:
     """Return (content, "") or (None, why there is none)."""
     try:
-        if "://" in path:
-            import fsspec
-
-            with fsspec.open(path, "rb") as file:
-                whole = file.read()
-        else:
-            whole = Path(path).read_bytes()
+        with fsspec.open(path, "rb") as file:  # of a path on disk, too
+            whole = file.read()
     except FileNotFoundError:
         return None, "missing"
     except Exception as error:
@@ -219,7 +192,8 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
     first, _, content = whole.partition(b"\n")
     try:
         header = json.loads(first)
-        wanted, found = header["sha256"], header["key"]
+        wanted = header["sha256"]
+        found = header["key"]
     except (ValueError, KeyError, TypeError):
         return None, "not a file of compiled code"
     if found != key:
@@ -232,8 +206,6 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
 def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
     if "://" in path:
-        import fsspec
-
         # Processes that write the same file at once have a temporary name each; what is renamed last stays.
         filesystem, inside = fsspec.core.url_to_fs(path)
         filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)

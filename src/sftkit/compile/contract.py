@@ -11,9 +11,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -74,16 +74,24 @@ def compile_model(
     if not compile.enabled:
         return 0
     if compile.modules is not None:
-        parts = [(part.module, part.compile) for part in named_parts(orig_model, compile, sharded=sharded)]
+        parts = list(named_parts(orig_model, compile, sharded=sharded).values())
+    elif compile.scope == "model" and not sharded:
+        parts = [(part, compile) for part in called(orig_model) if next(part.children(), None) is not None]
     else:
-        if sharded and compile.scope == "model":
+        if compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
-        parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
+        blocks = decoder_blocks(orig_model)
+        if not blocks:
+            raise ConfigError(
+                f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
+                "compile.scope=model or compile.enabled=false"
+            )
+        parts = [(module, compile) for module in blocks + small_modules(orig_model)]
     inputs_with_gradient(orig_model, [module for module, _ in parts])
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
-        if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
+        if dynamic_layout and module in encoding:  # inputs of an encoder have one shape, whatever the row length
             compile_part(module, replace(own, dynamic=False))
         else:
             compile_part(module, own, dynamic_layout=dynamic_layout)
@@ -106,19 +114,6 @@ def inputs_with_gradient(orig_model: PreTrainedModel, compiled: Sequence[torch.n
         return
     if any(p.requires_grad for p in blocks[0].parameters()):
         embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
-
-
-def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:
-    """Return the modules that the scope compiles, each on its own."""
-    if scope == "model":
-        return [part for part in called(orig_model) if next(part.children(), None) is not None]
-    blocks = decoder_blocks(orig_model)
-    if not blocks:
-        raise ConfigError(
-            f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
-            "compile.scope=model or compile.enabled=false"
-        )
-    return blocks + small_modules(orig_model)
 
 
 def begin_step() -> None:
@@ -158,7 +153,7 @@ def step_contract(
     Args:
         on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
             `fell_back` is called; "warn": it is compiled, and `CompileWatch.recompile_kinds` says why.
-        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: refused if on_recompile is "error".
+        breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: an error if on_recompile is "error".
         fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
@@ -168,37 +163,34 @@ def step_contract(
         raise RecompileError(
             "the compiled model has graph breaks, so it is compiled in parts and slower than it could be:\n  "
             + "\n  ".join(breaks)
-            + "\nMend the model's code, or train with the breaks: compile.on_recompile=warn"
+            + "\nFix the model's code, or train with the breaks: compile.on_recompile=warn"
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
+    stance: AbstractContextManager[object]
+    if on_recompile == "eager":
+        stance = eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
+    else:
+        stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
     # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
-        dynamo_callback.on_compile_start(_refuse_backward)
+        dynamo_callback.on_compile_start(_reject_backward)
     try:
-        with _stance(on_recompile, fell_back):
+        with stance:
             yield
-    # torch raises a plain RuntimeError for a refusal (torch/_dynamo/eval_frame.py): its text is all that
-    # tells it apart.
+    # torch raises a plain RuntimeError for a rejection (torch/_dynamo/eval_frame.py): only its text identifies it.
     except RuntimeError as error:
         if RECOMPILE_REFUSED not in str(error):
             raise
         raise _recompile_error(describe_guards(str(error), module_in(error.__traceback__))) from error
     finally:
-        # torch._dynamo.reset forgets all callbacks, and whoever is called within the context may have called it.
-        if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
-            dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
+        # torch._dynamo.reset forgets all callbacks, and code within the context may have called it.
+        if _reject_backward in dynamo_callback.callback_handler.start_callbacks:
+            dynamo_callback.callback_handler.remove_start_callback(_reject_backward)
 
 
-def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
-    """Return the stance of torch.compiler for this setting, as a context."""
-    if on_recompile == "eager":
-        return eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
-    return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
-
-
-def _refuse_backward(args: dynamo_callback.CallbackArgs) -> None:
+def _reject_backward(args: dynamo_callback.CallbackArgs) -> None:
     """Raise when a backward graph is about to be built: that happens at its first run, where no stance is asked."""
     if args.callback_trigger is dynamo_callback.CallbackTrigger.LAZY_BACKWARD:
         raise _recompile_error(f"the backward pass of graph {args.compile_id} was never run in the warm-up")
@@ -224,23 +216,14 @@ def undo_compile(model: torch.nn.Module) -> None:
     torch.compiler.reset()
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that build their graphs together."""
-
-    any_rank: Callable[[bool], bool]
-    "returns whether the flag is set on any rank, so that all fall back together"
-    sharded: bool = False
-    """they wait for each other in forward and backward, so a small function first finds out whether all can compile,
-    and an error of one rank after that ends the run"""
-
-
 def warm_up(
     model: torch.nn.Module,
     run_shape: Callable[[int, int], None],
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
-    ranks: Ranks,
+    any_rank: Callable[[bool], bool],
+    *,
+    sharded: bool = False,
 ) -> bool:
     """Build every graph: a forward and backward pass of each declared shape.
 
@@ -249,6 +232,9 @@ def warm_up(
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         shapes: (rows, row length) of each.
+        any_rank: returns whether a flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other in forward and backward. So a small function first finds out whether all can
+            compile, and an error of one rank after that ends the run.
 
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
@@ -266,8 +252,8 @@ def warm_up(
         run(shapes[-1:])  # nothing to build, but the largest batch must fit
         return False
     # Sharded ranks meet in the first forward pass already. If one had no compiler there, the others would wait forever.
-    error: Exception | None = _compiler_problem(compile) if ranks.sharded else None
-    if ranks.sharded and ranks.any_rank(error is not None):
+    error: Exception | None = _compiler_problem(compile) if sharded else None
+    if sharded and any_rank(error is not None):
         return _fall_back(model, compile, error)
     try:
         # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
@@ -275,11 +261,11 @@ def warm_up(
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:
-        if ranks.sharded:
+        if sharded:
             raise
         error = caught
     model.zero_grad(set_to_none=True)
-    if not ranks.any_rank(error is not None):
+    if not any_rank(error is not None):
         return True
     if error is not None:
         # An error that eager execution has too is not the compiler's fault: it is raised from here.
@@ -337,20 +323,14 @@ OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
 other passes than a step."""
 
 
-class Hook(NamedTuple):
-    """One hook of a module."""
-
-    module: str
-    kind: str
-    number: int
-
-
 class HookWatch:
     """Remembers a model's hooks when its step has been compiled, and finds those that the step does not respect."""
 
     def __init__(self, orig_model: PreTrainedModel, *, captured: bool = False) -> None:
         """Remember the hooks of the model. `captured`: the whole step is one graph, not single modules of it."""
-        self._model, self._hooks, self._captured = orig_model, _hooks(orig_model), captured
+        self._model = orig_model
+        self._hooks = _hooks(orig_model)
+        self._captured = captured
 
     def unheeded(self) -> list[str]:
         """Return a line, with what to do, for each kind of hook that the step does not run, or still
@@ -361,9 +341,9 @@ class HookWatch:
         now = _hooks(self._model)
         inside = self._inside() if now != self._hooks else set()
         changed = {
-            f"{hook.module}: {hook.kind} {'added' if hook in now else 'removed'} after the warm-up, {COMPILED}"
-            for hook in now ^ self._hooks
-            if hook.module in inside
+            f"{module}: {kind} {'added' if (module, kind, number) in now else 'removed'} after the warm-up, {COMPILED}"
+            for module, kind, number in now ^ self._hooks
+            if module in inside
         }
         runs = {module for part in called(self._model) for module in part.modules()}
         uncalled = {
@@ -395,14 +375,14 @@ def _of_library(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(OF_LIBRARIES)
 
 
-def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
-    """Return all hooks of the model, and those that torch runs for every module."""
+def _hooks(orig_model: PreTrainedModel) -> set[tuple[str, str, int]]:
+    """Return (module, kind, number) of all hooks of the model, and of those that torch runs for every module."""
     owners: list[tuple[str, Any]] = [(name or _ROOT, vars(module)) for name, module in orig_model.named_modules()]
     # Private: torch keeps the hooks of every module in globals of its module, and lists them nowhere.
     everywhere = {field: getattr(torch_module, f"_global{field}") for field in _KINDS}
-    return frozenset(
-        Hook(name, kind, number)
+    return {
+        (name, kind, number)
         for name, hooks in [*owners, (EVERY_MODULE, everywhere)]
         for field, kind in _KINDS.items()
         for number in hooks[field]
-    )
+    }

@@ -1,4 +1,4 @@
-"""What the compiler made of the model, as files of the run: graphs, generated kernels, recompiles, hints, a summary."""
+"""Write what the compiler made of the model to files of the run: graphs, kernels, recompiles, hints, a summary."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ class CompilerFiles(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record under the id of its graph."""
-        name, text = self.names.get(artifact_of(record)), record.getMessage()
+        name = self.names.get(artifact_of(record))
         if name is None:
             return
+        text = record.getMessage()
         # Private: the id of the graph that is being compiled, which the record is about; of backward graphs too
         # (pytorch/pytorch#124626). torch.compiler has no name for it (torch 2.13).
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
@@ -148,7 +149,7 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
 def torch_logs_to(
     handler: logging.Handler, for_terminal: Callable[[logging.LogRecord], bool], **settings: Any
 ) -> Iterator[None]:
-    """Give a handler torch's logs within the context, and the terminal only what is for it; then put all back.
+    """Send torch's logs to a handler within the context, and to the terminal only some records; then restore all.
 
     Args:
         handler: is given every record.
@@ -291,7 +292,12 @@ def as_markdown(content: dict[str, Any]) -> str:
     columns = "graph | function | operators captured | ATen operators | fused kernels | library calls | seconds"
     lines = [title, f"| {columns} |", "|---|---|---|---|---|---|---|"]
     for graph in graphs:
-        counts = [graph["captured_ops"], graph["aten_ops"], *_kernel_counts(graph["kernels"]), graph["seconds"]]
+        fused = library = None  # unknown without generated code
+        if graph["kernels"] is not None:
+            launches = [kernel["launches"] for kernel in graph["kernels"] if kernel["kind"] == "library"]
+            fused = len(graph["kernels"]) - len(launches)
+            library = sum(launches)
+        counts = [graph["captured_ops"], graph["aten_ops"], fused, library, graph["seconds"]]
         known = ("" if count is None else str(count) for count in counts)
         cells = [f"{graph['id']} {graph['pass']}", graph["function"], *known]
         lines.append(f"| {' | '.join(cells)} |")
@@ -307,14 +313,6 @@ def as_markdown(content: dict[str, Any]) -> str:
                 origin = ", ".join(name.removeprefix("aten.") for name in kernel["aten"])
                 lines.append(f"| `{kernel['name']}` | {kernel['launches']} | {origin} |")
     return "\n".join(lines) + "\n"
-
-
-def _kernel_counts(kernels: list[dict[str, Any]] | None) -> tuple[int | None, int | None]:
-    """Return (fused kernels that Inductor wrote, calls of libraries); None each: unknown."""
-    if kernels is None:
-        return None, None
-    library = [kernel for kernel in kernels if kernel["kind"] == "library"]
-    return len(kernels) - len(library), sum(kernel["launches"] for kernel in library)
 
 
 def artifact_of(record: logging.LogRecord) -> str:

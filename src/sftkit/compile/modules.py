@@ -6,7 +6,7 @@ the whole process.
 The rest of the file hides exchanges inside a compiled block of a tensor-parallel model. Ranks exchange activations four
 times a pass of a block, and what follows needs what has arrived. Only gradients of weights are needed by nobody until
 the optimizer: in the backward pass they are put where the block would wait. On two H100 at 8B, on rank 0 9 % of a step
-are exchanges with nothing beside, 11 % before that (benchmarks/h200_patterns).
+are exchanges that nothing hides, 11 % before that (benchmarks/h200_patterns).
 
 Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
 behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another
@@ -20,9 +20,9 @@ import difflib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, get_origin
+from typing import Any, get_origin
 
 import torch
 import torch._dynamo
@@ -53,37 +53,31 @@ ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 [B, T, H], masks [B, 1, T, T]."""
 
 
-class CompiledPart(NamedTuple):
-    """A module that becomes graphs of its own."""
-
-    path: str
-    module: torch.nn.Module
-    compile: CompileConfig
-    "settings of this module"
-
-
-def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
-    """Return the modules that compile.modules names, in the model's order; of two paths to one module
-    the longer counts.
+def named_parts(
+    orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False
+) -> dict[str, tuple[torch.nn.Module, CompileConfig]]:
+    """Return the modules that compile.modules names, each with its settings, by path and in the model's order.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
 
     Raises:
-        ConfigError: a path that the model does not have, that a step never calls or that lies inside another
-            one; it names what there is.
+        ConfigError: a path that the model does not have, that a step never calls or that lies inside another one; it
+            lists the paths that there are.
     """
-    assert compile.modules is not None
-    parts: dict[str, CompiledPart] = {}
+    parts: dict[str, tuple[torch.nn.Module, CompileConfig]] = {}
+    inner = decoder(orig_model)
+    paths = {module: name for name, module in orig_model.named_modules()}
     # Short paths first, so that a longer one to the same module replaces them.
-    for path, own in sorted(compile.modules.items(), key=lambda item: item[0].count(".")):
-        for named, at in _at(orig_model, path):
-            place, module = _without_head(orig_model, named, at)
-            parts[place] = CompiledPart(place, module, with_own(compile, own))
-    _check_apart(parts)
-    _check_called(orig_model, parts, sharded=sharded)
-    order = {module: i for i, module in enumerate(orig_model.modules())}
-    return sorted(parts.values(), key=lambda part: order[part.module])
+    for path, own in sorted((compile.modules or {}).items(), key=lambda item: item[0].count(".")):
+        for place, module in _at(orig_model, path):
+            # A step calls the decoder alone, also of a module that holds it with its head, as GPT-2 behind a ViT.
+            if isinstance(module, PreTrainedModel) and inner in module.modules():
+                place, module = paths[inner], inner
+            parts[place] = module, with_own(compile, own)
+    _check_parts(orig_model, {path: module for path, (module, _) in parts.items()}, sharded=sharded)
+    order = list(paths)
+    return dict(sorted(parts.items(), key=lambda part: order.index(part[1][0])))
 
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
@@ -112,17 +106,9 @@ def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.
         yield path, module
 
 
-def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Module) -> tuple[str, torch.nn.Module]:
-    """Return the decoder and its path for a module that is the decoder with its head, as GPT-2 behind a ViT; else as
-    given. A step calls the decoder alone."""
-    inner = decoder(orig_model)
-    if isinstance(module, PreTrainedModel) and inner in module.modules():
-        return next((name, inner) for name, one in orig_model.named_modules() if one is inner)
-    return path, module
-
-
-def _check_apart(parts: dict[str, CompiledPart]) -> None:
-    """Refuse a path that lies inside another one."""
+def _check_parts(orig_model: PreTrainedModel, parts: dict[str, torch.nn.Module], *, sharded: bool) -> None:
+    """Reject a path that lies inside another one, and modules that a step does not call or that cannot be a graph of
+    their own."""
     for path in parts:
         outer = next((other for other in parts if path.startswith(f"{other}.")), None)
         if outer is not None:
@@ -130,22 +116,19 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
                 f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only '
                 "one of them"
             )
-
-
-def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
-    """Refuse modules that a step does not call, or that cannot be a graph of their own."""
-    projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
-    for path, part in parts.items():
-        inside, reason = set(part.module.modules()), None
-        if projection in inside:
+    blocks = set(decoder_blocks(orig_model))
+    for path, module in parts.items():
+        inside = set(module.modules())
+        if output_projection(orig_model) in inside:
             reason = "is not called in a step, where the loss reads the weight of the head in a kernel of its own"
-        elif type(part.module).__module__.startswith("torch.nn"):
-            reason = f"is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own"
-        elif sharded and inside & blocks - {part.module}:
+        elif type(module).__module__.startswith("torch.nn"):
+            reason = f"is a {type(module).__name__} of torch, which Dynamo does not trace on its own"
+        elif sharded and inside & blocks - {module}:
             reason = "holds blocks whose sharded weights are gathered between graphs"
-        if reason is not None:
-            others = first_of(_good_paths(orig_model), 12)
-            raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
+        else:
+            continue
+        others = first_of(_good_paths(orig_model), 12)
+        raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:
@@ -164,35 +147,27 @@ def _good_paths(orig_model: PreTrainedModel) -> list[str]:
 
 
 def check_options(compile: CompileConfig) -> None:
-    """Refuse options that the installed torch does not have.
+    """Reject options that the installed torch does not have.
 
     Raises:
         ConfigError: a name that torch._inductor.config lacks, with the nearest one, or a value of another type.
     """
     named = {"compile.options": compile.options}
     named |= {f"compile.modules: {path}: options": own.options for path, own in (compile.modules or {}).items()}
-    for place, options in named.items():
-        for name, value in (options or {}).items():
-            _check_option(place, name, value)
-
-
-def _check_option(recipe_key: str, name: str, value: object) -> None:
-    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option
-    in the recipe."""
-    # Private, but its names are those of torch.compile(options=...), as its documentation says. Imported late: it takes
-    # a moment.
-    from torch._inductor import config
-
-    known = config.get_config_copy()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
-        hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
-        raise ConfigError(f'{recipe_key}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
-    wanted = config.get_type(name)  # type: ignore[attr-defined]
-    if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
-        raise ConfigError(
-            f"{recipe_key}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
-        )
+    given = [(place, name, value) for place, options in named.items() for name, value in (options or {}).items()]
+    # Private, but its names are those of torch.compile(options=...), as its documentation says.
+    config: Any = torch._inductor.config
+    known = config.get_config_copy() if given else {}
+    for place, name, value in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
+            hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
+            raise ConfigError(f'{place}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
+        wanted = config.get_type(name)
+        if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
+            raise ConfigError(
+                f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
+            )
 
 
 def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -> dict[str, Any]:
@@ -314,7 +289,7 @@ def compiler_switches(
             # measured times.
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
-            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of
+            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 does not guess the size of
             # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
@@ -339,7 +314,7 @@ SchedulerNode = Any
 
 
 @contextmanager
-def exchanges_hidden() -> Iterator[None]:
+def collectives_hidden() -> Iterator[None]:
     """Order what Inductor compiles within the context by `behind_products`."""
     # Private, but meant for passes of one's own (pytorch/pytorch#150074); Inductor's hide the last exchange of a block
     # at most (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by
@@ -351,7 +326,7 @@ def exchanges_hidden() -> Iterator[None]:
 
 
 class _BehindProducts:
-    """What a function lacks: its code is in the key of cached code, as all that a pass of the configuration has is."""
+    """A pass whose code is in the key of cached code; a plain function has no place for it."""
 
     def __init__(self) -> None:
         self.code = get_hash_for_files((__file__,))
@@ -364,9 +339,11 @@ def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
     """Return the nodes of a graph in another order: what no exchange depends on is put off until there is one to wait
     for, a matrix product at each wait and the rest at the last.
 
-    The same on every rank, as it follows from the graph alone.
+    The order follows from the graph alone, so it is the same on every rank.
     """
-    needs = _dependencies(nodes)
+    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    reads = [{makers.get(each.name, i) for each in node.unmet_dependencies} for i, node in enumerate(nodes)]
+    needs = [found - {i} for i, found in enumerate(reads)]  # indices of the nodes that must come before each
     put_off = dict.fromkeys(sorted(_free(nodes, needs)))
     order: dict[int, None] = {}
     waits = [i for i, node in enumerate(nodes) if contains_wait(node)]
@@ -384,12 +361,6 @@ def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
     return [nodes[i] for i in (*order, *(i for i in put_off if i not in order))]
 
 
-def _dependencies(nodes: list[SchedulerNode]) -> list[set[int]]:
-    """Return the indices of the nodes that each one reads, or must come after."""
-    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
-    return [{makers[d.name] for d in node.unmet_dependencies if d.name in makers} - {i} for i, node in enumerate(nodes)]
-
-
 def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:
     """Return the indices of the nodes that no exchange depends on, exchanges aside."""
     readers: dict[int, set[int]] = defaultdict(set)
@@ -397,7 +368,7 @@ def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:
         for maker in read:
             readers[maker].add(i)
     free: set[int] = set()
-    # From the end: a reader comes after what it reads.
+    # From the end: a reader comes after its inputs.
     for i in reversed(range(len(nodes))):
         exchange = contains_collective(nodes[i]) or contains_wait(nodes[i])
         if not exchange and readers[i] <= free:
@@ -414,17 +385,13 @@ def _is_product(node: SchedulerNode) -> bool:
 # ---- asynchronously ----
 
 
-def asynchronous(compile: CompileConfig) -> bool:
-    """Return whether the recipe asks for it."""
-    return compile.enabled and bool((compile.options or {}).get(OPTION))
-
-
-def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object]:
-    """Let Inductor find what it can merge, for what is compiled within the context, if the recipe asks for it."""
+def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object] | None:
+    """Return a context within which Inductor finds what it can merge; None: the recipe does not ask for it."""
+    if not (compile.enabled and (compile.options or {}).get(OPTION)):
+        return None
     # Private, as is the option: a pass of one's own over Inductor's graphs has no public place (pytorch/pytorch#153532
     # proposes one).
-    here = torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
-    return here if asynchronous(compile) else nullcontext()
+    return torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
 
 
 def use_symmetric_memory(group: ProcessGroup) -> None:
@@ -454,5 +421,5 @@ class _OneView(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what is in the key of cached code: without it nothing would be cached (pytorch/pytorch#137298)."""
+        """Return the part of the key of cached code; without it nothing is cached (pytorch/pytorch#137298)."""
         return get_hash_for_files((__file__,))

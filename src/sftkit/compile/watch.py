@@ -51,7 +51,7 @@ def under_way(compile: CompileConfig, key: str) -> str:
 
 
 def note(key: str, seconds: float) -> None:
-    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error.
+    """Keep the seconds of a warm-up that compiled, or found compiled code. A failure to write them is no error.
 
     A start that found most of its graphs and compiled the others is neither, and is not kept.
     """
@@ -90,7 +90,7 @@ def describe_guards(message: str, owner: object) -> str:
 
     Args:
         message: of the RuntimeError that torch raises under the stance `fail_on_recompile`.
-        owner: the module whose code was refused, if one is known: its own forward is named for any wrapper around it.
+        owner: the module whose code was rejected, if known: its own forward is named for any wrapper around it.
     """
     guards = "; ".join(line.strip()[2:] for line in message.splitlines() if line.strip().startswith("- "))
     guards = guards or "never compiled before"
@@ -106,7 +106,8 @@ def describe_guards(message: str, owner: object) -> str:
     # The guards of a wrapper speak of its args and kwargs: they are given the names that the model's author chose.
     own = layers[-1]
     if codes.index((file, name)) < len(layers) - 1:
-        file, line = own.__code__.co_filename, str(own.__code__.co_firstlineno)
+        file = own.__code__.co_filename
+        line = str(own.__code__.co_firstlineno)
         guards = _in_own_words(guards, list(inspect.signature(own).parameters)[1:])
     return f"{own.__qualname__} ({file}:{line}): {guards}"
 
@@ -145,7 +146,7 @@ RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
 def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
     """Run a call whose guards fail uncompiled within the context, as under torch's stance `eager_on_recompile`.
 
-    What is compiled stays in use, and functions inside that call use it where their own guards hold.
+    Compiled code stays in use, also by functions inside that call whose own guards hold.
 
     That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
     `fail_on_recompile`: its error gives the reason, and then the frame runs uncompiled instead of raising.
@@ -159,7 +160,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
     ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:
-        """Return torch's callback for a frame, which reports a refusal and runs the frame instead."""
+        """Return torch's callback for a frame, which reports a rejection and runs the frame instead."""
         refuse: Any = ask(callback)
         if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
             return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
@@ -222,7 +223,8 @@ class CompileWatch:
         "calls of compiled code that ran uncompiled after all"
         self._fallback_kinds: dict[str, str] = {}
         self.cuda_graphs = self._warm_cuda_graphs = 0
-        self._seconds, self._started = 0.0, 0.0
+        self._seconds = 0.0
+        self._started = 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
 
@@ -235,7 +237,7 @@ class CompileWatch:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, where nothing should be, in `in_evaluation`."""
+        """Count compilations within the context, which should not happen, in `in_evaluation`."""
         before = len(self._records())
         self.evaluations += 1
         try:
@@ -254,10 +256,11 @@ class CompileWatch:
 
     def warm_up_done(self) -> None:
         """Count every compile from here on as a recompile."""
-        self._warm_at, self._warm_cuda_graphs = len(self._records()), self.cuda_graphs
+        self._warm_at = len(self._records())
+        self._warm_cuda_graphs = self.cuda_graphs
 
     def late_cuda_graphs(self) -> list[str]:
-        """Return what is to say if CUDA graphs were recorded after the warm-up."""
+        """Return a message if CUDA graphs were recorded after the warm-up."""
         return [LATE_CUDA_GRAPHS] if self.cuda_graphs > self._warm_cuda_graphs else []
 
     def _records(self) -> list[dynamo_utils.CompilationMetrics]:
@@ -266,7 +269,7 @@ class CompileWatch:
         return [r for r in dynamo_utils.get_compilation_metrics()[self._skip :] if not r.is_runtime]
 
     def _late(self) -> list[dynamo_utils.CompilationMetrics]:
-        """Return compiles and refusals after the warm-up; a backward pass counts only if its forward pass is older."""
+        """Return compiles and rejections after the warm-up. A backward pass counts if its forward pass is older."""
         records = self._records()
         late = records[len(records) if self._warm_at is None else self._warm_at :]
         forward = {r.compile_id for r in late if r.is_forward is not False}
@@ -364,7 +367,7 @@ def _compile_reason(record: dynamo_utils.CompilationMetrics) -> str:
 
 
 def _kind(reason: str) -> str:
-    """Return what reasons that differ in sizes only have in common."""
+    """Return a reason without its sizes."""
     return re.sub(r"\d+", "0", reason)
 
 
@@ -399,8 +402,9 @@ class Records:
 
 def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
     """Return the records of this rank, so far."""
-    recompiles, breaks = int(watch.counts()["compile/recompiles"]), watch.graph_break_reasons()
+    breaks = watch.graph_break_reasons()
     texts = watch.recompile_kinds(), watch.fallback_kinds(), breaks, watch.late_cuda_graphs(), hooks
+    recompiles = int(watch.counts()["compile/recompiles"])
     return Records(recompiles, watch.fallbacks, watch.in_evaluation, *map(tuple, texts))
 
 
@@ -411,21 +415,19 @@ class RecordsOfRanks:
         self._rt = rt
         self._ranks = [Records()] * rt.world_size
 
-    def exchanged(self, own: Records) -> Records:
-        """Return the records of all ranks; every rank must call it.
+    def together(self, own: Records, *, exchange: bool) -> Records:
+        """Return the records of all ranks.
 
-        It exchanges one flag, and the records only where those of a rank have changed.
+        Args:
+            exchange: every rank calls this; the records travel only if those of a rank have changed. False: training
+                ended with an error and ranks do not wait for each other, so the others' are those last exchanged.
         """
-        if self._rt.any_rank(own != self._ranks[self._rt.rank]):
+        here = self._rt.rank
+        if not exchange:
+            return together([*self._ranks[:here], own, *self._ranks[here + 1 :]])
+        if self._rt.any_rank(own != self._ranks[here]):
             self._ranks = self._rt.gathered(own)
         return together(self._ranks)
-
-    def known(self, own: Records) -> Records:
-        """Return this rank's records as they are now, and those of the others as last exchanged.
-
-        For training that ends with an error, when ranks do not wait for each other.
-        """
-        return together([own if rank == self._rt.rank else told for rank, told in enumerate(self._ranks)])
 
 
 def together(ranks: Sequence[Records]) -> Records:

@@ -60,18 +60,6 @@ def _compiled_only(get: Get) -> Iterator[Problem]:
     yield from ((key, f"only goes with compile.enabled true: {why}") for key, why in useless.items() if get(key))
 
 
-def _implementation(get: Get) -> Iterator[Problem]:
-    implementation = get("optim.implementation")
-    if implementation == "auto":
-        if get("optim.static_gradients"):
-            yield "optim.static_gradients", "only goes with optim.implementation compiled or foreach_map, not auto"
-        return
-    if get("optim.name") != DEFAULT:
-        yield "optim.implementation", f"{implementation} only goes with optim.name {DEFAULT}, not {get('optim.name')}"
-    if not get("compile.enabled"):
-        yield "optim.implementation", f"{implementation} only goes with compile.enabled true: nothing is compiled"
-
-
 def _inductor_only(get: Get) -> Iterator[Problem]:
     backend = get("compile.backend")
     # The graph engine ignores them: see _graph.
@@ -106,7 +94,7 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
     # Rejected, not ignored: other runs are judged by this one, and a setting without effect would be believed.
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
-    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
+    unused |= {"train.memory": "speed", "attention.backend": "auto"}
     for key, default in unused.items():
         if (get(key) or None) != default:
             yield key, "has no effect with train.engine reference, which is plain: leave it out"
@@ -544,6 +532,6 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 _RULES = (
     *(_model, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
-    *(_engine, _freeze, _pipeline, _graph, _compiled_only, _implementation, _inductor_only, _options),
+    *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
     *(_optim, _duration, _resume, _eval, _names),
 )

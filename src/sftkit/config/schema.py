@@ -174,10 +174,6 @@ class OptimConfig:
     "AdamW's betas."
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     "AdamW's epsilon."
-    implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
-    "How adamw's update runs. auto: torch's fused kernel for fp32 weights; for bf16 or sharded weights on a GPU one kernel launch for all parameters; compiled: one graph of all parameters, with mode and options of compile; foreach_map: the same, with one kernel for many parameters."
-    static_gradients: bool = False
-    "compiled and foreach_map: gradients keep their memory from step to step, so CUDA graphs of the update read them without a copy. A parameter that a step does not use then has a gradient of 0: it decays, and its moments fade; with false it does not change."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     "Decoupled weight decay on matrices; norms, biases and embeddings have none."
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
@@ -225,7 +221,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sftkit.compile import cache as compile_cache
-from sftkit.compile import modules as compiling
-from sftkit.compile.contract import HookWatch, Ranks, compile_model, step_contract, warm_up
-from sftkit.compile.debug import compiler_logs
-from sftkit.compile.watch import CompileWatch, RecordsOfRanks, note, records_of, under_way
+from sftkit.compile import cache, contract, debug, modules, watch
 from sftkit.config.schema import Config
-from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
-from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
+from sftkit.engine.step import TrainStep, shape_runner
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
 from sftkit.models.float8 import apply_fp8
@@ -29,14 +23,12 @@ from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, parameters_of
+from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import as_whole, distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +47,24 @@ class Blocks:
         Raises:
             ConfigError: the recipe asks for what this model, layout or machine cannot do.
         """
-        orig_model, layout = training.orig_model, training.layout
-        compiling.check_options(cfg.compile)
+        orig_model = training.orig_model
+        layout = training.layout
+        modules.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
+            write_logs = stack.enter_context(debug.compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
-            self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
-            compile_cache.restore(cfg.compile, self._code_key, rt)
+            self._code_key = cache.code_key(cfg, orig_model, layout, rt)
+            if cfg.compile.enabled and cfg.compile.cache:
+                rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            compiling.check_marked(cfg.compile, choice.backend)
-            advice = compiling.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
+            modules.check_marked(cfg.compile, choice.backend)
+            advice = modules.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-                unused = "; train.pipeline_layers has no effect" * (cfg.train.pipeline_layers is not None)
+                unused = "; train.pipeline_layers has no effect" if cfg.train.pipeline_layers else ""
                 rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
             # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
@@ -78,30 +72,40 @@ class Blocks:
 
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
-            # A run that cannot fit is refused before weights are read, moved or sharded.
+            # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
             # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
             # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
-            modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
-            budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
-            stack.enter_context(compiling.compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
+            compiled = contract.compile_model(
+                orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
+            )
+            switches = modules.compiler_switches(
+                cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
+            )
+            stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
-                stack.enter_context(compiling.exchanges_hidden())
-                if compiling.asynchronous(cfg.compile) and rt.device.type == "cuda":
-                    compiling.use_symmetric_memory(group)
-                    stack.enter_context(compiling.mergeable_products(cfg.compile))
+                stack.enter_context(modules.collectives_hidden())
+                if rt.device.type == "cuda" and (merging := modules.mergeable_products(cfg.compile)):
+                    modules.use_symmetric_memory(group)
+                    stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
-            arguments = compiling.compile_arguments(cfg.compile)
-            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
-            # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
-            self._at_close, self._write_logs = stack.pop_all(), write_logs
-        self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
-        self.training, self.forward = training, model
-        self._train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+            # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.
+            self._at_close = stack.pop_all()
+        self._write_logs = write_logs
+        self._cfg = cfg
+        self._rt = rt
+        self._plan = plan
+        self._wrapped = wrapped
+        self.training = training
+        self.forward = model
+        train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        self.step = train_step.step
+        self.gradients = train_step.gradients
         stages = stages_of(orig_model)
         self.setup = Setup(
             attention=choice.backend,
@@ -114,44 +118,47 @@ class Blocks:
         )
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
-        self.watch = CompileWatch()
+        self.watch = watch.CompileWatch()
         self._at_close.callback(self.watch.close)
-        self._hooks: HookWatch | None = None
+        self._hooks: contract.HookWatch | None = None
         self._own_metrics: dict[str, float] = {}
-        self._records = RecordsOfRanks(rt)
+        self._records = watch.RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
-
-    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
-        """See engine.Engine.gradients."""
-        parameters = list(parameters_of(self.optimizer.param_groups))
-        gradients_of_rank(self._wrapped, parameters, self.model.objective, self._rt, batches, divisor)
 
     @contextmanager
     def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Run the worst-case batch of every declared shape, forward and backward, with the optimizer's memory reserved.
         This builds every graph, and ends a run that does not fit in memory."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self.training.layout
+        cfg = self._cfg
+        rt = self._rt
+        orig_model = self.model.orig_model
+        layout = self.training.layout
         started = time.perf_counter()
         orig_model.train()
         losses: Losses = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        with working(under_way(cfg.compile, self._code_key)), oom:
+        with working(watch.under_way(cfg.compile, self._code_key)), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
-                self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
+                self.compiled = contract.warm_up(
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
+                )
             # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
             if not self.compiled:
                 self.model.backend = eager_backend(self.model.backend, orig_model)
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on every compile counts as a recompile, and added hooks are reported.
             self.watch.warm_up_done()
-            self._hooks = HookWatch(orig_model)
+            self._hooks = contract.HookWatch(orig_model)
             yield losses
-        # Report what was built and measured, and save the compiled code.
+        # Report the graphs and the measured memory, and save the compiled code.
         seconds = time.perf_counter() - started
-        print_line(self._line(self.watch.counts(), seconds))
+        kind = f"{layout.kind} rows, shapes {', '.join(f'{rows} x {length}' for rows, length in layout.shapes)}"
+        counts = self.watch.counts()
+        built = counted(int(counts["compile/graphs"]), "graph")
+        breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
+        print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
         if rt.topology.stages > 1:
             from sftkit.engine.stage_times import bubble_of
 
@@ -162,22 +169,12 @@ class Blocks:
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled:
-            compile_cache.keep_code(cfg.compile, self._code_key, rt)
+            if cfg.compile.cache:
+                gpu = rt.device.index or 0
+                rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
             if rt.is_main:
-                note(self._code_key, seconds)
+                watch.note(self._code_key, seconds)
         self._write_logs()
-
-    def _line(self, counts: dict[str, float], seconds: float) -> str:
-        """Return a line for the console about what the warm-up built."""
-        declared = ", ".join(f"{rows} x {length}" for rows, length in self.training.layout.shapes)
-        kind = f"{self.training.layout.kind} rows, shapes {declared}"
-        if not self.compiled:
-            return f"{kind}; eager"
-        built = counted(int(counts["compile/graphs"]), "graph")
-        return (
-            f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, in "
-            f"{seconds:.1f} s"
-        )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -185,16 +182,9 @@ class Blocks:
         advice."""
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
-        with contract, oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim):
+        oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
+        with contract.step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back), oom:
             yield
-
-    def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
-        """Run the forward and backward passes of all micro-batches and one update, which clips; see
-        engine.step.optimizer_step."""
-        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -204,16 +194,17 @@ class Blocks:
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what the compiler did on all ranks, from its own records."""
+        """Return the compiler's records of all ranks."""
         assert self._hooks is not None, "warm_up comes first"
-        own = records_of(self.watch, self._hooks.unheeded())
-        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        own = watch.records_of(self.watch, self._hooks.unheeded())
+        records = self._records.together(own, exchange=error is None)
         counts = {**self.watch.counts(), **self._own_metrics}
         return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
         """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""
-        write, self._write_logs = self._write_logs, lambda: None
+        write = self._write_logs
+        self._write_logs = lambda: None
         try:
             write()
         except OSError as error:

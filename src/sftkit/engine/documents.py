@@ -1,4 +1,4 @@
-"""Documents alone: each by itself through transformers' own forward pass, whole logits, plain loss operators.
+"""Compute each document alone: by transformers' own forward pass, with whole logits and plain loss operators.
 
 The reference engine trains so, and checks compute the plain side of a comparison so.
 """
@@ -54,10 +54,10 @@ def documents_of(
 
 def _document(examples: Examples, number: int, device: torch.device, multiple: int) -> PlainDocument:
     """Return document i: its tokens but the last, and as target of each the token that follows, if that is learned."""
-    ids, is_target = examples[number].ids, examples[number].is_target
+    ids = examples[number].ids
     length = len(ids) - 1
     padding = (0, -length % multiple)
-    targets = np.where(is_target[1:], ids[1:], IGNORE).astype(np.int64)
+    targets = np.where(examples[number].is_target[1:], ids[1:], IGNORE).astype(np.int64)
     inputs = {"input_ids": pad(torch.from_numpy(ids[:-1].astype(np.int64)), padding)[None].to(device)}
     if (encoded := examples.encoder_inputs) is not None:
         entry = int(encoded.index[number])
@@ -109,7 +109,7 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iter
         model.routing.begin(None)  # the load of experts is counted in training steps only
     for row in rows:
         if objective is None:
-            yield from (_of_document(model, one) for one in row)
+            yield from (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
         elif row:  # else it is padding
             yield from _of_row(model, objective, row)
 
@@ -118,11 +118,6 @@ def plain_logits(model: Computes, document: PlainDocument) -> Tensor:
     """Return the logits [N L, V] of a document by transformers' own forward pass, in fp32 or more."""
     logits = model.kind.plain_logits(model.orig_model, document.inputs).flatten(0, 1)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _of_document(model: Computes, document: PlainDocument) -> Sums:
-    """Return the sums of one document."""
-    return model.objective.sums_of_logits(plain_logits(model, document), document.targets)
 
 
 def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) -> Iterator[Sums]:
@@ -138,7 +133,7 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) 
         """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
         targets = document.targets
         routing.begin(torch.arange(len(targets), device=targets.device)[None] < document.length)
-        sums = _of_document(model, document)
+        sums = objective.sums_of_logits(plain_logits(model, document), targets)
         chosen, probability = routing.taken()
         assert probability is not None
         return sums, chosen, probability

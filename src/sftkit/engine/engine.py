@@ -1,4 +1,4 @@
-"""The protocol of engines: what the training loop needs from whatever computes an optimizer step."""
+"""The protocol of engines: the training loop needs nothing else from an object that computes optimizer steps."""
 
 from __future__ import annotations
 
@@ -186,10 +186,11 @@ class Engine(Protocol):
         should be nothing."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what is known about the steps of all ranks since the start; every rank calls it.
+        """Return the report on the steps of all ranks since the start; every rank calls it.
 
         Args:
-            error: what ended training early. A rank may then call this alone: it uses what the others last reported.
+            error: the error that ended training early. A rank may then call this alone, with the last reports of the
+                others.
         """
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from sftkit.data.batches.collate import Batch, documents
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.documents import plain_sums, rows_of_batch
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
-from sftkit.engine.step import RankSums, exchange, worst_case_batch
+from sftkit.engine.step import exchange, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import output_projection
@@ -55,8 +55,10 @@ class Reference:
         routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
         self.forward = DocumentsAlone(self.model)
-        self.compiled, self.training = False, training
-        self._max_norm, self._rt = optim.max_grad_norm, rt
+        self.compiled = False
+        self.training = training
+        self._max_norm = optim.max_grad_norm
+        self._rt = rt
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
@@ -69,9 +71,9 @@ class Reference:
     @contextmanager
     def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Run one forward and backward pass of the largest batch, to see that it fits."""
-        orig_model, layout = self.model.orig_model, self.training.layout
-        orig_model.train()
-        batch = worst_case_batch(self._rt, orig_model, layout, *layout.shapes[-1])
+        layout = self.training.layout
+        self.model.orig_model.train()
+        batch = worst_case_batch(self._rt, self.model.orig_model, layout, *layout.shapes[-1])
         with random_state_kept():
             self.gradients([batch], self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
@@ -84,14 +86,15 @@ class Reference:
             self._forward_backward(batch, divisor)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return a context that refuses nothing."""
+        """Return a context without effect: nothing is compiled."""
         return nullcontext()
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """Sum the gradients of the mean over the global batch, document by document; exchange them once; update."""
-        totals, losses = self._nothing(), []
+        totals = self._nothing()
+        losses = []
         for batch in batches.micro_batches:
             found = self._forward_backward(batch, batches.divisor)
             totals.add_(found)
@@ -106,8 +109,8 @@ class Reference:
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
         # Every rank has the whole gradients by now, so each gives its share of the norm.
-        sums = RankSums(squared / self._rt.world_size, totals, batches.divisor)
-        grad_norm, flags = exchange(sums, self._rt, stop=stop, spikes=spikes)
+        share = squared / self._rt.world_size
+        grad_norm, flags = exchange(share, totals, batches.divisor, self._rt, stop=stop, spikes=spikes)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
@@ -118,8 +121,8 @@ class Reference:
 
     def _forward_backward(self, batch: Batch, divisor: int) -> Totals:
         """Add the gradients of a micro-batch's loss / divisor and return its sums."""
-        totals, orig_model = self._nothing(), self.model.orig_model
-        with plain_attention(orig_model):  # once for all documents: it walks through all modules
+        totals = self._nothing()
+        with plain_attention(self.model.orig_model):  # once for all documents: it walks through all modules
             for sums in plain_sums(self.model, rows_of_batch(self.model, batch)):
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
@@ -153,8 +156,9 @@ class DocumentsAlone:
         return Sums(torch.stack([one.loss for one in found]).sum(), measured)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
-        """Return what the head is given for each document, at the document's places: [B, C, H]; zeros elsewhere."""
-        model, taken = self._model, list[Tensor]()
+        """Return the input of the head for each document, at the document's places: [B, C, H]; zeros elsewhere."""
+        model = self._model
+        taken: list[Tensor] = []
         head = output_projection(model.orig_model)
         handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
         try:

@@ -70,8 +70,10 @@ def measured_layers(
 def _times(
     compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
 ) -> list[StageTimes]:
-    """Return what three stages of one layer each take: with the embedding, alone, and with norm, head and loss."""
-    orig_model, objective, layout = training.orig_model, training.objective, training.layout
+    """Return the times of three stages of one layer: with the embedding, alone, and with norm, head and loss."""
+    orig_model = training.orig_model
+    objective = training.objective
+    layout = training.layout
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
@@ -100,7 +102,8 @@ def bubble_of(wrapped: torch.nn.Module, training: Training, rt: Runtime) -> tupl
 
     Every rank calls it; random state is as before. `wrapped`: what a step of several stages calls.
     """
-    pipelined, layout = cast(Pipelined, wrapped), training.layout
+    pipelined = cast(Pipelined, wrapped)
+    layout = training.layout
     batch = worst_case_batch(rt, training.orig_model, layout, *layout.shapes[-1])
     with random_state_kept():
         times = pipelined.times(batch, pipelined.model.objective.count(batch))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -28,37 +28,12 @@ from sftkit.tracking.health import Spikes
 from sftkit.tracking.names import Flags, StepOutcome
 
 
-@dataclass(frozen=True)
-class TrainStep:
-    """The parts of a step that stay the same in a run."""
-
-    model: torch.nn.Module
-    "compiled and wrapped; returns the sums of a batch"
-    optimizer: Optimizer
-    objective: Objective
-    rt: Runtime
-    max_grad_norm: float | None
-    "the gradient is scaled down to this norm; None: it is not clipped"
-
-
-class RankSums(NamedTuple):
-    """The values of a rank that are summed over ranks at the end of a step."""
-
-    squared_norm: torch.Tensor
-    "0-d: this rank's share of the squared norm of all gradients; its dtype, fp32 or fp64, is that of the sum over "
-    "ranks"
-    totals: Totals
-    "this rank's sums over its micro-batches"
-    divisor: int = 1
-    "of the global batch"
-
-
 @runtime_checkable
 class SharesInStep(Protocol):
     """A model whose micro-batches of a step share something."""
 
     def step_of(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Return a context within which so many micro-batches, forward and backward, are a step."""
+        """Return a context within which n micro-batches, forward and backward, are a step."""
 
 
 @runtime_checkable
@@ -143,7 +118,8 @@ def gradients(
     # The last micro-batch adds to the sum of the earlier ones. Replicas exchange gradients in that one only, shards as
     # their plan says.
     losses = []
-    last, earlier = len(batches) - 1, GradientSum(parameters, len(batches))
+    last = len(batches) - 1
+    earlier = GradientSum(parameters, len(batches))
     with model.step_of(len(batches)) if isinstance(model, SharesInStep) else nullcontext():
         for i, batch in enumerate(batches):
             if i == last:
@@ -157,67 +133,66 @@ def gradients(
     return torch.stack(losses)
 
 
-def gradients_of_rank(
-    model: torch.nn.Module,
-    parameters: Sequence[torch.nn.Parameter],
-    objective: Objective,
-    rt: Runtime,
-    batches: Sequence[Batch],
-    divisor: int,
-) -> None:
-    """Compute gradients as a step does, but without the exchange of replicas: DDP lays out its buckets by the first
-    exchange, which must be one of training."""
-    totals = Totals.zeros(objective.measured, rt.device)
-    alone = nullcontext() if rt.topology.sharded else gradient_sync(model, rt, sync=False)
-    with alone:
-        # The factor stands for the exchange, which averages.
-        gradients(model, parameters, batches, divisor * round(gradient_scale(rt)), totals, rt)
+@dataclass(frozen=True)
+class TrainStep:
+    """The parts of a step that stay the same in a run, and the step."""
+
+    model: torch.nn.Module
+    "compiled and wrapped; returns the sums of a batch"
+    optimizer: Optimizer
+    objective: Objective
+    rt: Runtime
+    max_grad_norm: float | None
+    "the gradient is scaled down to this norm; None: it is not clipped"
+
+    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
+        """See engine.Engine.gradients. Replicas do not exchange: DDP lays out its buckets by the first exchange, which
+        must be one of training."""
+        totals = Totals.zeros(self.objective.measured, self.rt.device)
+        parameters = parameters_of(self.optimizer.param_groups)
+        alone = nullcontext() if self.rt.topology.sharded else gradient_sync(self.model, self.rt, sync=False)
+        with alone:
+            # The factor stands for the exchange, which averages.
+            divisor *= round(gradient_scale(self.rt))
+            gradients(self.model, parameters, batches, divisor, totals, self.rt)
+
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
+        """See engine.Engine.step."""
+        # Everything stays on the device from here to the outcome, so the host runs ahead of it. Two things wait: the
+        # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/experts.py).
+        rt = self.rt
+        parameters = list(parameters_of(self.optimizer.param_groups))
+        totals = Totals.zeros(self.objective.measured, rt.device)
+        losses = gradients(self.model, parameters, batches.micro_batches, batches.divisor, totals, rt)
+        copies = self.model.copies() if isinstance(self.model, RunsOwnSchedule) else None
+        # The update is skipped on the device: a coefficient of nan changes nothing.
+        squared = squared_norm(parameters, rt.world_size, copies)
+        grad_norm, flags = exchange(squared, totals, batches.divisor, rt, stop=stop, spikes=spikes)
+        coefficient = clip_coefficient(grad_norm, flags.skipped == 0, self.max_grad_norm)
+        self.optimizer.update(learning_rate, coefficient)
+        # After the update, not before the next backward pass, so that evaluation and saving find the memory free.
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(totals, grad_norm, flags, losses)
 
 
-def optimizer_step(
-    train_step: TrainStep,
-    step_batches: StepBatches,
-    learning_rate: float,
-    *,
-    stop: bool = False,
-    spikes: Spikes | None = None,
-) -> StepOutcome:
-    """Run all micro-batches and update the weights once. The update is skipped if the loss of any rank or the gradient
-    norm is not finite, or if `spikes` rejects the step.
-
-    Args:
-        step_batches: with micro-batches on the device.
-        learning_rate: of this update.
-        stop: this rank requests a stop; all ranks read that in the flags.
-        spikes: compares the step with earlier ones; None: no comparison.
-    """
-    model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
-    # Everything stays on the device from here to the outcome, so that the host runs ahead of it. Two things wait: the
-    # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/experts.py).
-    parameters = list(parameters_of(optimizer.param_groups))
-    totals = Totals.zeros(train_step.objective.measured, rt.device)
-    divisor = step_batches.divisor
-    losses = gradients(model, parameters, step_batches.micro_batches, divisor, totals, rt)
-    copies = model.copies() if isinstance(model, RunsOwnSchedule) else None
-    # Norm and flags of all ranks stay on the device. The update is skipped there: a coefficient of nan changes nothing.
-    squared = squared_norm(parameters, rt.world_size, copies)
-    grad_norm, flags = exchange(RankSums(squared, totals, divisor), rt, stop=stop, spikes=spikes)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, train_step.max_grad_norm))
-    # After the update, not before the next backward pass, so that evaluation and saving find the memory free.
-    optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(totals, grad_norm, flags, losses)
-
-
-def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None = None) -> tuple[torch.Tensor, Flags]:
+def exchange(
+    squared: torch.Tensor, totals: Totals, divisor: int, rt: Runtime, *, stop: bool, spikes: Spikes | None = None
+) -> tuple[torch.Tensor, Flags]:
     """Return the global gradient norm (fp32 0-d) and the flags of a step: one all-reduce of four numbers, no host sync.
 
     Args:
+        squared: 0-d, this rank's share of the squared norm of all gradients; its dtype, fp32 or fp64, is that of
+            the sum over ranks.
+        totals: this rank's sums over its micro-batches.
+        divisor: of the global batch.
         stop: this rank requests a stop.
         spikes: compares the step with earlier ones; None: no comparison.
     """
     # Everything that ranks must know of each other goes into one vector, since a small exchange costs as much as a
     # larger one. A sum serves all four: a squared norm, two counts of ranks, and the loss that is judged.
-    totals, share = sums.totals, sums.squared_norm.to(rt.device)
+    share = squared.to(rt.device)
     stop_requested = torch.full_like(share, float(stop))
     nonfinite_loss = (~totals[LOSS].isfinite()).to(share.dtype)
     monitored = torch.zeros_like(share) if spikes is None else totals[spikes.monitored].to(share.dtype)
@@ -227,7 +202,7 @@ def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None =
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
     if spikes is None:
         return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)
-    verdict, skipped = spikes.judge(total / max(sums.divisor, 1), grad_norm, nonfinite == 0)
+    verdict, skipped = spikes.judge(total / max(divisor, 1), grad_norm, nonfinite == 0)
     return grad_norm, Flags.of(stops, nonfinite, skipped, verdict)
 
 
@@ -240,7 +215,8 @@ def has_dropout(orig_model: PreTrainedModel) -> bool:
 
 def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """Build this rank's part of the worst-case batch of a shape, [rows, row_length], on the device."""
-    shape, shard = layout.batch_shape(rows, row_length), row_shard(rt.topology, rt.rank)
+    shape = layout.batch_shape(rows, row_length)
+    shard = row_shard(rt.topology, rt.rank)
     made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
     return warm_up_batch(rows, shape, vocab_size(orig_model), shard, made_up).to(rt.device)
 
@@ -257,13 +233,13 @@ def shape_runner(
         wrapped: what the step calls: `model`, compiled and distributed.
         losses: filled with the objective per target of each shape, (rows, row_length) -> nats.
     """
-
-    orig_model, objective = model.orig_model, model.objective
+    objective = model.objective
 
     def run_shape(rows: int, row_length: int) -> None:
-        batch = worst_case_batch(rt, orig_model, layout, rows, row_length)
+        batch = worst_case_batch(rt, model.orig_model, layout, rows, row_length)
         if isinstance(wrapped, RunsOwnSchedule):
-            totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
+            dtype = torch.promote_types(model.orig_model.dtype, torch.float32)
+            totals = Totals.zeros(objective.measured, rt.device, dtype)
             # A schedule needs all its micro-batches: one alone would fill no pipeline, and no stage would
             # reach its peak.
             count = max(layout.accumulation * objective.count(batch), 1)

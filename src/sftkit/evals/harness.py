@@ -37,8 +37,7 @@ from sftkit.models.rope import max_positions
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import windows
-from sftkit.parallel.fsdp import Sharding
-from sftkit.parallel.wrap import distribute
+from sftkit.parallel.wrap import Sharding, distribute
 from sftkit.rundir.names import TRAINING_STATE, resolve
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.start import Runtime

@@ -36,7 +36,7 @@ from sftkit.models.kind import check_causal
 from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
-from sftkit.parallel.fsdp import reshard
+from sftkit.parallel.wrap import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment

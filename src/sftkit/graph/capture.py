@@ -1,17 +1,17 @@
 """One graph of a micro-batch's forward and backward pass, loss and sharding included, captured once for a shape.
 
-The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is
-decided for good, what it computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in;
-named sums and gradients come out. `CapturedModel` is what a step calls: it runs the graph of a batch's shape, and
-rejects, captures or runs eagerly a shape that has none.
+The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: its decisions on the host are final,
+and its computations are in the graph. Inputs are weights, the tensors of a batch, and the weight of the loss; outputs
+are named sums and gradients. A step calls `CapturedModel`: it runs the graph of a batch's shape, and rejects, captures
+or runs eagerly a shape without a graph.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,10 +23,8 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph import compat
 from sftkit.graph.graphs import blocks_tagged, buckets_of, first_names, mark_buckets
-from sftkit.graph.parallel.tensor import looked_up_in_shards
-from sftkit.graph.passes.apply import Passes, Recorder, Stage
-from sftkit.graph.passes.gather_once import SharedWeights
-from sftkit.graph.passes.reduce_once import WholeGradients
+from sftkit.graph.parallel.sharding import looked_up_in_shards
+from sftkit.graph.passes.apply import Passes, Stage
 from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator
@@ -34,20 +32,19 @@ from sftkit.ops.linear_cross_entropy import loss_as_operator
 from sftkit.runtime.start import replaced
 
 OWN = ("targets", "doc_ids", "cu_seqlens")
-"Tensors of a batch that a graph takes beside what the model is given."
+"Tensors of a batch that a graph takes next to the inputs of the model."
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 "Name and shape of each tensor that a graph takes."
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that a graph takes. The index of targets is not among them, as there
-    would be a graph for every number of targets: the loss is computed at all positions, and those without a
-    target weigh nothing."""
+    """Return the tensors of a batch that a graph takes. The index of targets is not among them: it would need a graph
+    for every number of targets. So the loss is computed at all positions, and those without a target have weight 0."""
     return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
 
 
 def signature_of(batch: Batch) -> Signature:
-    """Return what decides which graph a batch needs: the shapes of its tensors."""
+    """Return the shapes of the tensors of a batch, which decide on its graph."""
     return tuple((name, tuple(tensor.shape)) for name, tensor in tensors_of(batch).items())
 
 
@@ -64,7 +61,7 @@ class Graph:
     measured: list[str]
     "names of the outputs after the loss"
     seconds: float
-    "what it took to capture and compile"
+    "time of capture and compilation"
 
     def __call__(self, batch: Batch, *, reduces: bool = True) -> Sums:
         """Return the sums of a batch of this graph's signature.
@@ -74,7 +71,7 @@ class Graph:
         """
         state = self.state
         if not reduces:
-            # What the backward pass gives in place of a gradient stays with another tensor of the same memory.
+            # The backward pass gives no real gradient here: it goes to another tensor of the same memory.
             state = [p.detach().requires_grad_() if at in self.reduced_once else p for at, p in enumerate(state)]
         loss, *measured = self.run(*state, *tensors_of(batch).values())
         return Sums(loss, dict(zip(self.measured, measured, strict=True)))
@@ -126,7 +123,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         first = first_names(model.orig_model, prefix)
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first)
         passes.on_joint(joint.graph_module)
-        # Known after the trace alone, which is what asks the objective for its sums.
+        # Known only after the trace, which asks the objective for its sums.
         num_sums = 1 + len(traced.measured)
         split = compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory)
         halves = [partial(passes.compile_half, name, num_sums) for name in ("forward", "backward")]
@@ -153,44 +150,34 @@ class CapturedModel(torch.nn.Module):
         """Wrap a model, with no graph captured yet.
 
         Args:
-            passes: names of graph.passes, in order.
-            micro_batches: of a step on a rank, at most.
-            saves_memory: see Passes.
+            passes, micro_batches, saves_memory: see Passes.
         """
         super().__init__()
         self.model = model
-        self._passes = passes
-        self._saves_memory = saves_memory
-        self._recorder: Recorder | None = None
-        self._shared = SharedWeights() if "gather_once" in passes else None
-        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in passes else None
+        self.passes = Passes(passes, micro_batches, saves_memory=saves_memory)
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
+        self.step_of = self.passes.step_of
         self.stages: dict[tuple[int, int], list[Stage]] = {}
-        "of each captured shape what its graphs were like"
+        "the graphs of each captured shape, by what the passes made of them"
         self.late: list[str] = []
         "shapes that were captured after the warm-up, for a person"
         self.fallbacks: list[str] = []
-        "of each call that ran eagerly inside the contract why"
+        "the reason of each call that ran eagerly inside the contract"
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
-        # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
-        if "cuda_graphs" in self._passes and self._recorder is None:
-            self._recorder = Recorder()
-        passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared, self._sums)
-        self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
+        self.passes.begin()
+        self._graphs[signature_of(batch)] = capture(self.model, batch, self.passes)
         rows, length = batch.doc_ids.shape
-        self.stages[rows, length] = passes.stages
+        self.stages[rows, length] = self.passes.stages
 
     def forget(self) -> None:
         """Drop all graphs: every batch runs eagerly from here on."""
-        if self._recorder is not None:
-            self._recorder.close()
+        self.passes.close()
         self._graphs = {}
         self.stages = {}
-        self._recorder = None
 
     @property
     def num_graphs(self) -> int:
@@ -199,23 +186,12 @@ class CapturedModel(torch.nn.Module):
 
     @property
     def seconds(self) -> float:
-        """Return what all captures took."""
+        """Return the time of all captures."""
         return sum(graph.seconds for graph in self._graphs.values())
 
-    @contextmanager
-    def step_of(self, micro_batches: int) -> Iterator[None]:
-        """Let so many micro-batches, forward and backward, be a step within the context: what the passes gather_once
-        and reduce_once need to know. Weights must not change before the last forward pass."""
-        with ExitStack() as stack:
-            if self._shared is not None:
-                stack.enter_context(self._shared.sharing(micro_batches))
-            if self._sums is not None:
-                stack.enter_context(self._sums.summing(micro_batches))
-            yield
-
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
-        """Hold calls to the captured shapes within the context: another one is an error, or captured now
-        (warn), or run eagerly, and told.
+        """Restrict calls to the captured shapes within the context. Another shape is an error, is captured now (warn),
+        or runs eagerly and is reported.
 
         Raises:
             RecompileError: the shape, and those that there are.
@@ -226,7 +202,7 @@ class CapturedModel(torch.nn.Module):
         """Return the sums of a batch."""
         graph = self._graphs.get(signature_of(batch))
         if graph is not None:
-            return graph(batch, reduces=self._sums is None or self._sums.reduces)
+            return graph(batch, reduces=self.passes.reduces)
         # Checks and evaluations, outside of the contract, may bring any shape.
         if not self._graphs or self._on_other is None:
             return self.model(batch, self._eager)
@@ -248,13 +224,13 @@ class CapturedModel(torch.nn.Module):
         return self(batch)
 
     def _reason(self, batch: Batch) -> str:
-        """Return what of the batch no graph has."""
+        """Return the property of the batch that no graph has."""
         rows, length = batch.doc_ids.shape
         known = sorted(self.stages)
         declared = ", ".join(f"{r} x {t}" for r, t in known)
         if (rows, length) not in known:
             return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
-        # The size is known, so it is another tensor of the batch that is there, or has a shape, as in no captured one.
+        # The size is known, so another tensor of the batch exists, or has a shape, that no captured graph has.
         signatures = [dict(one) for one in self._graphs if dict(one)["doc_ids"] == (rows, length)]
         differing = [
             f"{name} {list(shape)} (captured: "

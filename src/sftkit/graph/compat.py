@@ -1,6 +1,6 @@
-"""Every name of torch that its makers may change without notice, and that the graph engine stands on: nothing else in
-this room imports one. A name that this torch does not have is an error that says so; arguments that it does not have
-are left out.
+"""The names of torch that its makers may change without notice and that the graph engine needs: no other file of this
+room imports one. A name that this torch does not have is an error that says so. An argument that it does not have is
+left out.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import operator
 import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -27,18 +28,18 @@ from sftkit.runtime.start import replaced
 TESTED = ("2.11", "2.13", "2.15")
 "Versions of torch that the engine was run on."
 Boxed = Callable[[list[Any]], Any]
-"A function of one list, which it empties, so that what is in it is freed as soon as it is used."
+"A function of one list, which it empties, so that each value is freed after its last use."
 Compiler = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
 def private(module: str, name: str) -> Any:
-    """Return an object of torch by its place.
+    """Return an object of torch by its module and its name there, which may have dots.
 
     Raises:
         ConfigError: this torch does not have it.
     """
     try:
-        return getattr(importlib.import_module(module), name)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise missing_name_error(f"{module}.{name}") from error
 
@@ -94,7 +95,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     Document ids are an input of the operator, so that a graph has none of them in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
-    operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
+    attend = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     inputs = (call.query, call.key, call.value)
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
@@ -103,7 +104,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
     # tensor would be a constant of the graph.
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
-    out, *_ = operator(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
+    out, *_ = attend(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
     return out
 
 
@@ -212,12 +213,9 @@ def _functional(name: str) -> Any:
     Raises:
         ConfigError: this torch does not have it.
     """
-    try:
-        # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and have been
-        # renamed (pytorch/pytorch#186125), while the operators keep their names.
-        return getattr(private("torch._ops", "ops")._c10d_functional, name)
-    except AttributeError as error:
-        raise missing_name_error(f"torch.ops._c10d_functional.{name}") from error
+    # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and were renamed
+    # (pytorch/pytorch#186125), while the operators keep their names.
+    return private("torch", f"ops._c10d_functional.{name}")
 
 
 def is_backward(node: Node) -> bool:
@@ -231,13 +229,13 @@ def kept_for_backward(graph: GraphModule) -> list[Node]:
     batch, no gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
     # By AOTAutograd's names of the inputs of a joint graph, as Inductor knows them too (pytorch/pytorch#177365): all
-    # others are what the split saves.
+    # others are saved activations.
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
 
 
 def in_place(graph: GraphModule, half: str) -> list[bool]:
-    """Return of each input of a half whether it is at the same place in every step: a weight or buffer, or what the
-    forward half keeps."""
+    """Return for each input of a half whether it is at the same place in every step: a weight, a buffer, or a saved
+    activation."""
     # Weights stay where they are from the warm-up on: they are sharded and loaded before it, and updated in place.
     kept = set(kept_for_backward(graph)) if half == "backward" else set()
     inputs = graph.graph.find_nodes(op="placeholder")
@@ -251,9 +249,9 @@ def overlap_collectives(
     """Merge and move the collectives of a graph, in place, so that compute hides them.
 
     Args:
-        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own
+        estimate: milliseconds of a node, for a collective of a number of bytes if one is given; None: torch's own
             estimate.
-        for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
+        for_inductor: the order is written into the graph as dependencies: Inductor reorders nodes without them.
     """
     # Private (pytorch/pytorch#163215): torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
@@ -269,12 +267,12 @@ def overlap_collectives(
 
 
 def coalesced(target: Any) -> Any:
-    """Return the operator that does for a list of tensors what a collective does for one, in a single call."""
+    """Return the operator that runs a collective on a list of tensors in a single call."""
     return _functional(f"{target.overloadpacket.__name__}_coalesced").default
 
 
 def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
-    """Write into a graph, in place, after which others a node comes: Inductor orders anew what has no dependency."""
+    """Write the order of nodes into a graph, in place: Inductor reorders nodes without a dependency."""
     # pytorch/pytorch#164568.
     write = private("torch._inductor.fx_passes.control_dependencies", "preserve_node_ordering")
     write(graph.graph, after)
@@ -282,7 +280,7 @@ def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's schedulers from printing on every rank what they do: the warm-up says what came out."""
+    """Keep torch's schedulers from printing on every rank: the warm-up prints the result."""
     names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
     for name in names:
         importlib.import_module(name)  # which would set its level
@@ -317,7 +315,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     torch's activation memory budget asks for.
 
     Args:
-        for_inductor: what is cheap when it is fused is computed again.
+        for_inductor: operators that are cheap when fused are computed again.
         saves_memory: the budget is asked.
     """
     # Private: the splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph
@@ -330,7 +328,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
 
     def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         if for_inductor:
-            # As Inductor does before its own split: what is simplified afterwards was kept for nothing.
+            # As Inductor does before its own split: a value that is simplified away later would be kept for nothing.
             simplify(graph)
         return least(graph, inputs, **options, compiler="inductor")
 
@@ -350,21 +348,21 @@ def _let_dependencies_be_traced() -> None:
     """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
     runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
     are wanted (pytorch/pytorch#165786, fixed by #168894)."""
-    operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
-    key = private("torch._C", "DispatchKey").Autograd
-    if not operator.has_kernel_for_dispatch_key(key):
-        operator.py_impl(key)(lambda after, subgraph, *args, **kwargs: subgraph(*args, **kwargs))
+    dependencies = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
+    key = private("torch._C", "DispatchKey.Autograd")
+    if not dependencies.has_kernel_for_dispatch_key(key):
+        dependencies.py_impl(key)(lambda after, subgraph, *args, **kwargs: subgraph(*args, **kwargs))
 
 
 def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return a part of a graph compiled by Inductor: a function of its inputs, whose strides are those of the examples.
 
     Args:
-        examples: fake tensors of the trace that is going on.
+        examples: fake tensors of the current trace.
     """
     _let_dependencies_be_traced()
-    # Private (pytorch/pytorch#150670); public compilation would start from Python. Shapes are those of the trace that
-    # is going on (pytorch/pytorch#151788): the examples are its fake tensors, which another trace refuses.
+    # Private (pytorch/pytorch#150670); public compilation would start from Python. Shapes are those of the current
+    # trace (pytorch/pytorch#151788): the examples are its fake tensors, which another trace rejects.
     standalone = private("torch._inductor", "standalone_compile")
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
@@ -385,24 +383,24 @@ def boxed(graph: GraphModule) -> Boxed:
 
 
 def as_boxed(run: Boxed) -> Boxed:
-    """Return a function with AOTAutograd's mark of this calling convention."""
+    """Mark a function as one of AOTAutograd's calling convention: it empties the list of its arguments."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 def with_strides(compile_one: Callable[[], Boxed]) -> tuple[Boxed, list[Any]]:
-    """Compile a half, and return with it the strides that Inductor chose for its outputs; an empty list if another
-    compiled it. AOTAutograd is not told of them: see report_strides."""
-    # Private (pytorch/pytorch#105010): Inductor reports them in this way, and refuses to report those of two graphs.
+    """Compile a half and return it with the strides that Inductor chose for its outputs; an empty list if another
+    compiler made it. AOTAutograd does not learn of them: see report_strides."""
+    # Private (pytorch/pytorch#105010): Inductor reports strides in this way, and of one graph only.
     with private("torch._guards", "TracingContext").report_output_strides() as strides:
         return compile_one(), strides
 
 
 def report_strides(strides: Sequence[Any]) -> None:
-    """Tell AOTAutograd the strides of the outputs of the half that is being compiled."""
-    told = private("torch._guards", "TracingContext").get().output_strides
-    if told is not None:
-        told.extend(strides)
+    """Report to AOTAutograd the strides of the outputs of the half that is being compiled."""
+    reported = private("torch._guards", "TracingContext").get().output_strides
+    if reported is not None:
+        reported.extend(strides)
 
 
 @contextmanager

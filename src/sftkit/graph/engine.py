@@ -22,16 +22,13 @@ from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
 from sftkit.config.rules import Problem, graph_mesh_problems, no_experts, passes_off_gpu, unshared_experts
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.tables import CHECKPOINTING, PASSES
-from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
-from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner, worst_case_batch
+from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
+from sftkit.graph.parallel import sharding
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
-from sftkit.graph.parallel.sharding import shard_for_graph
-from sftkit.graph.parallel.tensor import check_tensor_plan, exchange_activations, make_graph_meshes, weight_placement
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
@@ -39,13 +36,11 @@ from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, parameters_of
-from sftkit.parallel.fsdp import Sharding
+from sftkit.optim.protocol import Optimizer
+from sftkit.parallel.wrap import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.script import working
+from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
 
 
 def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
@@ -58,23 +53,23 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism
             does not know or cannot divide, or an exchange of tokens where no experts are shared out.
     """
-    # What is asked of the model alone comes first: it is refused alike on one GPU and on many.
+    # Questions about the model alone come first: their answers are the same on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
             f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
             "train.engine=blocks"
         )
     topology = rt.topology
-    _refuse(graph_mesh_problems(topology))
-    # Needs the sizes of every matrix, so it comes after what can be refused without them.
+    _reject(graph_mesh_problems(topology))
+    # This needs the sizes of every matrix, so it comes after the checks that do not.
     if topology.tensor > 1:
-        check_tensor_plan(orig_model, topology.tensor)
-    # From here on only the exchange of tokens between ranks that share experts out, which are the tensor-parallel ones.
+        sharding.check_tensor_plan(orig_model, topology.tensor)
+    # The rest is about the exchange of tokens between ranks that share experts, the tensor-parallel ranks.
     if dispatcher != "alltoall":
         return
     if not any(is_experts(module) for module in orig_model.modules()):
-        _refuse(no_experts(orig_model.config.model_type))
-    _refuse(unshared_experts(topology))
+        _reject(no_experts(orig_model.config.model_type))
+    _reject(unshared_experts(topology))
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
@@ -87,10 +82,10 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         ConfigError: which pass, and what to do.
     """
     if device.type != "cuda":
-        _refuse(passes_off_gpu(passes, attention, device.type))
+        _reject(passes_off_gpu(passes, attention, device.type))
 
 
-def _refuse(problems: Iterable[Problem]) -> None:
+def _reject(problems: Iterable[Problem]) -> None:
     for _, text in problems:
         raise ConfigError(text)
 
@@ -110,12 +105,12 @@ def distribute_for_graph(
         model.to(rt.device)
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
-    # pass that gathers weights must be the outermost, as it gives the others theirs.
-    every, mesh = make_graph_meshes(rt.topology, rt.device.type)
+    # pass that gathers weights gives them to the others, so it must be the outermost.
+    every, mesh = sharding.make_graph_meshes(rt.topology, rt.device.type)
     use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
     if mesh is not None:
-        exchange_activations(model.orig_model, mesh)
-    shard_for_graph(model, weight_placement(model.orig_model, every, mesh), rt.precision)
+        sharding.exchange_activations(model.orig_model, mesh)
+    sharding.shard_for_graph(model, sharding.weight_placement(model.orig_model, every, mesh), rt.precision)
     # Weights are read when their places are known, so that each rank reads no more than its own shards.
     materialize_weights(model.orig_model, source, rt.device)
 
@@ -154,17 +149,17 @@ class GraphEngine:
         self._rt = rt
         self.training = training
         self._run_dir = run_dir
-        # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
-        check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
+        # Checks without weights come first: a wrong recipe fails before minutes of reading them.
+        check_device(passes, cfg.attention.backend, rt.device)  # for callers that did not ask before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
-        with ExitStack() as stack:  # what fails on the way puts back what was set
-            # Attention decides what a block keeps, sharding what is gathered: the plan needs both. A caller is told of
-            # it before anything large is allocated, as the estimate is most useful where the run then ends.
+        with ExitStack() as stack:  # an error restores the settings
+            # Attention decides what a block keeps, sharding what is gathered: the plan needs both. The caller gets the
+            # plan before anything large is allocated: the estimate is most useful if the run ends there.
             compiled = cfg.compile.enabled
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_gradients = "reduce_once" in passes
-            sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
-            fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
+            kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
+            fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
             # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time. The plan
             # does not know the passes that checkpoint activations: it asks for more than is needed.
             kept = cfg.compile.activation_memory_budget
@@ -188,32 +183,29 @@ class GraphEngine:
             # they are sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             self._at_close = stack.pop_all()
-        # Nothing is captured yet: the warm-up does that, and begins the watches.
+        # Nothing is captured yet: the warm-up does that.
         size = checkpoint_bytes(orig_model, plan)
         self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
-        self._train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        self.step = train_step.step
+        self.gradients = train_step.gradients
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
-        self._watch: CompileWatch | None = None
+        self.watch = CompileWatch()
+        self._at_close.callback(self.watch.close)
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
-
-    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
-        """See engine.Engine.gradients."""
-        parameters = list(parameters_of(self.optimizer.param_groups))
-        gradients_of_rank(self.captured, parameters, self.model.objective, self._rt, batches, divisor)
 
     @contextmanager
     def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Capture every declared shape, and run its worst-case batch forward and backward with the
         optimizer's memory reserved."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self.training.layout
-        # From here on all that torch compiles is counted. The optimizer may compile even where graphs
-        # are only captured.
-        self._watch = watch = CompileWatch()
-        self._at_close.callback(watch.close)
+        cfg = self._cfg
+        rt = self._rt
+        orig_model = self.model.orig_model
+        layout = self.training.layout
         started = time.perf_counter()
         # A graph is of the mode that it was captured in.
         orig_model.train()
@@ -229,7 +221,7 @@ class GraphEngine:
                 losses = self._run_shapes()
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on a capture or compile is late, and so is a hook: graphs do not contain it.
-            watch.warm_up_done()
+            self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model, captured=self.compiled)
             yield losses
         self._print_setup(print_line, time.perf_counter() - started)
@@ -272,10 +264,10 @@ class GraphEngine:
         """Run forward and backward of each declared shape and return the objective per target of each; random state and
         gradients are as before."""
         losses: dict[tuple[int, int], float] = {}
-        rt, model, layout = self._rt, self.model, self.training.layout
-        run_shape = shape_runner(rt, self.captured, model, layout, losses)
-        # It runs two micro-batches where a step has several. What is recorded is so the second time; with reduce_once
-        # those between the first and the last of a step have a graph of their own.
+        layout = self.training.layout
+        run_shape = shape_runner(self._rt, self.captured, self.model, layout, losses)
+        # It runs two micro-batches if a step has several. CUDA graphs are recorded the second time. With reduce_once
+        # the micro-batches between the first and the last of a step have a graph of their own.
         passes = self._cfg.graph.passes
         times = 2 if "cuda_graphs" in passes else 1
         in_step = 2 if self.compiled and "reduce_once" in passes and layout.accumulation > 2 else 1
@@ -286,19 +278,18 @@ class GraphEngine:
                     with self.captured.step_of(2 * in_step):
                         for _ in range(in_step):
                             run_shape(rows, row_length)
-                model.zero_grad(set_to_none=True)
+                self.model.zero_grad(set_to_none=True)
         return losses
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
-        """Say what was captured and what each pass made of it, for the console."""
+        """Print the captured graphs and the effect of each pass."""
         layout = self.training.layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
         if not self.compiled:
             print_line(f"{kind}; eager")
         else:
-            number = self.captured.num_graphs
-            print_line(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            print_line(f"{kind}; captured {counted(self.captured.num_graphs, 'graph')}, in {seconds:.1f} s")
             # A pass that changed nothing has no line.
             known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
@@ -312,33 +303,21 @@ class GraphEngine:
     def guarded(self) -> Iterator[None]:
         """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running
         out of memory."""
-        cfg, watch = self._cfg, self.watch
+        cfg = self._cfg
         on_recompile = cfg.compile.on_recompile
-        contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
 
-    def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
-        """Run the captured forward and backward passes, whose gradients are exchanged in each or in the last, and one
-        update."""
-        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
-
-    @property
-    def watch(self) -> CompileWatch:
-        """Return the watch of the compiler, which the warm-up begins."""
-        assert self._watch is not None, "warm_up comes first"
-        return self._watch
-
     def evaluating(self) -> AbstractContextManager[None]:
-        """Count what is compiled within the context, where nothing should be."""
+        """Count compilations within the context, which should not happen."""
         return self.watch.evaluating()
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what was captured, and what ran without a graph, on all ranks."""
-        watch, captured = self.watch, self.captured
+        """Return the numbers of graphs and of calls without a graph, on all ranks."""
+        watch = self.watch
+        captured = self.captured
         assert self._hooks is not None, "warm_up comes first"
         # To the records of torch.compile come our own: captured graphs are none of its.
         own = records_of(watch, self._hooks.unheeded())
@@ -349,8 +328,8 @@ class GraphEngine:
             recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
             fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
-        # A run that failed cannot ask other ranks, which may be gone: it tells what it last heard of them.
-        records = self._records.exchanged(own) if error is None else self._records.known(own)
+        # A run that failed cannot ask other ranks, which may be gone: it reports what they last sent.
+        records = self._records.together(own, exchange=error is None)
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)

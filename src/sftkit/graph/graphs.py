@@ -1,4 +1,4 @@
-"""Looking at graphs: what a node is, which decoder block it comes from, and which collectives belong together.
+"""Questions about graphs: what a node is, which decoder block it comes from, which collectives belong together.
 
 The block is written on a node while the model's Python is traced. The collectives of a bucket are those of the weights
 of a decoder block, or of one end of the model.
@@ -52,13 +52,13 @@ def collective(node: Node) -> str | None:
 
 
 def waits_for(node: Node) -> list[Node]:
-    """Return the waits for what a collective gives."""
+    """Return the waits for the results of a collective."""
     users = list(node.users)
     return [wait for user in users for wait in (waits_for(user) if user.target is operator.getitem else [user])]
 
 
 def source_of(node: Node) -> Node:
-    """Return the node that gives several values of which a node takes one; any other node itself."""
+    """Return the node whose tuple of results a node takes one value of; any other node itself."""
     return source_of(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
 
 
@@ -66,8 +66,7 @@ def is_costly(node: Node) -> bool:
     """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such
     as a collective."""
     node = source_of(node)
-    # torch counts the operations of what is worth counting: its table of formulas is the list of
-    # products and attention.
+    # torch has formulas for the operations of products and attention: its table lists them.
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
     return known or (target is not None and target.namespace not in ("aten", "prims"))
@@ -140,7 +139,7 @@ _BLOCK_MARK = "sftkit_block"
 
 
 def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
+    """Tag the operators of a decoder block with its number in traces within the context."""
 
     def tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
         @wraps(forward)
@@ -180,7 +179,7 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
 
 
 def first_names(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
-    """Return the first name of each parameter by each of its names, of which a tied one has several."""
+    """Return the first name of each parameter by each of its names; a tied parameter has several."""
     first: dict[int, str] = {}
     named = orig_model.named_parameters(remove_duplicate=False)
     return {f"{prefix}{name}": first.setdefault(id(p), f"{prefix}{name}") for name, p in named}
@@ -267,3 +266,16 @@ def copy_of(graph: GraphModule) -> tuple[Graph, dict[Node, Node]]:
     output = copied.output(copied.graph_copy(graph.graph, copies))
     output.meta = dict(graph.graph.output_node().meta)
     return copied, copies
+
+
+def erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Erase nodes that nothing reads, and what only they read."""
+    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
+    waiting = list(nodes)
+    erased: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if not node.users and node.op != "placeholder" and node not in erased:
+            waiting.extend(node.all_input_nodes)
+            graph.erase_node(node)
+            erased.add(node)

@@ -190,7 +190,7 @@ class ModelWithLoss(torch.nn.Module):
         """
         return self.sums(batch, backend or self.backend)
 
-    # The next three are entered from outside: parallel/fsdp.py makes each of them gather its weights.
+    # The next three are entered from outside: parallel/wrap.py makes each of them gather its weights.
 
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""

@@ -81,7 +81,7 @@ def _adamw(
             low = middle
         else:
             high = middle
-    # What the row says of that parameter.
+    # The columns of the row.
     row = table + low * COLUMNS
     elements = tl.load(row + 1)
     if ALIGNED:
@@ -142,8 +142,7 @@ def update_(rows: Sequence[ParameterShard], clip: Tensor, corrected: Tensor) -> 
         clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
         corrected: fp64 [P, 2] on the device, optim.adamw.corrections of each row.
     """
-    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination
-    # is a launch.
+    # Constants of the kernel are dtypes, whether there is a rounded copy, and alignment. Each combination is a launch.
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         if row.weight.numel():

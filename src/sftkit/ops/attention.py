@@ -73,10 +73,8 @@ def document_boundaries(batch: Batch, backend: str, context_group: str | None = 
         backend: one of attention.backend, never auto.
         context_group: with context parallelism, name of the group of ranks whose chunks make whole rows.
     """
-    group = None
-    if batch.columns is not None:
-        assert context_group is not None, "batches of chunks need the group of their ranks"
-        group = context_group
+    assert batch.columns is None or context_group is not None, "batches of chunks need the group of their ranks"
+    group = None if batch.columns is None else context_group
     return Documents(backend, batch.max_doc_length, group=group, **BACKENDS[backend].boundaries(batch))
 
 
@@ -140,7 +138,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the models with a config of their own that a model consists of: itself, or encoder and decoder
     without what holds them."""
     found: dict[int, PreTrainedModel] = {}
-    # Parts are told apart by their configs: a model and the decoder inside it share one, encoder and decoder do not.
+    # Configs identify the parts: a model and the decoder inside it share one, encoder and decoder do not.
     for module in orig_model.modules():
         if isinstance(module, PreTrainedModel):
             found.setdefault(id(module.config), module)

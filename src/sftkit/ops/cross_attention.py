@@ -1,9 +1,9 @@
-"""Attention that is not causal within a row: from texts to what was encoded for them, and from one new position.
+"""Attention that is not causal within a row: from texts to their encoded inputs, and from one new position.
 
 Several texts in a row each see the positions of their own input only. Those boundaries travel as the mask of the
 decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever the
 texts are. A decoding step attends from one position to keys and values in memory of a fixed size, those of the text so
-far or of what was encoded for it: every shape is static, and nothing is repeated.
+far or of its encoded input: every shape is static, and nothing is repeated.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def input_boundaries(
 
 
 def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
+    """Return attention without an order, [B, T, H, D]: within an input, or from a text to its encoded input.
 
     Args:
         query: [B, H, T, D]; key, value: [B, KV, keys, D].

@@ -1,4 +1,4 @@
-"""Document-isolated FlashAttention as one operator, causal within a text or from texts to what was encoded for them.
+"""Document-isolated FlashAttention as one operator: causal within a text, or from texts to their encoded inputs.
 
 Its fake, gradient and FLOP formula are registered, so that a compiled block has it as one node, whatever the documents
 are, and activation budgets know what it costs.
@@ -25,7 +25,7 @@ MAX_REPEATS = {"fa4": 4, "varlen": 2}
 
 
 def kernel_unsupported_reason(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what keeps the kernel from running on this device with inputs of this dtype; None if nothing does."""
+    """Return why the kernel cannot run on this device with inputs of this dtype; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs an NVIDIA GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -105,14 +105,14 @@ def document_attention(
 
 
 def _fa4_rows(cu_seqlens: Tensor, cu_seqlens_k: Tensor, max_length: int, window: int) -> dict[str, Any]:
-    """Return what both passes of FlashAttention-4 are told of documents and window."""
+    """Return the arguments of both passes of FlashAttention-4 for documents and window."""
     starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
     longest = {"max_seqlen_q": max_length, "max_seqlen_k": max_length}
     return {**starts, **longest, "window_size_left": window - 1 if window else None}
 
 
 def _aten_window(window: int, *, causal: bool) -> dict[str, int]:
-    """Return what both passes of torch's FlashAttention are told of the window; -1: no bound."""
+    """Return the arguments of both passes of torch's FlashAttention for the window; -1: no bound."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if causal else -1}
 
 
@@ -174,7 +174,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass needs; the log-sum-exp is not differentiable."""
+    """Save the tensors of the backward pass; the log-sum-exp is not differentiable."""
     *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])

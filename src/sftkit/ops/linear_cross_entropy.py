@@ -1,4 +1,4 @@
-"""The loss: sums over target tokens, computed in chunks together with the gradients.
+"""Compute the loss, sums over target tokens, in chunks together with its gradients.
 
 So the logits of a whole batch never exist. Division by the global number of targets happens in engine/step.py, once.
 
@@ -53,8 +53,7 @@ _operator = False
 
 
 def loss_as_operator() -> AbstractContextManager[None]:
-    """Make the chunks of a batch one operator for whoever traces within the context: no graph
-    has their loop or kernel."""
+    """Make the chunks of a batch one operator in traces within the context: no graph has their loop or kernel."""
     return replaced(sys.modules[__name__], "_operator", value=True)
 
 
@@ -139,7 +138,7 @@ def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
 def _called_as_operator(
     hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """Return what `_sums_and_gradients` does, with its computation one node of a graph."""
+    """Compute `_sums_and_gradients` as one node of a graph."""
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
     sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
     gradients = iter(found)

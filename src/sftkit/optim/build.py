@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,19 +15,15 @@ from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
 from sftkit.models.trained import adapters_of
-from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
 
-def build_optimizer(
-    model: PreTrainedModel, optim: OptimConfig, seed: int = 0, graph: Mapping[str, Any] | None = None
-) -> Optimizer:
+def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0) -> Optimizer:
     """Build the recipe's optimizer, with weight decay on matrices but not on norms, biases and embeddings.
 
     Args:
         model: model in fp32 or bf16; with bf16 the optimizer keeps the updates that the weights would lose.
         seed: seed of stochastic rounding, the same on every rank.
-        graph: arguments of torch.compile for an update in one graph (optim.implementation).
 
     Raises:
         ConfigError: the optimizer does not fit the model's precision or sharding, needs decoder blocks that
@@ -49,8 +43,6 @@ def build_optimizer(
             f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
             f"which both hold the tied weight of embedding and head: use optim.name={FALLBACK}"
         )
-    if optim.implementation != "auto":
-        return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
     module, _, function = spec.code.partition(":")
     try:
         build: Build = getattr(importlib.import_module(module), function)

@@ -38,8 +38,8 @@ from sftkit.models.structure import Stages, stages_of
 from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
-from sftkit.parallel.fsdp import without_one_replica
 from sftkit.parallel.stages import StageModule, shard_stage, split_layers
+from sftkit.parallel.wrap import without_one_replica
 from sftkit.runtime.start import Runtime, replaced_in_each
 
 IN_FLIGHT = 2
@@ -126,8 +126,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
         yield embedding, partial(_no_hidden_states, embedding)
     blocks = iter(enumerate(structure.decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
-        # The first layer of a stage receives, whoever owns it: ranks that are neither sender nor receiver pass by in
-        # the same place of the graph, so that backward passes meet there too.
+        # The first layer of a stage receives on every rank: ranks that are neither sender nor receiver have the node in
+        # the same place of the graph, so that backward passes meet there, too.
         for first in (True, *(False,) * (count - 1)):
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
@@ -212,7 +212,8 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
-        ctx.links, ctx.stage = links, stage
+        ctx.links = links
+        ctx.stage = stage
         return links.moved(hidden, *links.ends(stage))
 
     @staticmethod
@@ -224,13 +225,14 @@ class _Passed(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Logits of the last stage on all ranks; those of the others are no part of what is learned."""
+    """Logits of the last stage on all ranks; those of the others get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
         """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [...,
         H] in others."""
-        ctx.last, ctx.shape = stages.last, own.shape
+        ctx.last = stages.last
+        ctx.shape = own.shape
         logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)
         return logits
@@ -242,7 +244,7 @@ class _Logits(torch.autograd.Function):
 
 SCHEDULES: Any = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 TIMES = 3
-"Passes of which the fastest is what a stage takes."
+"Number of passes; the fastest counts as the time of a stage."
 FEW = 3
 "Micro-batches from which bf16 gradients add up in fp32: a sum of two is rounded once either way."
 
@@ -262,8 +264,8 @@ class Pipelined(torch.nn.Module):
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
-        # By a hook, as a schedule runs many backward passes in one call: nobody else sees the gradient of a single one.
-        # FSDP adds its own up, in fp32.
+        # A schedule runs many backward passes in one call, so only a hook sees the gradient of a single one. FSDP adds
+        # its own gradients up, in fp32.
         for p in self.held():
             if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(self._take)
@@ -318,7 +320,7 @@ class Pipelined(torch.nn.Module):
         return [StageTimes(forward, backward) for forward, backward in found.tolist()]
 
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
-        """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
+        """Return torch's schedule for n micro-batches of this shape; it has the memory for what arrives."""
         key = (*batch.shape, num_micro_batches)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
@@ -372,7 +374,7 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
-    """Return what a stage takes for a micro-batch, the best of a few times. Gradients are dropped."""
+    """Return the time of a stage for a micro-batch, the best of a few. Gradients are dropped."""
     weight = structure.embedding_of(model.orig_model)
     device = batch.targets.device
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does

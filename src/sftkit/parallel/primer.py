@@ -6,8 +6,6 @@ prints what each rank has after the call, and what training uses the call for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,59 +17,49 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def show_all_reduce(own: Tensor, rank: int) -> Tensor:
-    """Sum over all ranks, in place."""
-    dist.all_reduce(own)
+def take(step: str, own: Tensor, rank: int) -> Tensor:
+    """Return the tensor of a rank after a step that began with its own tensor."""
+    ranks = dist.get_world_size()
+    match step:
+        case "all_reduce":  # sum over all ranks, in place
+            dist.all_reduce(own)
+        case "all_gather":  # the shards of all ranks
+            whole = torch.zeros(ranks * len(own))
+            _gather(whole, own)
+            return whole
+        case "reduce_scatter":  # sum over all ranks, of which each keeps its shard
+            shard = torch.zeros(len(own) // ranks)
+            _scatter(shard, own)
+            return shard
+        case "broadcast":  # the tensor of rank 0 on all ranks, in place
+            dist.broadcast(own, src=0)
+        case "send, recv" if rank == 0:
+            dist.send(own, dst=1)
+        case "send, recv" if rank == 1:
+            dist.recv(own, src=0)
     return own
 
 
-def show_all_gather(own: Tensor, rank: int) -> Tensor:
-    """Gather the shards of all ranks."""
-    whole = torch.zeros(dist.get_world_size() * len(own))
-    _gather(whole, own)
-    return whole
-
-
-def show_reduce_scatter(own: Tensor, rank: int) -> Tensor:
-    """Sum over all ranks and keep this rank's shard of the result."""
-    shard = torch.zeros(len(own) // dist.get_world_size())
-    _scatter(shard, own)
-    return shard
-
-
-def broadcast(own: Tensor, rank: int) -> Tensor:
-    """Copy the tensor of rank 0 to all ranks, in place."""
-    dist.broadcast(own, src=0)
-    return own
-
-
-def show_send(own: Tensor, rank: int) -> Tensor:
-    """Send the tensor of rank 0 to rank 1."""
-    if rank == 0:
-        dist.send(own, dst=1)
-    if rank == 1:
-        dist.recv(own, src=0)
-    return own
-
-
-STEPS: tuple[tuple[str, Callable[[Tensor, int], Tensor], str], ...] = (
-    ("all_reduce", show_all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
-    ("all_gather", show_all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
-    ("reduce_scatter", show_reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its shard"),
-    ("broadcast", broadcast, "what the main rank decides; the logits of the last stage in an evaluation"),
-    ("send, recv", show_send, "pp.yaml: hidden states to the next stage, their gradients back"),
-)
+STEPS = {
+    "all_reduce": "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms",
+    "all_gather": "fsdp2.yaml: the weights of a block, before it computes",
+    "reduce_scatter": "fsdp2.yaml: gradients, each rank keeping those of its shard",
+    "broadcast": "what the main rank decides; the logits of the last stage in an evaluation",
+    "send, recv": "pp.yaml: hidden states to the next stage, their gradients back",
+}
+"Call of torch.distributed -> its use in training."
 
 
 def initial_values(rank: int) -> Tensor:
-    """Return what a rank begins with: fp32 [4]."""
+    """Return the first tensor of a rank: fp32 [4]."""
     return torch.arange(4.0) + 10 * rank
 
 
 def main() -> int:
     """Join the group, take the steps, leave it."""
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
 
     def print_line(text: str) -> None:
         if rank == 0:
@@ -80,14 +68,14 @@ def main() -> int:
     print_line(f"init_process_group: {ranks} processes, each knows its rank and how many there are")
     print_line(_row("", "", [f"rank {each}" for each in range(ranks)]))
     print_line(_row("before", "", _of_all(initial_values(rank))))
-    for name, do, used in STEPS:
-        print_line(_row(name, used, _of_all(do(initial_values(rank), rank))))
+    for name, used in STEPS.items():
+        print_line(_row(name, used, _of_all(take(name, initial_values(rank), rank))))
     dist.destroy_process_group()
     return 0
 
 
 def _of_all(value: Tensor) -> list[str]:
-    """Return what each rank has, as text, on every rank."""
+    """Return the tensor of each rank as text, on every rank."""
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, " ".join(f"{number:g}" for number in value.tolist()))
     return found

@@ -29,7 +29,7 @@ from sftkit.models import structure
 from sftkit.models.kind import decoded
 from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss, Totals
-from sftkit.parallel.fsdp import add_up_gradients, policy_of
+from sftkit.parallel.wrap import add_up_gradients, policy_of
 
 WORTH_SAYING = 0.97
 "Another split is named if a step takes less than this share of its time with it."
@@ -66,7 +66,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
 def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
     there is one."""
-    # The head is known only by what the last stage takes longer than its layers would.
+    # The time of the head is known only as the excess of the last stage over its layers.
     *others, last = times
     count = sum(step.layers[:-1])
     layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
@@ -183,7 +183,7 @@ class StageModule(torch.nn.Module):
             inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
-            # What is received is: sender and receiver must agree (pytorch/pytorch#114982), and torch 2.11 checks it.
+            # Received tensors are contiguous, and both sides must agree (pytorch/pytorch#114982); torch 2.11 checks it.
             return hidden.contiguous()
         sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
@@ -193,8 +193,8 @@ class StageModule(torch.nn.Module):
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
     of its class."""
-    # Private: copy.copy shares all tables of a module (pytorch/pytorch#128272), of which the full decoder must keep
-    # that of its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
+    # Private: copy.copy shares all tables of a module (pytorch/pytorch#128272), but the full decoder must keep that of
+    # its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
     # architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)

@@ -125,7 +125,7 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
 
 
 def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str], known: Collection[str]) -> None:
-    """Reject a model that so many ranks cannot split.
+    """Reject a model that `size` ranks cannot split.
 
     Args:
         divided: numbers of its config that they must divide. known: names of the modules of a block.

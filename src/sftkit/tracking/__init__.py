@@ -1,1 +1,1 @@
-"""What a run reports while it trains: metrics, events, the console, a dashboard."""
+"""Report on a run while it trains: metrics, events, the console, a dashboard."""

@@ -1,6 +1,5 @@
-"""Numbers that must not pass unnoticed: losses and gradient norms that are not finite, spikes (values far above
-those of earlier steps, found on the device before the update), and the share of positions that each expert is
-given.
+"""Detect losses and gradient norms that are not finite, spikes (values far above those of earlier steps, found on the
+device before the update), and uneven loads of experts.
 """
 
 from __future__ import annotations
@@ -129,8 +128,9 @@ class ExpertLoad:
     """Reads the choices of a model's routers; of a model without experts it reads nothing."""
 
     def __init__(self, routing: Routing | None, rt: Runtime) -> None:
-        """Forget what was chosen before, in the warm-up. `routing`: None: the model has no experts."""
-        self._routing, self._rt = routing, rt
+        """Forget the choices of the warm-up. `routing`: None: the model has no experts."""
+        self._routing = routing
+        self._rt = rt
         if routing is not None:
             routing.take_load()
 
@@ -206,7 +206,8 @@ class DelayedFlags:
         `delay`: steps that pass before the flags of one are read. `count`: see Objective.count.
         """
         self._count = count
-        self._cuda, self._late = device.type == "cuda", delay
+        self._cuda = device.type == "cuda"
+        self._late = delay
         # A buffer may be written again when its flags were read: `read` leaves at most `delay` steps, one buffer each,
         # and the step just pushed has another.
         self._waiting: deque[tuple[partial[StepRecord], torch.Tensor, torch.cuda.Event | None]] = deque()
@@ -218,7 +219,7 @@ class DelayedFlags:
         # The event, not the stream, is what `read` waits for: later steps that are queued already do not delay it.
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
-        # The micro-batches are let go here: kept for two more steps they would hold their memory on the device.
+        # The micro-batches are released here: kept for two more steps they would hold their memory on the device.
         own = [self._count(batch) for batch in step_batches.micro_batches]
         launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
@@ -253,9 +254,12 @@ class Health:
             tracker: gets the problems as events.
         """
         assert rt.status is not None
+        self._status = rt.status
         self._monitored = objective.monitored
-        self._numerics, self._rt, self._batches = numerics, rt, batches
-        self._status, self._tracker = rt.status, tracker
+        self._numerics = numerics
+        self._rt = rt
+        self._batches = batches
+        self._tracker = tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "the engine calls it for each step, before the update"
@@ -275,15 +279,13 @@ class Health:
             NumericsError: on every rank; the weights are as they were before that step.
         """
         steps = self._flags.read(wait=wait)
-        stop, skipped = any(known.stop for known in steps), 0
+        stop = any(known.stop for known in steps)
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.read(wait=True)
-        # Every rank has read the same flags, so all take the same branch below: what is gathered there needs
-        # all of them.
+        # Every rank has read the same flags, so all take the same branch below: what is gathered there needs all ranks.
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.skipped else 0
             self._in_window += known.skipped
-            skipped += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
                 self._report_skipped(known, "nonfinite", self._numerics.on_nonfinite)
@@ -293,21 +295,22 @@ class Health:
                     self._report_skipped(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
-        return stop, skipped
+        return stop, sum(known.step_batches.divisor for known in steps if known.skipped)
 
     def _report_skipped(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a skipped step; end training if the recipe says so or too many were skipped. The error, which the
         run's status has too, lists the loss of every rank."""
         # The file first: if gathering fails because a rank is gone, it is the only trace of the documents.
         self._write_documents(known, kind)
-        losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
+        losses_of_ranks = self._of_all_ranks(known)
+        norm = float(known.outcome.grad_norm)
         reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
         # max_skips bounds what a recipe with "skip" may lose: a run whose every step is left out would train nothing.
         if then != "error" and self._in_a_row <= self._numerics.max_skips:
             self._tracker.event(kind, known.step, f"step {known.step}: {reason}; update skipped")
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
-        skips = f" after {self._in_a_row - 1} skipped steps" * (self._in_a_row > 1)
+        skips = f" after {self._in_a_row - 1} skipped steps" if self._in_a_row > 1 else ""
         text = (
             f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
             "was skipped. The documents of that step are in "
@@ -323,9 +326,9 @@ class Health:
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
-        spikes, skipped = self._spiked, self._in_window
+        counts = {"spikes": self._spiked, "skipped_steps": self._in_window, "nonfinite_steps": self._nonfinite}
         self._in_window = self._spiked = 0
-        return {"health/spikes": spikes, "health/skipped_steps": skipped, "health/nonfinite_steps": self._nonfinite}
+        return {f"health/{name}": count for name, count in counts.items()}
 
     def window(self) -> Window:
         """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
@@ -340,11 +343,12 @@ class Health:
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a skipped step to a file."""
-        examples, nonfinite = self._batches.examples, nonfinite_micro_batches(known.outcome)
+        examples = self._batches.examples
+        nonfinite = nonfinite_micro_batches(known.outcome)
         content = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
-            "loss": float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
+            "loss": self._own_loss(known),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
             "documents": [
@@ -358,28 +362,33 @@ class Health:
                 for i, number in micro_batches_of(known.step_batches)
             ],
         }
-        folder, step, ranks = self._status.run_dir, known.step, range(self._rt.world_size)
-        of_ranks = [skipped_documents_file(folder, kind, step, rank) for rank in ranks]
+        folder = self._status.run_dir
+        of_ranks = [skipped_documents_file(folder, kind, known.step, rank) for rank in range(self._rt.world_size)]
         with suppress(OSError):  # a full disk must not hide the error that this is about
             of_ranks[self._rt.rank].write_text(json.dumps(content, indent=1))
             if self._rt.is_main:  # an earlier start, of more ranks, may have skipped this step too
-                for path in folder.glob(skipped_documents_file(folder, kind, step, None).name):
-                    if path not in of_ranks:
-                        path.unlink()
+                for path in {*folder.glob(skipped_documents_file(folder, kind, known.step, None).name)} - {*of_ranks}:
+                    path.unlink()
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a skipped step; every rank must call it."""
-        losses, examples = losses_of(known), self._batches.examples
+        losses = losses_of(known)
         # A spike is finite everywhere: the micro-batch with the largest loss is the likeliest cause.
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
-            loss=float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
+            loss=self._own_loss(known),
             micro_batches=[number + 1 for number in named],
             largest=max(losses) if known.finite else -math.inf,
             of=len(losses),
-            documents=[examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named],
+            documents=[
+                self._batches.examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named
+            ],
         )
         return self._rt.gathered(own)
+
+    def _own_loss(self, known: StepRecord) -> float:
+        """Return this rank's loss per target in a step. Waits for the device."""
+        return float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1)
 
 
 def losses_of(known: StepRecord) -> list[float]:
@@ -403,29 +412,24 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
     if not nonfinite:
         if math.isfinite(norm):
-            return (
-                "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond "
-                "fp32"
-            )
+            known = "every loss is finite, and so is the gradient norm"
+            return f"{known}, but the sum of a rank's micro-batches is beyond fp32"
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
         return (
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
             "at fault, or a document whose gradient explodes"
         )
-    places = [losses_of_ranks[rank].describe(rank) for rank in nonfinite]
-    names = f"rank{'s' * (len(nonfinite) > 1)} {', '.join(map(str, nonfinite))}"
-    return f"the loss of {names} is not finite ({'; '.join(places)})"
+    places = "; ".join(losses_of_ranks[rank].describe(rank) for rank in nonfinite)
+    ranks = "ranks" if len(nonfinite) > 1 else "rank"
+    return f"the loss of {ranks} {', '.join(map(str, nonfinite))} is not finite ({places})"
 
 
 def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
-    rank = max(range(len(losses_of_ranks)), key=lambda one: losses_of_ranks[one].largest)
-    where = (
-        f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of "
-        f"{losses_of_ranks[rank].describe(rank)}"
-    )
+    rank, largest = max(enumerate(losses_of_ranks), key=lambda one: one[1].largest)
+    where = f"the largest loss per target, {largest.largest:.4g}, is that of {largest.describe(rank)}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

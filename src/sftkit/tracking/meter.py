@@ -116,9 +116,10 @@ class Meter:
         self._rt = rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
-        encodes = batches.examples.encoder_inputs is not None
-        kind = kind_of(orig_model.config)
-        self._encoder_positions = kind.encoder_positions(orig_model, batches.layout.max_length) if encodes else 0
+        self._encoder_positions = 0
+        if batches.examples.encoder_inputs is not None:
+            kind = kind_of(orig_model.config)
+            self._encoder_positions = kind.encoder_positions(orig_model, batches.layout.max_length)
         # The datasheet's peak is that of bf16: an fp32 run has another one, and a share of it would mislead.
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         "peak FLOPs per second of one GPU; None: the MFU is unknown"
@@ -226,7 +227,7 @@ class Meter:
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
         total = max(int(self._source_tokens.sum()), 1)
-        counts = zip(self._examples.source_names, self._source_tokens.tolist(), strict=True)
+        counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
         shares = {f"data/share/{name}": count / total for name, count in counts}
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
@@ -367,8 +368,5 @@ def skipped_rows(examples: Examples) -> dict[str, float | None]:
     totals = sum(map(Counter, examples.counts.values()), Counter[str]())
     dropped = totals["dropped_too_long"] + totals["dropped_no_target"] + totals["skipped_bad"]
     unused = sum(one.kind == "unused" for found in examples.findings.values() for one in found)
-    return {
-        "data/dropped_rows": dropped,
-        "data/truncated_rows": totals["truncated"],
-        "data/unused_columns": unused,
-    }
+    counts = {"dropped_rows": dropped, "truncated_rows": totals["truncated"], "unused_columns": unused}
+    return {f"data/{name}": count for name, count in counts.items()}

@@ -1,6 +1,6 @@
-"""What a step and a run have to show: a check that the run made of itself, the outcome of a step on the device, the
-progress over all starts of the run, and every name in metrics.jsonl and evals.jsonl with its unit and the value
-that stands for a whole run. Formulas: docs/metrics.md.
+"""The results of a step and of a run: a check that the run makes of itself, the outcome of a step on the device, the
+progress over all starts of the run, and every name in metrics.jsonl and evals.jsonl with its unit and the value that
+stands for a whole run. Formulas: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -34,42 +34,27 @@ class Check:
 
 
 def does_not_apply(reason: str) -> str:
-    """Return what a check has found that has nothing to check in this run."""
+    """Return the finding of a check that does not apply to this run."""
     return f"{DOES_NOT_APPLY}: {reason}"
 
 
-@dataclass(frozen=True)
 class Flags:
     """The flags of a step, equal on all ranks, in one small vector, so that one copy brings them to the host."""
 
-    vector: Tensor
-    "fp32 [11], the same on every rank"
+    def __init__(self, vector: Tensor) -> None:
+        """Name the parts of fp32 [11]."""
+        self.vector = vector
+        self.stop, self.nonfinite, self.skipped, *_ = vector
+        """0-d: the number of ranks that request a stop; that of ranks whose loss is not finite, 1 if only the gradient
+        norm is not; 1 if the update was skipped"""
+        self.verdict = vector[3:].view(2, 4)
+        "what Spikes.judge found"
 
     @classmethod
     def of(cls, stop: Tensor, nonfinite: Tensor, skipped: Tensor, verdict: Tensor | None = None) -> Flags:
         """Combine the flags, each 0-d, with `verdict`, fp32 [2, 4], from Spikes.judge; None: not compared."""
         flags = torch.stack([stop, nonfinite, skipped.to(stop.dtype)]).float()
         return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
-
-    @property
-    def stop(self) -> Tensor:
-        """Return the number of ranks that request a stop, 0-d."""
-        return self.vector[0]
-
-    @property
-    def nonfinite(self) -> Tensor:
-        """Return the number of ranks whose loss is not finite, 0-d; 1 if only the gradient norm is not."""
-        return self.vector[1]
-
-    @property
-    def skipped(self) -> Tensor:
-        """Return 1 if the update was skipped, 0-d."""
-        return self.vector[2]
-
-    @property
-    def verdict(self) -> Tensor:
-        """Return what Spikes.judge found: [2, 4]."""
-        return self.vector[3:].view(2, 4)
 
 
 NUM_FLAGS = 11
@@ -141,98 +126,69 @@ Summary = Literal["last", "min", "max", "mean"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One documented name; <words> in it stand for any source, task, metric, phase or number."""
+    """A documented name. <words> in it stand for any source, task, metric, phase or number."""
 
     name: str
     unit: str
-    summary: Summary = "last"
+    summary: Summary
     "which value of its curve stands for the run"
 
 
-METRICS = (
-    Metric("compile/graphs", "graphs", "max"),
-    Metric("compile/recompiles", "graphs", "max"),
-    Metric("compile/fallbacks", "calls", "max"),
-    Metric("compile/graph_breaks", "graphs", "max"),
-    Metric("compile/cuda_graphs", "graphs", "max"),
-    Metric("compile/seconds", "s", "max"),
-    Metric("compile/seconds/<phase>", "s", "max"),
-    Metric("compile/cache_hits", "hits", "max"),
-    Metric("shape/id", "index"),
-    Metric("shape/undeclared", "micro-batches", "max"),
-    Metric("shape/<rows>x<length>", "micro-batches", "max"),
-    Metric("health/spikes", "steps", "max"),
-    Metric("health/skipped_steps", "steps", "max"),
-    Metric("health/nonfinite_steps", "steps", "max"),
-    Metric("health/rank_skew_pct", "%", "mean"),
-    Metric("train/loss", "nats per target"),
-    Metric("train/objective", "nats per target"),
-    Metric("train/token_accuracy", "0 to 1"),
-    Metric("train/aux_loss", "-"),
-    Metric("train/expert_load_max", "even shares"),
-    Metric("train/expert_load_min", "even shares"),
-    Metric("train/entropy", "nats per target"),
-    Metric("train/grad_norm", "-"),
-    Metric("train/lr", "-"),
-    Metric("train/epoch", "epochs"),
-    Metric("train/tokens", "tokens"),
-    Metric("train/flops", "FLOPs"),
-    Metric("train/seconds", "s"),
-    Metric("val/loss", "nats per target", "min"),
-    Metric("val/bpb", "bits per byte", "min"),
-    Metric("val/<source>/loss", "nats per target", "min"),
-    Metric("val/<source>/bpb", "bits per byte", "min"),
-    Metric("eval/centred_mean", "up to 1", "max"),
-    Metric("eval/families/acc", "0 to 1", "max"),
-    Metric("eval/<task>/low", "as the task"),
-    Metric("eval/<task>/high", "as the task"),
-    Metric("eval/<task>/<metric>", "0 to 1", "max"),
-    Metric("perf/tok_per_sec", "tokens/s", "mean"),
-    Metric("perf/tok_per_sec_per_gpu", "tokens/s", "mean"),
-    Metric("perf/target_tok_per_sec", "tokens/s", "mean"),
-    Metric("perf/target_tok_per_sec_per_gpu", "tokens/s", "mean"),
-    Metric("perf/encoded_per_sec", "inputs/s", "mean"),
-    Metric("perf/mfu", "0 to 1", "mean"),
-    Metric("perf/step_seconds", "s", "mean"),
-    Metric("perf/step_p50_seconds", "s", "mean"),
-    Metric("perf/step_p95_seconds", "s", "mean"),
-    Metric("perf/data_wait_pct", "%", "mean"),
-    Metric("perf/pipeline_bubble_pct", "%"),
-    Metric("perf/host_syncs", "waits", "max"),
-    Metric("mem/peak_gib", "GiB", "max"),
-    Metric("mem/reserved_gib", "GiB", "max"),
-    Metric("mem/alloc_retries", "retries", "max"),
-    Metric("mem/ooms", "errors", "max"),
-    Metric("data/padding_pct", "%", "mean"),
-    Metric("data/target_pct", "%", "mean"),
-    Metric("data/encoded", "inputs"),
-    Metric("data/dropped_rows", "rows"),
-    Metric("data/truncated_rows", "rows"),
-    Metric("data/unused_columns", "columns"),
-    Metric("data/share/<source>", "0 to 1", "mean"),
-    Metric("ckpt/block_seconds", "s", "max"),
-    Metric("ckpt/write_seconds", "s", "max"),
-    Metric("ckpt/bytes", "bytes"),
-)
+_METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
+    ("graphs", "max"): ("compile/graphs", "compile/recompiles", "compile/graph_breaks", "compile/cuda_graphs"),
+    ("calls", "max"): ("compile/fallbacks",),
+    ("hits", "max"): ("compile/cache_hits",),
+    ("s", "max"): ("compile/seconds", "compile/seconds/<phase>", "ckpt/block_seconds", "ckpt/write_seconds"),
+    ("index", "last"): ("shape/id",),
+    ("micro-batches", "max"): ("shape/undeclared", "shape/<rows>x<length>"),
+    ("steps", "max"): ("health/spikes", "health/skipped_steps", "health/nonfinite_steps"),
+    ("nats per target", "last"): ("train/loss", "train/objective", "train/entropy"),
+    ("nats per target", "min"): ("val/loss", "val/<source>/loss"),
+    ("bits per byte", "min"): ("val/bpb", "val/<source>/bpb"),
+    ("-", "last"): ("train/aux_loss", "train/grad_norm", "train/lr"),
+    ("0 to 1", "last"): ("train/token_accuracy",),
+    ("0 to 1", "max"): ("eval/families/acc", "eval/<task>/<metric>"),
+    ("0 to 1", "mean"): ("perf/mfu", "data/share/<source>"),
+    ("up to 1", "max"): ("eval/centred_mean",),
+    ("as the task", "last"): ("eval/<task>/low", "eval/<task>/high"),
+    ("even shares", "last"): ("train/expert_load_max", "train/expert_load_min"),
+    ("epochs", "last"): ("train/epoch",),
+    ("tokens", "last"): ("train/tokens",),
+    ("FLOPs", "last"): ("train/flops",),
+    ("s", "last"): ("train/seconds",),
+    ("s", "mean"): ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"),
+    ("tokens/s", "mean"): (
+        *("perf/tok_per_sec", "perf/tok_per_sec_per_gpu"),
+        *("perf/target_tok_per_sec", "perf/target_tok_per_sec_per_gpu"),
+    ),
+    ("inputs/s", "mean"): ("perf/encoded_per_sec",),
+    ("%", "last"): ("perf/pipeline_bubble_pct",),
+    ("%", "mean"): ("perf/data_wait_pct", "health/rank_skew_pct", "data/padding_pct", "data/target_pct"),
+    ("waits", "max"): ("perf/host_syncs",),
+    ("GiB", "max"): ("mem/peak_gib", "mem/reserved_gib"),
+    ("retries", "max"): ("mem/alloc_retries",),
+    ("errors", "max"): ("mem/ooms",),
+    ("inputs", "last"): ("data/encoded",),
+    ("rows", "last"): ("data/dropped_rows", "data/truncated_rows"),
+    ("columns", "last"): ("data/unused_columns",),
+    ("bytes", "last"): ("ckpt/bytes",),
+}
+"Unit and the value of its curve that stands for the run -> names."
+METRICS = [Metric(name, unit, summary) for (unit, summary), names in _METRICS.items() for name in names]
+METRICS.sort(key=lambda metric: metric.name.count("<"))  # a name fits itself before a pattern that it fits as well
 
 RUN_VALUES = {
     "run/state": "word",
     "run/signal": "name",
     "run/error": "text",
-    "proof/passed": "checks",
-    "proof/failed": "checks",
-    "proof/not_checked": "checks",
+    **dict.fromkeys(("proof/passed", "proof/failed", "proof/not_checked"), "checks"),
     "preflight/documents": "documents",
     "preflight/tokens": "tokens",
-    "preflight/target_pct": "%",
-    "preflight/duplicate_pct": "%",
-    "preflight/padding_pct": "%",
+    **dict.fromkeys(("preflight/target_pct", "preflight/duplicate_pct", "preflight/padding_pct"), "%"),
     "preflight/epochs": "epochs",
     "preflight/estimated_gib": "GiB",
     "preflight/warnings_count": "warnings",
-    "validate/passed": "criteria",
-    "validate/failed": "criteria",
-    "validate/not_checked": "criteria",
+    **dict.fromkeys(("validate/passed", "validate/failed", "validate/not_checked"), "criteria"),
     "validate/speedup": "times",
 }
 "Values of a whole run that a dashboard gets, with their units; they are in no row."
@@ -254,7 +210,6 @@ def regex(name: str) -> str:
 @cache
 def find_metric(name: str) -> Metric | None:
     """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
-    # A name without <words> fits itself alone, and METRICS has it before the patterns that it fits as well.
     return next((metric for metric in METRICS if re.fullmatch(regex(metric.name), name)), None)
 
 

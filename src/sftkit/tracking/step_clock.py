@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +47,8 @@ class StepClock:
 
     def read(self) -> list[float]:
         """Return the seconds of each step since the last call. The device must have finished them."""
-        seconds, self._seconds = self.so_far(), []
+        seconds = self.so_far()
+        self._seconds = []
         return seconds
 
     def so_far(self) -> list[float]:
@@ -137,10 +139,13 @@ class Trace:
         Args:
             first_step: the first step that is traced; None: none is.
         """
-        self._first, self._folder, self._rt = first_step, run_dir / TRACE, rt
+        self._first = sys.maxsize if first_step is None else first_step
+        self._folder = run_dir / TRACE
+        self._rt = rt
         self._on_gpu = rt.device.type == "cuda"
         self._profile: profile | None = None
-        self._started, self._last = 0.0, 0
+        self._started = 0.0
+        self._last = 0
 
     def __enter__(self) -> Trace:
         return self
@@ -148,7 +153,6 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._profile is None:
             return
-        assert self._first is not None
         if error is None and self._last >= self._first:
             self._write(self._profile)
         else:  # no step of them came; or an error did, and what it left on the device may be beyond recording
@@ -156,15 +160,16 @@ class Trace:
 
     def after(self, step: int) -> float:
         """Start or end the recording after a step, if it is time. Return the seconds that this took."""
-        if self._first is None or not self._first - 1 <= step < self._first + TRACED_STEPS:
+        if not self._first - 1 <= step < self._first + TRACED_STEPS:
             return 0.0
         self._last = step
         begins = step == self._first - 1
-        if not begins and (step < self._first + TRACED_STEPS - 1 or self._profile is None):  # None: resumed amid them
+        ends = step == self._first + TRACED_STEPS - 1
+        if not begins and not (ends and self._profile):  # without a profile: resumed amid the traced steps
             return 0.0
         self._finish()  # those steps' time is training time: it counts before the pause begins
         began = time.perf_counter()
-        if begins:
+        if self._profile is None:
             # Kineto's notes of a start and an end would be on the terminal (pytorch/pytorch#83383). It reads the
             # variable when the first profile begins, and has no other switch.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -172,7 +177,6 @@ class Trace:
             self._profile.start()
             self._started = time.perf_counter()
         else:
-            assert self._profile is not None
             self._write(self._profile)
             self._profile = None
         return time.perf_counter() - began
@@ -182,12 +186,11 @@ class Trace:
             torch.cuda.synchronize(self._rt.device)
 
     def _write(self, recorded: profile) -> None:
-        """End the recording and write both files; that they cannot be written is told, and ends no training."""
+        """End the recording and write both files. A failure to write them is reported and ends no training."""
         self._finish()
         # Before stop(), which takes seconds to gather the events.
         wall = 1e6 * (time.perf_counter() - self._started)
         recorded.stop()
-        assert self._first is not None
         name = f"rank{self._rt.rank}"
         steps = self._last - self._first + 1
         summary: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
@@ -204,7 +207,7 @@ class Trace:
 
 
 def trace_line(summary: dict[str, Any]) -> str:
-    """Return what a trace says, in a sentence."""
+    """Return the summary of a trace in a sentence."""
     first, last = summary["steps"]
     text = f"trace of steps {first} to {last}: {summary['seconds']:.3f} s a step"
     if device := summary.get("device"):
@@ -240,8 +243,9 @@ def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dic
     communicating: list[Interval] = []
     for name, start, end in kernels:
         (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
-    # What is exposed follows from unions: kernels of two streams overlap, and their sum would exceed the time.
-    compute, either = covered(computing), covered(computing + communicating)
+    # Exposed time follows from unions: kernels of two streams overlap, and their sum would exceed the time.
+    compute = covered(computing)
+    either = covered(computing + communicating)
     return {
         "computing": compute / wall,
         "communicating": covered(communicating) / wall,
@@ -252,7 +256,8 @@ def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dic
 
 def covered(spans: Iterable[Interval]) -> float:
     """Return the length of the union of spans."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

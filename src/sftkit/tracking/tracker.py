@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,8 +23,7 @@ from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_ro
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
 from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, identity, open_dashboard
-from sftkit.tracking.dashboard.services import begun, ending_of, preflight_of, proof_of, record_table, shortened
+from sftkit.tracking.dashboard import remote
 
 log = logging.getLogger(__name__)
 CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
@@ -53,8 +53,9 @@ ENDS: dict[type[BaseException], EventKind] = {
     CheckpointError: "checkpoint_failed",
 }
 "Error that ends training -> its kind of event."
-STARVED_PCT, STARVED_LINES = 20.0, 3
-"Training is starved of data if it waits for more than this percentage of the time in this many logged lines in a row."
+STARVED_PCT = 20.0
+STARVED_LINES = 3
+"Training is starved of data if it waits for more than STARVED_PCT of the time in this many logged lines in a row."
 SAMPLE_COLUMNS = ("step", "prompt", "reference", "answer", "stop")
 RESULT_COLUMNS = ("step", "task", "metric", "value", "low", "high", "chance", "examples")
 TABLE_ROWS = 1000
@@ -66,40 +67,26 @@ _WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem"
 "Columns of a step's line, the most important first."
 
 
+@dataclass(eq=False)
 class Tracker:
-    """Writes one line per logged step, evaluation and event: file, console, dashboard.
+    """Writes a line per logged step, evaluation and event to file, console and dashboard; nothing before `open`."""
 
-    It writes nothing before `open`.
-    """
+    run_dir: Path
+    config: LogConfig
+    rt: Runtime
+    settings: dict[str, Any]
+    "for the dashboard: the recipe, and what was resolved (train/assemble.py)"
+    _: KW_ONLY
+    step: int = 0
+    "that of the checkpoint that is resumed: later rows are dropped; then the newest step"
+    run_id: str | None = None
+    "id of the run on the dashboard, on the main rank; None without one. A run with this id is continued"
+    open_window: bool = False
+    "the line of that step is dropped, too: a stop asked for it, and the next line has its steps as well"
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: LogConfig,
-        rt: Runtime,
-        settings: dict[str, Any],
-        *,
-        step: int = 0,
-        run_id: str | None = None,
-        open_window: bool = False,
-    ) -> None:
-        """Keep what the files and the dashboard need.
-
-        Args:
-            settings: the recipe, and what was resolved, for the dashboard: see train/assemble.py.
-            step: of the checkpoint that is resumed; rows after it are dropped.
-            run_id: of the run on the dashboard that is continued.
-            open_window: drop the line of that step too: a stop asked for it, and the next line has its steps as well.
-        """
-        self._rt = rt
-        self._run_dir = run_dir
-        self._step = step
-        self._config = config
-        self._settings = settings
-        self._open_window = open_window
-        self.run_id = run_id
-        "id of the run on the dashboard, None without one; on the main rank"
-        self._dashboard: DashboardWriter | None = None
+    def __post_init__(self) -> None:
+        """Begin without anything written."""
+        self._dashboard: remote.DashboardWriter | None = None
         self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[EventKind, str]] = set()
@@ -107,32 +94,31 @@ class Tracker:
         self._is_open = False
 
     def open(self) -> Tracker:
-        """Begin to write, once the run has done a step: before, the files may be those of an earlier run.
-
-        Returns itself.
-        """
+        """Begin to write, once the run has done a step: before, the files may be those of an earlier run."""
         self._is_open = True
-        if not self._rt.is_main:
+        if not self.rt.is_main:
             return self
-        run_dir, step = self._run_dir, self._step
+        run_dir = self.run_dir
+        step = self.step
         # Lines after the checkpoint are of steps that are now trained again. Doing it here, not when the run starts,
         # keeps them if the warm-up fails.
-        drop_rows_after(run_dir / METRICS_FILE, step - self._open_window)
+        drop_rows_after(run_dir / METRICS_FILE, step - self.open_window)
         for name in (EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
         drop_evals_after(run_dir / EVALUATIONS, step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
-        about = identity(run_dir, self._settings)
-        dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
+        about = remote.identity(run_dir, self.settings)
+        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.rt.accelerator)
         if dashboard is not None:
-            state = begun(resumed=self.run_id is not None)
-            self.run_id, self._dashboard = dashboard.run_id, DashboardWriter(dashboard)
+            state = remote.begun(resumed=self.run_id is not None)
+            self.run_id = dashboard.run_id
+            self._dashboard = remote.DashboardWriter(dashboard)
             # Before the first row: if this process is killed, "running" stays, which says that no end was reported.
             self._dashboard.put(lambda service: service.summary(state))
-            self._dashboard.record(step, partial(preflight_of, run_dir))
-            self._dashboard.record(step, partial(proof_of, run_dir))
+            self._dashboard.record(step, partial(remote.preflight_of, run_dir))
+            self._dashboard.record(step, partial(remote.proof_of, run_dir))
         return self
 
     def __enter__(self) -> Tracker:
@@ -144,23 +130,23 @@ class Tracker:
         # An error that ends training comes through no `event`: here it gets to events.jsonl and becomes an alert.
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
-                self.record_event(event, self._step, first_line(error))  # the console has the whole error
+                self.record_event(event, self.step, remote.first_line(error))  # the console has the whole error
         self._write_events()
         if self._dashboard is not None:
-            self._dashboard.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
+            self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
-            if said := self._dashboard.finish(ending_of(self._run_dir, self._rt.status, error)):
-                self._rt.print(f"{self._dashboard.dashboard.name}: {said}")
+            if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
+                self.rt.print(f"{self._dashboard.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """Show a live bar on a terminal; elsewhere plain lines suffice."""
-        if self._rt.is_main and output_console().is_interactive:
+        if self.rt.is_main and output_console().is_interactive:
             self._bar = TrainingBar(step, total_steps)
             self._bar.start()
 
     def advance(self, step: int) -> None:
         """Take a step that has been launched."""
-        self._step = step
+        self.step = step
         if self._bar is not None:
             self._bar.step = step
 
@@ -168,7 +154,7 @@ class Tracker:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values, {})
         console = output_console()
-        self._rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
+        self.rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         # One slow window is noise (a checkpoint that fills the disk's cache, say), so several in a row are asked for.
@@ -177,11 +163,11 @@ class Tracker:
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
         self._starved_lines = self._starved_lines + 1 if starved else 0
         if self._starved_lines == STARVED_LINES:
-            often = f"more than {STARVED_PCT:.0f} % in {STARVED_LINES} logged lines in a row"
-            remedy = "raise data.num_workers, or look for a slow or shared disk"
-            self.event(
-                "starvation", step, f"training waited for data in {wait:.0f} % of the time and {often}: {remedy}"
+            text = (
+                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
+                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk"
             )
+            self.event("starvation", step, text)
 
     def log_evals(
         self,
@@ -198,23 +184,23 @@ class Tracker:
             samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
             axes: what the dashboard can draw the values over, next to `step`; metrics.jsonl has them of its own lines.
         """
-        if not self._rt.is_main:
+        if not self.rt.is_main:
             return
-        results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
+        results = read_results(evaluation_dir(self.run_dir, step) / RESULTS)
         if values:
             self._append(EVALS, step, values, axes or {})
-            self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
+            self.rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             # The whole table is sent each time: a dashboard shows the newest table only.
-            newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
+            newest = read_metric_rows(self.run_dir / SAMPLES)[-TABLE_ROWS:]
             self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
             self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
-        self._rt.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
+        self.rt.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
         self.record_event(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
@@ -226,13 +212,13 @@ class Tracker:
 
     def record_event(self, kind: EventKind, step: int, text: str) -> None:
         """Write an event that the console has already to events.jsonl, and send an alert."""
-        if not self._rt.is_main:
+        if not self.rt.is_main:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
         self._write_events()
         if self._dashboard is not None:
             title, level = ALERTS[kind]
-            self._dashboard.put(lambda service: service.alert(title, step, shortened(text), level))
+            self._dashboard.put(lambda service: service.alert(title, step, remote.shortened(text), level))
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -240,21 +226,21 @@ class Tracker:
             self._unwritten_events = []
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]], otherwise: str = "are lost") -> bool:
-        """Append lines, whole or not at all; a full disk costs the lines, not the run, whose
-        checkpoint may find room. Nothing is written to a directory that is no longer this run's."""
-        if not self._rt.owns(self._run_dir):
+        """Append lines, whole or not at all. A full disk costs the lines, not the run, whose checkpoint may find room.
+        Nothing is written to a directory that is no longer this run's."""
+        if not self.rt.owns(self.run_dir):
             return False
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            append_all_or_nothing(self._run_dir / name, text)
+            append_all_or_nothing(self.run_dir / name, text)
         except OSError as error:
-            log.warning("%s: %d lines %s (%s)", self._run_dir / name, len(rows), otherwise, first_line(error))
+            log.warning("%s: %d lines %s (%s)", self.run_dir / name, len(rows), otherwise, remote.first_line(error))
             return False
         return True
 
     def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
         """Append a line to a file; the dashboard gets it with `axes`."""
-        if not self._rt.is_main:
+        if not self.rt.is_main:
             return
         # The disk has room again: events that waited are written now.
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
@@ -266,7 +252,7 @@ class Tracker:
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
         if self._dashboard is not None:
-            self._dashboard.put(lambda service: service.table(step, record_table(name, columns, rows)))
+            self._dashboard.put(lambda service: service.table(step, remote.record_table(name, columns, rows)))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:

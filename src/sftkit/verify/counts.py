@@ -28,9 +28,8 @@ from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
-from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.tensor import without_sequence_parallel
-from sftkit.parallel.wrap import as_whole
+from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.runtime.hardware import peak_flops
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check, StepOutcome

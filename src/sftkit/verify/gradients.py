@@ -38,7 +38,7 @@ from sftkit.models.structure import decoder_blocks, embedding_of, output_project
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.ops.tensors import local, local_part, local_region
-from sftkit.parallel.fsdp import reshard
+from sftkit.parallel.wrap import reshard
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
 from sftkit.verify.documents import REFUSED_FROM

@@ -25,8 +25,7 @@ from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.optim.protocol import parameters_of
-from sftkit.parallel.fsdp import reshard
-from sftkit.parallel.wrap import as_whole
+from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.runtime.script import counted, first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check, does_not_apply

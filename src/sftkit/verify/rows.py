@@ -20,9 +20,8 @@ from sftkit.data.types import Examples
 from sftkit.models import files
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
-from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.tensor import without_sequence_parallel
-from sftkit.parallel.wrap import as_whole
+from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import MANIFEST
 from sftkit.tracking.meter import ShapeCounts

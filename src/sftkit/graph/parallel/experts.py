@@ -1,18 +1,17 @@
 """Routed experts inside the graph, and the exchanges between ranks that share rows, as operators of a graph.
 
-Each exchange is the transpose of its gradient. So a gradient is that of the sum of all ranks' losses, whatever a rank
-computes of it: nothing has to be known of which values ranks have in common.
+Each exchange is the transpose of its gradient. So gradients are those of the sum of all ranks' losses, whatever part of
+it a rank computes: the code need not know which values ranks have in common.
 
-All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. The matrix
-products of experts are operators of static shapes: rows, each of one expert, by torch's grouped matrix product, which
-skips the rows that no expert of this rank computes. Tokens of tensor-parallel ranks come to experts, of which each rank
-has its own, by
+All shapes are known when a graph is captured: no size depends on the choices of a router. The matrix products of
+experts are operators of static shapes: torch's grouped matrix product over rows of one expert each, which skips the
+rows that no expert of this rank computes. Each tensor-parallel rank has experts of its own. Tokens reach them by
 
 - allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for
   all of these, and the results are added up where the tokens came from. The host waits for nothing.
 - alltoall: a token is sent once for each expert that it visits, to the rank that has it, and the result comes back.
-  What is sent is what there is to send, so the host waits for its size; what arrives lies in room for all that could,
-  so no token is dropped.
+  Only real rows are sent, so the host waits for their number. They arrive in room for the worst case, so no token is
+  dropped.
 
 Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, S rows, H width.
 """
@@ -84,7 +83,7 @@ class Exchange(Activations):
 
 
 class _Exchanged(torch.autograd.Function):
-    """What a linear exchange gives; its gradient is exchanged by the transpose. `where`: further arguments of both."""
+    """A linear exchange, whose gradient is exchanged by the transpose. `where`: further arguments of both."""
 
     @staticmethod
     def forward(
@@ -115,8 +114,8 @@ class _Send(torch.autograd.Function):
         return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
 
 
-# torch's own all-to-all has sizes that are numbers to whoever traces: a graph for each way that a router may choose.
-# Here they are a tensor, and what arrives has room for all.
+# The sizes of torch's own all-to-all are numbers in a trace: a graph for each choice of a router. Here they are a
+# tensor, and the received rows have room for the worst case.
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())
@@ -147,7 +146,7 @@ def _(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
 
 
 def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
-    """Return what a rank's experts give, [S, H], one row for each number; 0 where the number is E.
+    """Return the results of a rank's experts, [S, H], one row for each number; 0 where the number is E.
 
     Args:
         experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
@@ -205,8 +204,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return _grouped_product(rows, matrices, ends)
 
 
-# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces. No
-# issue is known.
+# torch computes the product in other precisions too, but traces it in bf16 only, so here it is one operator. No issue
+# is known.
 
 
 @torch.library.custom_op("sftkit::grouped_product", mutates_args=())
@@ -280,7 +279,7 @@ def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what the experts of all ranks add to this rank's tokens, [N, H].
+    """Return the contribution of the experts of all ranks to this rank's tokens, [N, H].
 
     Args:
         experts, hidden, chosen, weights: of added.
@@ -300,8 +299,8 @@ def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     ranks = group.size()
     count = len(experts.gate_up_proj)
     tokens, visits = chosen.shape
-    # Sorted by expert, so that the rows of a rank lie together, as the exchange sends them. Stable: equal numbers keep
-    # the order of tokens, so a result does not depend on the kernel of the sort.
+    # Sorted by expert, so that the rows of a rank are contiguous for the exchange. Stable: equal numbers keep the order
+    # of tokens, so a result does not depend on the kernel of the sort.
     numbers, order = chosen.flatten().sort(stable=True)
     back = order.argsort()
     # How many rows each expert gets, as differences of where the next one begins: the size of bincount's result depends
@@ -325,7 +324,7 @@ DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "al
 
 
 def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_expert: int) -> Tensor:
-    """Return what a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
+    """Return the contribution of a rank's experts to tokens, [N, H]: 0 for tokens that visit none of them.
 
     Args:
         experts: of grouped.computed.

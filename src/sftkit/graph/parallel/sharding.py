@@ -1,24 +1,44 @@
-"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers
-it by `redistribute`.
+"""Weights in the graph: sharded by SimpleFSDP, divided by tensor parallelism, and tables that are read in shards.
 
-No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced
-into a graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
+SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by
+`redistribute`. There are no hooks and no state: the gather is an operator among others and its gradient a
+reduce-scatter, so both can be traced into a graph. Without a graph the model computes the same. Names of classes and
+parameters stay.
+
+Tensor parallelism has the layout of `sftkit.parallel.tensor` without DTensors between layers: a rank's shard of a
+matrix is a plain tensor, an all-gather follows a norm, and a reduce-scatter follows the matrix that ends a layer.
+
+Embeddings are looked up in the shards of the table: token ids and hidden states travel, and the table does not. A
+gather of the table costs its whole size, and its gradient twice that in fp32, at the two ends of a micro-batch, where
+no computation hides it. Instead each rank looks up the tokens of all ranks in its own rows, and the results are added
+up, as in Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). This pays while the hidden states of all ranks
+are smaller than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from sftkit.models.structure import output_projection
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+from sftkit.graph import compat
+from sftkit.graph.parallel.experts import Exchange, add_and_scatter
+from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss
+from sftkit.ops.tensors import local_region
+from sftkit.parallel.tensor import COLUMNWISE, DIVIDED, HEAD_NORMS, NORMS, ROWWISE, TENSOR_MODEL_TYPES, check_split
 from sftkit.runtime.start import replaced_in_each
 
 _REDUCE_DTYPE = "_sftkit_reduce_dtype"
@@ -27,65 +47,41 @@ _READS = "_sftkit_reads"
 "Attribute of a module while its own parameters are read: then they come gathered."
 
 
-class ShardingSpec(NamedTuple):
-    """How a weight lies over the ranks."""
-
-    mesh: DeviceMesh
-    placements: Sequence[Placement]
-    """the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay
-    sharded"""
+Place = tuple[DeviceMesh, Sequence[Placement]]
+"""How a weight lies over the ranks. The last placement, a shard, is gathered where the weight is read. Of the others
+replicas are copies, and shards stay sharded."""
 
 
-class _Gathered(torch.autograd.Function):
-    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks
-    that read it.
+class _Read(torch.autograd.Function):
+    """A weight as a plain tensor: whole but for what stays sharded (`gathers`), or this rank's shard. Its gradient is
+    summed over the ranks that read it.
 
-    Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
+    Gradients are scattered first, so that only shards are summed over copies; `redistribute` alone sums whole ones.
     """
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.mesh, ctx.placements = param.device_mesh, param.placements
-        ctx.dtype, ctx.reduce_dtype = param.dtype, reduce_dtype
-        return param.redistribute(placements=[*param.placements[:-1], Replicate()]).to_local()
+    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None, gathers: bool) -> Tensor:  # noqa: FBT001
+        ctx.mesh = param.device_mesh
+        ctx.placements = param.placements
+        ctx.dtype = param.dtype
+        ctx.reduce_dtype = reduce_dtype
+        # A rank's own shard may have fewer rows than others', so the whole shape does not follow from it.
+        ctx.whole = {} if gathers else {"shape": param.shape, "stride": param.stride()}
+        return (param.redistribute(placements=[*param.placements[:-1], Replicate()]) if gathers else param).to_local()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        *parts, shards = _parts(ctx.placements)
-        gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
-        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, Partial()], run_check=False)
-        summed = summed.redistribute(placements=[*parts, shards]).redistribute(placements=ctx.placements)
-        return summed.to(ctx.dtype), None
-
-
-class _Local(torch.autograd.Function):
-    """The shard of a weight that this rank holds, whose gradient is summed over copies."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.dtype = param.device_mesh, param.placements, param.dtype
-        ctx.reduce_dtype, ctx.whole = reduce_dtype, (param.shape, param.stride())
-        return param.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        *parts, shards = _parts(ctx.placements)
-        shape, stride = ctx.whole  # a rank's own may be of fewer rows than others'
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        *copies, shards = [Partial() if place.is_replicate() else place for place in ctx.placements]
+        own = shards if ctx.whole else Partial()
         # Without copies nothing is summed, and a cast there and back would take memory for nothing.
-        if ctx.reduce_dtype is not None and any(part.is_partial() for part in parts):
+        if ctx.reduce_dtype is not None and any(part.is_partial() for part in (*copies, own)):
             gradient = gradient.to(ctx.reduce_dtype)
-        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, shards], run_check=False, shape=shape, stride=stride)
-        return summed.redistribute(placements=ctx.placements).to(ctx.dtype), None
+        summed = DTensor.from_local(gradient, ctx.mesh, [*copies, own], run_check=False, **ctx.whole)
+        summed = summed.redistribute(placements=[*copies, shards]).redistribute(placements=ctx.placements)
+        return summed.to(ctx.dtype), None, None
 
 
-def _parts(placements: Sequence[Placement]) -> list[Placement]:
-    """Return how the ranks' gradients of a weight lie before copies are added up."""
-    return [Partial() if place.is_replicate() else place for place in placements]
-
-
-def shard_for_graph(
-    model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str
-) -> None:
+def shard_for_graph(model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], Place], precision: str) -> None:
     """Shard every weight of the model, in place.
 
     Args:
@@ -138,7 +134,8 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
 
 def own_shard(module: torch.nn.Module, name: str) -> Tensor:
     """Return this rank's shard of a module's own parameter: a plain tensor."""
-    return _Local.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE])  # private, as in _read
+    # Private, as in _read.
+    return _Read.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE], False)  # noqa: FBT003
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
@@ -146,5 +143,189 @@ def _read(name: str, module: torch.nn.Module) -> Tensor | None:
     # come back to this function. torchtitan does the same (pytorch/torchtitan#1273).
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
-        return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])
+        return _Read.apply(param, module.__dict__[_REDUCE_DTYPE], True)  # noqa: FBT003
     return param
+
+
+FP32 = 4
+"Bytes of an element of a gradient while ranks add it up."
+
+
+def looked_up_in_shards(orig_model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
+    """Let the embedding of a sharded model be looked up in shards within the context, if that moves fewer bytes.
+
+    Every rank must look up the same number of tokens: this holds for captured graphs, and not for evaluation.
+
+    Args:
+        tokens: that a rank looks up.
+    """
+    module: Any = embedding_module(orig_model)
+    weight = module._parameters["weight"]  # private, as in sharding: read as an attribute it would be gathered
+    # The table is sharded by rows, read by nobody else, and looked up as torch does it: sharding has put a class of its
+    # own before the module's.
+    tied = output_projection(orig_model)._parameters.get("weight") is weight
+    sharded = isinstance(weight, DTensor) and weight.placements[-1] == Shard(0)
+    if tied or not sharded or type(module).__bases__ != (torch.nn.Embedding,):
+        return nullcontext()
+    last = weight.device_mesh.ndim - 1
+    # Hidden states of all ranks, there and their gradients back, against the table, there and its gradient back. Both
+    # go through rings, so the share that a rank sends is the same.
+    if 2 * weight.device_mesh.size(last) * tokens * weight.itemsize >= len(weight) * (weight.itemsize + FP32):
+        return nullcontext()
+    group: ProcessGroup = weight.device_mesh.get_group(last)
+    (first, rows), *_ = local_region(weight)
+    # The gradient of padding stays 0, as the module has it.
+    padding = -1 if module.padding_idx is None else module.padding_idx - first
+
+    def forward(ids: Tensor) -> Tensor:
+        """Return the rows of these tokens, [*ids.shape, H]."""
+        every = compat.all_gather(ids.flatten(), 0, group) - first
+        held = (every >= 0) & (every < rows)
+        own = F.embedding(every.where(held, 0), own_shard(module, "weight"), padding if 0 <= padding < rows else None)
+        # Each token is in the rows of one rank: the sum is its row and zeros, exact in any precision.
+        found = add_and_scatter(own.where(held[:, None], 0.0), 0, group)
+        return found.view(*ids.shape, -1)
+
+    return replaced_in_each("forward", {module: forward})
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The modules of a block by their roles in tensor parallelism. Names are relative to the block."""
+
+    columns: tuple[str, ...]
+    "matrices sharded by their outputs: heads, channels"
+    rows: tuple[str, ...]
+    "matrices sharded by their inputs, whose results are added up"
+    gathered: tuple[str, ...]
+    "norms behind which whole rows are needed"
+    replicated: tuple[str, ...]
+    "what every rank computes with whole weights, of its own positions or heads"
+    divided: tuple[str, ...] = DIVIDED
+    "numbers of the model's config that the ranks must divide"
+    experts: tuple[str, ...] = ()
+    "routed experts, a share of them on each rank; nothing else is sharded, and each rank computes its own positions"
+
+
+_DEEPSEEK_V3 = TensorPlan(
+    columns=(*("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), *("mlp.gate_proj", "mlp.up_proj")),
+    rows=ROWWISE,
+    gathered=NORMS,
+    replicated=(
+        *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
+        *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
+    ),
+    divided=(*DIVIDED, "n_routed_experts"),
+    experts=("mlp.experts",),
+)
+PLANS = {
+    **dict.fromkeys(TENSOR_MODEL_TYPES, TensorPlan(COLUMNWISE, ROWWISE, NORMS, HEAD_NORMS)),
+    "deepseek_v3": _DEEPSEEK_V3,
+}
+"By model_type."
+
+
+def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
+    """Reject a model that does not allow tensor parallelism over `size` ranks.
+
+    Raises:
+        ConfigError: an architecture without a plan, or numbers that the ranks do not divide.
+    """
+    model_type = orig_model.config.model_type
+    if model_type not in PLANS:
+        raise ConfigError(
+            f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
+            f"{', '.join(PLANS)} have: set it to 1"
+        )
+    plan = PLANS[model_type]
+    known = {*plan.columns, *plan.rows, *plan.gathered, *plan.replicated, *plan.experts}
+    check_split(orig_model, size, plan.divided, known)
+
+
+def make_graph_meshes(topology: Topology, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Make the process groups of a topology; every rank calls it.
+
+    Returns:
+        ([ranks] or [replicas, ranks], for weights that every rank uses whole, sharded over all ranks;
+        [tensor, shards] or [replicas, tensor, shards], for matrices of tensor-parallel blocks, sharded by tensor first)
+    """
+    t = topology
+    sizes = (t.replicas, t.shards * t.tensor)
+    every = init_device_mesh(device_type, sizes, mesh_dim_names=("replicas", "shards"))
+    every = every["shards"] if t.replicas == 1 else every
+    if t.tensor == 1:
+        return every, None
+    # Ranks that share rows are neighbours, so that their exchanges stay within a machine. In the mesh their dimension
+    # comes before that of shards: a matrix is divided by tensor first, and each part sharded.
+    ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
+    # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then cannot slice the mesh. No
+    # issue is known.
+    mesh = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
+    return every, mesh["tensor", "shards"] if t.replicas == 1 else mesh
+
+
+def weight_placement(
+    orig_model: PreTrainedModel, every: DeviceMesh, mesh: DeviceMesh | None
+) -> Callable[[torch.nn.Module, str], Place]:
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of
+    its own parameters."""
+    sharded: dict[tuple[torch.nn.Module, str], Place] = {}
+    if mesh is not None:
+        plan = PLANS[orig_model.config.model_type]
+        copies = [Replicate()] * (mesh.ndim - 2)  # between replicas
+        for block in decoder_blocks(orig_model):
+            for name, param in block.named_parameters():
+                path, _, own = name.rpartition(".")
+                # Along which dimensions tensor-parallel ranks, and then shards, divide it.
+                if path in plan.columns:
+                    dims = (0, 0)
+                elif path in plan.rows and own == "weight":
+                    dims = (1, 0)
+                elif path in plan.experts:  # of few experts there is a part on every shard, too
+                    dims = (0, int((len(param) // mesh["tensor"].size()) % mesh.size(-1) > 0))
+                else:
+                    continue
+                sharded[block.get_submodule(path), own] = mesh, [*copies, *map(Shard, dims)]
+    others: Place = every, [*[Replicate()] * (every.ndim - 1), Shard(0)]
+    return lambda module, name: sharded.get((module, name), others)
+
+
+def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Let the blocks of a model whose matrices are shards exchange activations, in place; before weights are sharded.
+
+    Args:
+        mesh: that has a dimension "tensor".
+    """
+    plan = PLANS[orig_model.config.model_type]
+    exchange = Exchange(mesh.get_group("tensor"))
+    # Where without_sequence_parallel finds it, as of a model that parallel/tensor.py has sharded.
+    orig_model._activations = exchange  # type: ignore[assignment]
+    for block in decoder_blocks(orig_model):
+        for name, module in _of_plan(block, plan.gathered).items():
+            # A block with experts gathers before attention alone: its feed-forward layer exchanges tokens by itself.
+            if name == NORMS[0] or not _of_plan(block, plan.experts):
+                module.register_forward_hook(lambda _, __, output: exchange.gather(output))
+        for module in _of_plan(block, plan.rows).values():
+            module.__class__ = _adding_up(type(module))  # type: ignore[arg-type]  # torch hashes modules
+            module.__dict__[_EXCHANGE] = exchange
+
+
+_EXCHANGE = "_sftkit_exchange"
+"Attribute of a matrix whose results are parts: its Exchange."
+
+
+@cache
+def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
+    """Return a class of the same name that adds the ranks' parts up before its bias, which is one."""
+
+    def forward(self: torch.nn.Linear, input: Tensor) -> Tensor:
+        # Before the bias, which each rank has whole: in the parts it would be added once for each rank.
+        summed: Tensor = self.__dict__[_EXCHANGE].add_up(F.linear(input, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn.Module]:
+    """Return the modules of these names that a block has."""
+    return {name: module for name, module in block.named_modules() if name in names}

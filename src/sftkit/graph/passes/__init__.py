@@ -1,1 +1,1 @@
-"""What is done with a captured graph: the passes that graph.passes names, and what applies them in order."""
+"""The passes over a captured graph that graph.passes names, and their application in order."""

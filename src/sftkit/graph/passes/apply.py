@@ -1,22 +1,21 @@
-"""The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each.
+"""Apply the passes of a recipe to the graphs of a shape, in order, and keep the graphs before and after each pass.
 
-The pass cuda_graphs replays the halves of a graph: no launch costs the host anything, collectives included. A half runs
-once as it is, which lets libraries and communicators allocate what they keep; the second call records it, and the
-others replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half
-left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next
-replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must come
-before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
-micro-batches keeps this order.
+The pass cuda_graphs replays the halves of a graph: no launch costs the host anything, collectives included. The first
+call runs a half as it is, so that libraries and communicators allocate what they keep. The second call records it, and
+later calls replay the record. A replay reads its inputs at the places that they had when it was recorded: weights and
+saved activations are there anyway, and a batch is copied there. Outputs are copied, too, because the next replay
+overwrites them. Saved activations are not copied, so a backward pass must come before the next forward pass. This holds
+between shapes, too: their records share a memory pool. A step of several micro-batches keeps this order.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -34,8 +33,7 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
 
 RecordGraph = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
-"""Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills
-anew."""
+"Runs a function once. Returns a function that repeats its work, and its results, whose memory each repetition fills."
 
 
 class Replayed:
@@ -50,40 +48,38 @@ class Replayed:
 
         Args:
             run: the half.
-            in_place: of each input whether it is where it was in every call.
-            handed_out: how many of the first outputs others get; None: all.
+            in_place: for each input, whether it lies at the same place in every call.
+            handed_out: number of the first outputs that leave the graph; None: all.
         """
         self._run = run
         self._in_place = in_place
         self._handed_out = handed_out
         self._record = record
-        self._calls = 0
+        self._warm = False
         self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
+        self._outputs: Sequence[Any] = ()
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Return the outputs: computed at first, then by replaying what was recorded."""
-        self._calls += 1
-        if self._calls == 1:
+        """Return the outputs: computed in the first call, then by replaying the record."""
+        if not self._warm:
+            self._warm = True
             return self._run(args)
         if self._replay is None:
             self._inputs = [
                 arg if stays or not isinstance(arg, Tensor) else arg.clone()
                 for arg, stays in zip(args, self._in_place, strict=True)
             ]
-            self._replay, outputs = self._record(lambda: self._run(list(self._inputs)))
-            self._outputs = list(outputs)
+            self._replay, self._outputs = self._record(lambda: self._run(list(self._inputs)))
         else:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
                     mine.copy_(given)
-        # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
+        # The boxed convention: the caller has given its inputs away, and this function no longer needs them.
         args.clear()
         self._replay()
-        count = len(self._outputs) if self._handed_out is None else self._handed_out
-        given_out = [out.clone() if isinstance(out, Tensor) else out for out in self._outputs[:count]]
-        return [*given_out, *self._outputs[count:]]
+        outputs = self._outputs[: self._handed_out]
+        return [*(out.clone() if isinstance(out, Tensor) else out for out in outputs), *self._outputs[len(outputs) :]]
 
 
 class Recorder:
@@ -119,7 +115,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """A graph at one point of its way."""
+    """A graph after a pass."""
 
     graph: str
     "joint, forward, later-forward (gather_once), backward, first-backward or middle-backward (reduce_once)"
@@ -129,31 +125,61 @@ class Stage:
     text: str
 
 
-@dataclass
 class Passes:
-    """Applies the passes that a recipe names; one object for each graph that is captured."""
+    """Apply the passes that a recipe names to the graphs of an engine, one shape after the other."""
 
-    names: Sequence[str]
-    saves_memory: bool = False
-    "whether the split keeps no more for the backward pass than torch's activation memory budget"
-    recorder: RecordGraph | None = None
-    "what records CUDA graphs; None: halves are called"
-    shared: SharedWeights | None = None
-    "where the micro-batches of a step share whole weights, as gather_once has it; None: each gathers its own"
-    sums: WholeGradients | None = None
-    "where a step sums whole gradients, as reduce_once has it; None: each micro-batch reduces its own"
-    stages: list[Stage] = field(default_factory=list)
-    "what the graphs were like, in order"
-    _aliases: set[str] = field(default_factory=set)
-    "names of values of the forward half that may share memory with a shared weight"
-    reduced_once: set[str] = field(default_factory=set)
-    "first names of the weights whose gradients only the last micro-batch of a step gives"
+    def __init__(self, names: Sequence[str], micro_batches: int = 1, *, saves_memory: bool = False) -> None:
+        """Begin without a graph.
+
+        Args:
+            names: of graph.passes, in order.
+            micro_batches: of a step on a rank, at most.
+            saves_memory: the split keeps no more for the backward pass than torch's activation memory budget.
+        """
+        self.names = names
+        self.saves_memory = saves_memory
+        self.for_inductor = "full_inductor" in names
+        "whether the graphs are Inductor's as a whole: captured in its operators, and split for it"
+        self._recorder: Recorder | None = None
+        self._shared = SharedWeights() if "gather_once" in names else None
+        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the graphs of another shape."""
+        self.stages: list[Stage] = []
+        "the graphs of the shape, in order"
+        self.reduced_once: set[str] = set()
+        "first names of the weights whose gradients only the last micro-batch of a step gives"
+        self._aliases: set[str] = set()  # values of the forward half that may share memory with a shared weight
+
+    @contextmanager
+    def step_of(self, micro_batches: int) -> Iterator[None]:
+        """Let n micro-batches, forward and backward, be a step within the context: gather_once and reduce_once need to
+        know. Weights must not change before the last forward pass."""
+        with ExitStack() as stack:
+            if self._shared is not None:
+                stack.enter_context(self._shared.sharing(micro_batches))
+            if self._sums is not None:
+                stack.enter_context(self._sums.summing(micro_batches))
+            yield
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether the backward pass to come gives every gradient."""
+        return self._sums is None or self._sums.reduces
+
+    def close(self) -> None:
+        """Drop the records."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = None
 
     def on_joint(self, graph: GraphModule) -> None:
         """Change the captured graph, in place."""
         self._record("joint", "captured", graph)
         for spec in self._at("joint"):
-            _function(spec)(graph)
+            resolve_name(spec.fn)(graph)
             graph.recompile()
             self._record("joint", spec.name, graph)
 
@@ -161,18 +187,13 @@ class Passes:
         """Change a half, in place."""
         # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
         for spec in (*self._at("split"), *self._at("regions")):
-            _function(spec)(graph, for_inductor=self.for_inductor)
+            resolve_name(spec.fn)(graph, for_inductor=self.for_inductor)
             graph.recompile()
-            self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
+            self._record(half, spec.name, graph, kept)  # no pass changes the inputs of a half
         # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
         # memory plan counts.
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
             self._record(half, "flex_attention", graph, kept)
-
-    @property
-    def for_inductor(self) -> bool:
-        """Return whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
-        return "full_inductor" in self.names
 
     def compile_half(self, half: str, num_sums: int, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
         """Change the forward or the backward half, in place, and return what runs it.
@@ -182,47 +203,51 @@ class Passes:
         """
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
-        if half == "forward" and self.shared is not None:
-            forward = gather_once.fork(graph)
-            if forward is not None:
-                return self._gathering_once(forward, graph, examples)
-        if half == "backward" and self.sums is not None:
-            backward = reduce_once.fork_backward(graph, several=self.sums.several)
-            if backward is not None:
-                return self._reducing_once(backward, graph, examples, kept)
+        run = None
+        if half == "forward" and self._shared is not None:
+            run = self._gathering_once(self._shared, graph, examples)
+        elif half == "backward" and self._sums is not None:
+            run = self._reducing_once(self._sums, graph, examples, kept)
+        if run is not None:
+            return run
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         run = self._compiled(half, graph, examples, kept)
-        if self.recorder is None:
+        if "cuda_graphs" not in self.names:
             return run
-        return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
+        # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
+        self._recorder = self._recorder or Recorder()
+        return Replayed(run, in_place, num_sums if half == "forward" else None, self._recorder)
 
-    def _gathering_once(self, fork: gather_once.Fork, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
-        """Return what runs the forward half of any micro-batch."""
-        assert self.shared is not None
+    def _gathering_once(
+        self, shared: SharedWeights, graph: GraphModule, examples: Sequence[Any]
+    ) -> compat.Boxed | None:
+        """Return the function of the forward half of any micro-batch; None: it gathers no weight to share."""
+        fork = gather_once.fork(graph)
+        if fork is None:
+            return None
         self._aliases = fork.aliases
         graphs = {"forward": graph, "later-forward": fork.later}
         for name, each in graphs.items():
             self._record(name, "gather_once", each)
-        compiled = gather_once.compile_both(
-            fork, examples, lambda name, given: self._compiled(name, graphs[name], given)
-        )
-        return self.shared.half_of(fork.keys, *compiled)
+        halves = gather_once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
+        return shared.half_of(fork.keys, *halves)
 
     def _reducing_once(
-        self, fork: reduce_once.BackwardFork, graph: GraphModule, examples: Sequence[Any], kept: int | None
-    ) -> compat.Boxed:
-        """Return what runs the backward half of any micro-batch."""
-        assert self.sums is not None
+        self, sums: WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
+    ) -> compat.Boxed | None:
+        """Return the function of the backward half of any micro-batch; None: it reduces no gradient."""
+        fork = reduce_once.fork_backward(graph, several=sums.several)
+        if fork is None:
+            return None
         self.reduced_once = fork.weights
         given = [*examples, *fork.sums.values()]
-        graphs = {"first-backward": (fork.first, examples), "middle-backward": (fork.middle, given)}
-        graphs["backward"] = (graph, given)
-        known = {name: (each, inputs) for name, (each, inputs) in graphs.items() if each is not None}
-        for name, (each, _) in known.items():
+        halves = [("first-backward", fork.first, examples), ("backward", graph, given)]
+        if fork.middle is not None:
+            halves.insert(1, ("middle-backward", fork.middle, given))
+        for name, each, _ in halves:
             self._record(name, "reduce_once", each, kept)
-        compiled = {name: self._compiled(name, each, inputs, kept) for name, (each, inputs) in known.items()}
-        middle = compiled.get("middle-backward")
-        return self.sums.half_of(fork, compiled["first-backward"], middle, compiled["backward"])
+        first, *middle, last = [self._compiled(name, each, inputs, kept) for name, each, inputs in halves]
+        return sums.half_of(fork, first, middle[0] if middle else None, last)
 
     def _compiled(
         self, half: str, graph: GraphModule, examples: Sequence[Any], kept: int | None = None
@@ -233,7 +258,7 @@ class Passes:
             return compat.boxed(graph)
         aliases = half.endswith("backward") and self._aliases
         with compat.kept_from_reuse(graph, aliases) if aliases else nullcontext():
-            return _function(codegen[0])(graph, examples, half)
+            return resolve_name(codegen[0].fn)(graph, examples, half)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
@@ -241,11 +266,6 @@ class Passes:
     def _record(self, name: str, after: str, graph: GraphModule, kept: int | None = None) -> None:
         counts = counts_of(graph)._replace(kept=kept)
         self.stages.append(Stage(name, after, counts, graph.print_readable(print_output=False)))
-
-
-def _function(spec: Pass) -> Any:
-    module, _, name = spec.fn.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> None:

@@ -1,8 +1,8 @@
-"""Weights gathered by the first micro-batch of a step and taken by the others, in place of a gather in each.
+"""The first micro-batch of a step gathers the weights for all of them.
 
-The first forward half also returns whole weights. Later ones are a second graph, without their gathers, which is given
-them. So the gathers stay behind the compute of the first micro-batch. The peak of memory is where the loss is computed,
-and there they are anyway: those that the backward half reads, and the head. Others are gathered every time.
+The first forward half also returns whole weights. Later halves are a second graph without gathers, which takes these
+weights as inputs. So the computation of the first micro-batch still hides the gathers. The peak of memory is at the
+loss, where the head and the weights that the backward half reads exist anyway; only these are shared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SharedWeights:
 
     @contextmanager
     def sharing(self, micro_batches: int) -> Iterator[None]:
-        """Let so many forward passes share whole weights, within which weights do not change. Outside, each one
-        gathers its own."""
+        """Let n forward passes share whole weights within the context, in which weights must not change. Outside, each
+        pass gathers its own."""
         self._left = micro_batches
         try:
             yield
@@ -40,7 +40,7 @@ class SharedWeights:
             self._whole.clear()
 
     def half_of(self, keys: Sequence[WeightKey], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
-        """Return a forward half that runs the later graph if all of its weights are here.
+        """Return a forward half that runs the later graph if all of its weights are known.
 
         Args:
             first: gathers, and returns the whole weights behind its outputs. later: takes them behind its inputs.
@@ -90,10 +90,7 @@ def fork(graph: GraphModule) -> Fork | None:
     for wait, value in zip(whole, given, strict=True):
         value.meta = dict(wait.meta)
         copies[wait].replace_all_uses_with(value)
-    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
-    for node in reversed(of_weights):
-        if not copies[node].users:
-            later_graph.erase_node(copies[node])
+    graphs.erase_unread(later_graph, [copies[node] for node in of_weights])
     later_graph.lint()
     of_first = graph.graph.output_node()
     of_first.args = ((*of_first.args[0], *whole),)  # type: ignore[misc]
@@ -110,9 +107,7 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
         if first.setdefault(key, wait) is not wait:
             wait.replace_all_uses_with(first[key])
             tied.add(key)
-    for node in reversed(of_weights):
-        if not node.users:
-            graph.graph.erase_node(node)
+    graphs.erase_unread(graph.graph, of_weights)
     return tied
 
 

@@ -1,4 +1,4 @@
-"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not change.
+"""Move the starts and the waits of collectives in a graph, so that computation hides them; results do not change.
 
 `auto_bucketing` is torch's own scheduler of collectives, with estimates of times that are the same on every rank.
 `block_bucketing` makes one collective for all weights of a decoder block, and for all their gradients, without a copy
@@ -37,8 +37,8 @@ def overlap_buckets(graph: GraphModule) -> None:
 
 
 def order_for_inductor(graph: GraphModule) -> dict[Node, list[Node]]:
-    """Return, of each node that has to wait for others than it reads, those others: Inductor orders anew what nothing
-    holds.
+    """Return the nodes that a node must wait for although it does not read them: Inductor reorders nodes without a
+    dependency.
 
     A wait for a bucket: what starts before it, and the last matrix product or attention, which hides the exchange.
     The first products behind the start of a reduction: that start, as Inductor would else put it off, with the
@@ -102,7 +102,7 @@ def _started_early(index: dict[Node, int]) -> Positions:
         for node in bucket:
             waits = waits_for(node)
             parts = [user for user in node.users if user not in waits]  # of the list that a merged one gives
-            # What it depends on, inputs of the graph left out.
+            # Its dependencies, without the inputs of the graph.
             before = (read for read in reached([node], lambda node: node.all_input_nodes) if read.op != "placeholder")
             for leading in (*before, *parts):
                 wanted[leading] = min(start - 0.5, wanted.get(leading, index[leading]))
@@ -122,7 +122,7 @@ def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
 
 
 def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None:
-    """Order the nodes by where they are wanted, in place, each as early as what it reads allows."""
+    """Order the nodes by their wanted places, in place, each as early as its inputs allow."""
     # Kahn's algorithm with a heap: among the nodes that may come next, the one whose wanted place is the earliest; the
     # number breaks ties, so that the order is the same on every rank, as that of collectives must be.
     missing = {node: len(node.all_input_nodes) for node in index}
@@ -171,8 +171,8 @@ def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
         size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
         return 1e3 * (size if num_bytes is None else num_bytes) / CPU_BYTES
     packet = getattr(node.target, "overloadpacket", node.target)  # FlexAttention has none
-    # By the number of operations, which is the same on every rank and at every start: what is measured is neither, and
-    # ranks that order collectives differently wait for each other for ever.
+    # By the number of operations, which is the same on every rank and at every start. Measured times are not, and ranks
+    # that order collectives differently wait for each other for ever.
     formula = flop_counter.flop_registry.get(packet)
     if formula is None:
         return None

@@ -1,8 +1,8 @@
-"""Gradients summed whole over the micro-batches of a step and reduced by the last one, in place of a reduction in each.
+"""The last micro-batch of a step reduces the gradients of all of them.
 
-The backward half of any other micro-batch hands out what its reductions would read, added to what came before, and no
-gradient of these weights. That of the last one is given the sums. So a step reduces once, whatever its number of
-micro-batches, and holds whole gradients between them.
+The backward half of any other micro-batch returns no gradient of these weights. Instead it returns the tensors that its
+reductions would read, added to the sums so far. The half of the last micro-batch takes the sums as inputs. So a step
+reduces once, whatever its number of micro-batches, and holds whole gradients between them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, keeps_values, weight_of
+from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, erase_unread, keeps_values, weight_of
 
 GradientKey = tuple[str, tuple[int, ...], str]
-"What the reductions of a weight's gradient read: the weight's name, shape and dtype."
+"The input of the reductions of a weight's gradient: the weight's name, shape and dtype."
 
 
 class BackwardFork(NamedTuple):
     """What `fork_backward` makes of a backward half, which itself becomes that of the last micro-batch of a step."""
 
     first: GraphModule
-    "of the first micro-batch: its last outputs are what the reductions would read"
+    "of the first micro-batch: its last outputs are the inputs of the reductions"
     middle: GraphModule | None
     "of those between: takes the sums so far behind its inputs; None: steps have two micro-batches"
     sums: dict[GradientKey, Tensor]
@@ -53,7 +53,8 @@ class WholeGradients:
 
     @contextmanager
     def summing(self, micro_batches: int) -> Iterator[None]:
-        """Let so many pairs of a forward and a backward pass be a step. Outside, each one reduces its own."""
+        """Let n pairs of a forward and a backward pass be a step within the context. Outside, each pair reduces its own
+        gradients."""
         self._left = micro_batches
         try:
             yield
@@ -93,7 +94,7 @@ class WholeGradients:
             if half is None:
                 raise RuntimeError("reduce_once: a step has more micro-batches than its graphs were captured for")
             found = list(half(args))
-            # Inductor may lay out what it hands out as it likes; the others read it as a reduction does.
+            # Inductor chooses the strides of its outputs; the other halves read them as a reduction does.
             self._sums.update(zip(sums, (each.contiguous() for each in found[-len(sums) :]), strict=True))
             del found[-len(sums) :]
             # Autograd wants a tensor: one number that is read everywhere. Nobody sums it, as Graph keeps it from the
@@ -138,7 +139,7 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     ):
         whole = nodes[0].all_input_nodes[0]
         nodes[0].replace_input_with(whole, _added(graph.graph, given, whole))
-        _erase_unread(graph.graph, [whole])
+        erase_unread(graph.graph, [whole])
     graph.graph.lint()
     graph.recompile()
     return BackwardFork(first, middle, sums, left_out, {name for name, *_ in read})
@@ -204,7 +205,7 @@ def _without_reductions(
     for at in left_out:
         outputs[at] = None
     output.args = ((*outputs, *sums),)
-    _erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
+    erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
     copied.lint()
     earlier.recompile()
     return earlier
@@ -212,7 +213,8 @@ def _without_reductions(
 
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
     """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
-    # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
+    # A gradient that is summed in fp32 was cast for that. The addition casts as it reads, to the same bits, without a
+    # copy.
     source = whole
     while _only_widens(source):
         source = source.all_input_nodes[0]
@@ -231,16 +233,3 @@ def _only_widens(node: Node) -> bool:
     read = node.all_input_nodes[0].meta["val"]
     # A cast that rounds stays: without it the sum would have other bits than a reduction in each micro-batch reads.
     return value.shape == read.shape and torch.promote_types(read.dtype, value.dtype) == value.dtype
-
-
-def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
-    """Erase nodes that nothing reads, and what only they read."""
-    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
-    waiting = list(nodes)
-    erased: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if not node.users and node.op != "placeholder" and node not in erased:
-            waiting.extend(node.all_input_nodes)
-            graph.erase_node(node)
-            erased.add(node)

@@ -1,9 +1,9 @@
-"""What of a graph is kept for the backward pass, and what of it Inductor compiles.
+"""Passes that choose the saved activations of a graph and the regions of it that Inductor compiles.
 
-Passes over the joint graph mark what is computed again. Passes over a half compile regions while the rest stays a call
-per operator, in the order that it has. A region is a run of operators of one decoder block with nothing else between:
-collectives, the kernels of this project and random numbers end it, so what a pass before it chose to overlap stays as
-it was. Blocks that are alike are compiled once.
+Passes over the joint graph mark the nodes that the backward pass computes again. Passes over a half compile regions;
+the other operators are called one by one, in their order. A region is a run of operators of one decoder block.
+Collectives, kernels of this project and random numbers end it, so the overlap that an earlier pass chose stays. Equal
+blocks are compiled once.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def full_checkpointing(graph: GraphModule) -> None:
 
 
 def selective_checkpointing(graph: GraphModule) -> None:
-    """Keep the outputs of matrix products and attention, too; what is computed again is cheap (arXiv 2205.05198)."""
+    """Keep the outputs of matrix products and attention, too; only cheap operators run again (arXiv 2205.05198)."""
     _recompute_blocks(graph, lambda node: is_costly(node) or _random(node))
 
 
 def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None:
-    """Mark what a decoder block computes in the forward pass, but for what the next one reads."""
+    """Mark the forward nodes of each decoder block, except those that the next block reads."""
     of_weights = set(gathered_from(graph))
     for node in graph.graph.nodes:
         block = block_of(node)
         # Whole weights are another decision (reshard_after_forward), and sums of gradients belong to no block.
         if block is None or node in of_weights or node.op == "get_attr" or compat.is_backward(node):
             continue
-        # What the next block reads is where recomputation starts: kept, or the first block would be computed again in
-        # the backward pass of each.
+        # Recomputation starts at the nodes that the next block reads. So they are kept; otherwise the first block would
+        # be computed again in the backward pass of each block.
         leaves = any(block_of(user) != block and not compat.is_backward(user) for user in node.users)
         compat.save_or_recompute(node, save=leaves or keeps(node), region=block)
 
@@ -118,7 +118,7 @@ def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
     """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what
     is before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
-        node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
+        node.args[0].append(node)  # next to its tuple, so that no tuple leaves a region
     # A run ends at the border of a block: blocks that are alike then have regions that are alike, which
     # are compiled once.
     runs: list[NodeRun] = [[]]
@@ -152,15 +152,15 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
 
 
 def _outputs(run: NodeRun) -> NodeRun:
-    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is
-    cheaper than handing them out."""
+    """Return the outputs of a region. Views of a run that others read stay in the graph: a call of a view is cheaper
+    than an output."""
     inside = set(run)
     left: set[Node] = set()
 
     def read_outside(node: Node) -> bool:
         return any(user not in inside or user in left for user in node.users)
 
-    # Backwards, as a view is left in the graph too where only views that are left read it.
+    # Backwards: a view also stays in the graph if only views that stay read it.
     for node in reversed(run):
         if _is_view(node) and read_outside(node):
             left.add(node)
@@ -211,8 +211,8 @@ def _replace(graph: Graph, run: NodeRun, inputs: NodeRun, outputs: NodeRun, call
             last = graph.call_function(operator.getitem, (called, number))
         last.meta.update(node.meta)
         node.replace_all_uses_with(last)
-    # Views that others read go behind the region; what nothing reads any more goes altogether, last first, as a node
-    # with readers cannot be erased.
+    # Views that others read move behind the region. Nodes without readers are erased, the last first, since a node with
+    # readers cannot be erased.
     for node in reversed(run):
         if node.users:
             last.append(node)

@@ -1,7 +1,7 @@
 """The project's wandb workspace as code, and a wandb report that compares two runs: the speed-up as a number, losses at
 equal steps, what differs, every curve.
 
-Sections and panels are a table here, of which a run is shown what it has. Only `save_view` asks a server.
+Sections and panels are a table here; a run gets those that it has values for. Only `save_view` asks a server.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sftkit.config.commands import install, program_path
 from sftkit.errors import ConfigError
@@ -23,8 +23,7 @@ from sftkit.reports.values import format_value
 from sftkit.rundir import names as files
 from sftkit.rundir.files import read_metric_rows, read_object
 from sftkit.rundir.names import METRICS_FILE, is_archived, latest_checkpoint
-from sftkit.tracking.dashboard.remote import first_line, run_name
-from sftkit.tracking.dashboard.services import preflight_of, proof_of
+from sftkit.tracking.dashboard.remote import first_line, preflight_of, proof_of, run_name
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
 _DRAWN = {
@@ -42,161 +41,147 @@ RARE = (
 "Names that a run has only with certain settings, several sources or odd data: shown where a run is known to have them."
 
 
-class LinePlot(NamedTuple):
-    """A line plot of names, or of all that one pattern stands for."""
+class Panel(NamedTuple):
+    """A panel of names, or of all that one pattern stands for."""
 
+    kind: Literal["plot", "number", "table"]
+    "line plot; the value that stands for the run; the newest table of each run"
     names: tuple[str, ...]
-    title: str
+    title: str = ""
     x: str = "step"
 
 
-class Number(NamedTuple):
-    """The value that stands for the run."""
-
-    names: tuple[str]
-    title: str
-    "with the threshold, where there is one"
-
-
-class Shown(NamedTuple):
-    """A table, the newest of each run."""
-
-    names: tuple[str]
-
-
-Panel = LinePlot | Number | Shown
-
-
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Panels under a title."""
 
     title: str
-    panels: tuple[Panel, ...]
-    is_open: bool
-    one_row: bool
+    panels: Sequence[Panel]
+    is_open: bool = False
+    one_row: bool = False
     "all panels side by side; else three columns"
 
-    @classmethod
-    def of(cls, title: str, *panels: Panel, is_open: bool = False, one_row: bool = False) -> Section:
-        """Return a section with these panels."""
-        return cls(title, panels, is_open, one_row)
+
+def _plot(*names: str, title: str, x: str = "step") -> list[Panel]:
+    return [Panel("plot", names, title, x)]
 
 
-def curve(name: str, title: str | None = None) -> LinePlot:
-    """Return a line plot of a name of names.METRICS over `step`, with its unit."""
-    metric = next(metric for metric in METRICS if metric.name == name)
-    return LinePlot((name,), title or (f"{name} ({metric.unit})" if metric.unit != "-" else name))
+def _curves(prefix: str, *names: str) -> list[Panel]:
+    """Return a line plot of each name of METRICS, with its unit."""
+    units = {metric.name: f" ({metric.unit})" if metric.unit != "-" else "" for metric in METRICS}
+    return [Panel("plot", (name,), f"{name}{units[name]}") for name in (f"{prefix}/{word}" for word in names)]
 
 
-def over(x: str, title: str) -> LinePlot:
-    """Return a line plot of both losses over something else than steps."""
-    return LinePlot(("train/loss", "val/loss"), f"loss over {title}", x)
+def _numbers(prefix: str, *names: str, threshold: str = "") -> list[Panel]:
+    """Return a panel of each value of a run. `threshold`: what it should be."""
+    wanted = f": {threshold}" if threshold else ""
+    return [Panel("number", (name,), f"{name}{wanted}") for name in (f"{prefix}/{word}" for word in names)]
 
 
-def _number(name: str, threshold: str | None = None) -> Number:
-    """Return a panel of a value of a run, with what it should be."""
-    return Number((name,), f"{name}: {threshold}" if threshold else name)
+def _tables(*names: str) -> list[Panel]:
+    return [Panel("table", (name,)) for name in names]
 
 
-_MUST_BE_ZERO = (
-    *("proof/failed", "compile/recompiles", "compile/fallbacks", "compile/graph_breaks", "shape/undeclared"),
-    *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
-)
+def _section(title: str, *panels: list[Panel], is_open: bool = False, one_row: bool = False) -> Section:
+    return Section(title, [panel for some in panels for panel in some], is_open, one_row)
+
+
+_MUST_BE_ZERO = {
+    "proof": ("failed",),
+    "compile": ("recompiles", "fallbacks", "graph_breaks"),
+    "shape": ("undeclared",),
+    "health": ("nonfinite_steps", "skipped_steps"),
+    "mem": ("ooms",),
+}
+_LOSSES = ("train/loss", "val/loss")
+_STEPS = ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds")
+_ZERO = "0 is right"
 PANEL_SECTIONS = (
-    Section.of(
+    _section(
         "Speed",
-        curve("perf/tok_per_sec"),
-        LinePlot(
-            ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"), "step: mean, median, p95 (s)"
-        ),
-        curve("perf/mfu"),
-        curve("perf/data_wait_pct"),
+        _curves("perf", "tok_per_sec"),
+        _plot(*_STEPS, title="step: mean, median, p95 (s)"),
+        _curves("perf", "mfu", "data_wait_pct"),
         is_open=True,
     ),
-    Section.of(
+    _section(
         "Loss",
-        LinePlot(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
-        over("train/tokens", "tokens"),
-        over("train/flops", "FLOPs"),
-        over("train/seconds", "seconds in steps"),
-        curve("val/bpb"),
-        curve("train/grad_norm"),
+        _plot(*_LOSSES, title="training and validation loss (nats per target)"),
+        _plot(*_LOSSES, title="loss over tokens", x="train/tokens"),
+        _plot(*_LOSSES, title="loss over FLOPs", x="train/flops"),
+        _plot(*_LOSSES, title="loss over seconds in steps", x="train/seconds"),
+        _curves("val", "bpb"),
+        _curves("train", "grad_norm"),
         is_open=True,
     ),
-    Section.of(
+    _section(
         "Evaluation",
-        LinePlot(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
-        curve("eval/<task>/<metric>"),
-        curve("eval/<task>/low", "eval/<task>/low and high: 95 % intervals"),
-        Shown(("eval/results",)),
-        Shown(("samples",)),
+        _plot("eval/centred_mean", "eval/families/acc", title="means over tasks"),
+        _curves("eval", "<task>/<metric>"),
+        _plot("eval/<task>/low", title="eval/<task>/low and high: 95 % intervals"),
+        _tables("eval/results", "samples"),
         is_open=True,
     ),
-    Section.of("Proof", *(_number(name, "0 is right") for name in _MUST_BE_ZERO), is_open=True, one_row=True),
-    Section.of(
+    _section(
+        "Proof",
+        *(_numbers(room, *names, threshold=_ZERO) for room, names in _MUST_BE_ZERO.items()),
+        is_open=True,
+        one_row=True,
+    ),
+    _section(
         "Compiled against eager: make validate",
-        _number("validate/speedup", "1.3 or more"),
-        _number("validate/failed", "0 is right"),
-        _number("validate/passed"),
-        _number("validate/not_checked"),
-        Shown(("validate/verdicts",)),
-        Shown(("validate/speed",)),
+        _numbers("validate", "speedup", threshold="1.3 or more"),
+        _numbers("validate", "failed", threshold=_ZERO),
+        _numbers("validate", "passed", "not_checked"),
+        _tables("validate/verdicts", "validate/speed"),
     ),
-    Section.of(
-        "Checks that the run made of itself", Shown(("proof",)), _number("proof/passed"), _number("proof/not_checked")
-    ),
-    Section.of(
+    _section("Checks that the run made of itself", _tables("proof"), _numbers("proof", "passed", "not_checked")),
+    _section(
         "Training",
-        *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
-        *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
-        *(_number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
-        _number("health/spikes"),
+        _curves("train", "lr", "epoch", "objective", "token_accuracy", "entropy"),
+        _curves("train", "aux_loss", "expert_load_max", "expert_load_min"),
+        _numbers("train", "tokens", "flops", "seconds"),
+        _numbers("health", "spikes"),
     ),
-    Section.of("Validation by source", curve("val/<source>/loss"), curve("val/<source>/bpb")),
-    Section.of(
+    _section("Validation by source", _curves("val", "<source>/loss", "<source>/bpb")),
+    _section(
         "Speed in detail",
-        *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
-        *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
-        curve("health/rank_skew_pct"),
-        _number("perf/pipeline_bubble_pct"),
+        _curves("perf", "tok_per_sec_per_gpu", "target_tok_per_sec", "target_tok_per_sec_per_gpu"),
+        _curves("perf", "encoded_per_sec", "host_syncs"),
+        _curves("health", "rank_skew_pct"),
+        _numbers("perf", "pipeline_bubble_pct"),
     ),
-    Section.of("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
-    Section.of(
+    _section("Memory", _curves("mem", "peak_gib", "reserved_gib", "alloc_retries")),
+    _section(
         "Compiler",
-        *(_number(f"compile/{name}") for name in ("graphs", "cuda_graphs", "cache_hits", "seconds")),
-        curve("compile/seconds/<phase>"),
+        _numbers("compile", "graphs", "cuda_graphs", "cache_hits", "seconds"),
+        _curves("compile", "seconds/<phase>"),
     ),
-    Section.of("Shapes", curve("shape/<rows>x<length>"), curve("shape/id")),
-    Section.of(
+    _section("Shapes", _curves("shape", "<rows>x<length>", "id")),
+    _section(
         "Data",
-        *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
-        *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows", "unused_columns")),
-        _number("preflight/warnings_count", "0 is right"),
-        *(_number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
-        *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
-        *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
+        _curves("data", "padding_pct", "target_pct", "encoded", "share/<source>"),
+        _numbers("data", "dropped_rows", "truncated_rows", "unused_columns"),
+        _numbers("preflight", "warnings_count", threshold=_ZERO),
+        _numbers("preflight", "documents", "tokens", "target_pct", "padding_pct"),
+        _numbers("preflight", "duplicate_pct", "epochs", "estimated_gib"),
+        _tables("preflight/sources", "preflight/layouts", "preflight/findings", "preflight/warnings"),
     ),
-    Section.of("Checkpoints", *(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
+    _section("Checkpoints", _numbers("ckpt", "block_seconds", "write_seconds", "bytes")),
 )
 
 
 def panel_sections(logged: Collection[str] | None) -> list[Section]:
-    """Return what there is to see of runs that have logged these names; empty panels and sections are left out.
+    """Return the sections for runs that have logged these names, without empty panels and sections.
 
     Args:
         logged: names of a run; None: not known, then those of every run on a GPU.
     """
     sections = []
     for section in PANEL_SECTIONS:
-        shown: list[Panel] = []
-        for panel in section.panels:
-            names = tuple(name for name in panel.names if has(name, logged))
-            # An axis that was never logged would leave the plot empty although its curves exist.
-            if names and not (isinstance(panel, LinePlot) and not has(panel.x, logged)):
-                shown.append(panel._replace(names=names))  # type: ignore[arg-type]
-        if shown:
-            sections.append(replace(section, panels=tuple(shown)))
+        named = [panel._replace(names=tuple(n for n in panel.names if has(n, logged))) for panel in section.panels]
+        # An axis that was never logged would leave the plot empty although its curves exist.
+        if shown := [panel for panel in named if panel.names and has(panel.x, logged)]:
+            sections.append(section._replace(panels=shown))
     return sections
 
 
@@ -269,16 +254,14 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
 
 def panel_of(panel: Panel) -> Any:
     """Return a panel as wandb draws it."""
-    match panel:
-        case Number((name,), title):
-            return reports.ScalarChart(title=title, metric=reports.SummaryMetric(value_of_run(name)))
-        case Shown((name,)):
-            return reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))
-        # A pattern goes as a regular expression, so that names which appear later (a new source) are drawn too.
-        case LinePlot((name,), title, x) if is_pattern(name):
-            return reports.LinePlot(title=title, x=x, title_x=x, metric_regex=expression(name))
-        case LinePlot(names, title, x):
-            return reports.LinePlot(title=title, x=x, title_x=x, y=list(names))
+    kind, names, title, x = panel
+    if kind == "number":
+        return reports.ScalarChart(title=title, metric=reports.SummaryMetric(value_of_run(names[0])))
+    if kind == "table":
+        return reports.WeavePanelSummaryTable(table_name=names[0], layout=reports.Layout(w=24, h=12))
+    # A pattern goes as a regular expression, so that names which appear later (a new source) are drawn too.
+    drawn: dict[str, Any] = {"metric_regex": expression(names[0])} if is_pattern(names[0]) else {"y": list(names)}
+    return reports.LinePlot(title=title, x=x, title_x=x, **drawn)
 
 
 def names_of(run_dir: Path | None) -> set[str] | None:
@@ -320,7 +303,7 @@ def logged_by(run_dir: Path) -> set[str]:
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
-    """Return what `save_view` would send, as JSON."""
+    """Return the JSON that `save_view` would send."""
     # Private: the library has no public way to see a spec without sending it.
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
@@ -424,7 +407,7 @@ def comparison(
         return reports.PanelGrid(runsets=[reports.Runset(name="the runs", filters=either)], panels=shown)
 
     comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
-    blocks: list[Any] = [*_numbers(*runs), reports.H1("What differs"), grid([comparer])]
+    blocks: list[Any] = [*_speed_up(*runs), reports.H1("What differs"), grid([comparer])]
     for section in panel_sections(logged):
         blocks += [reports.H1(section.title), grid([panel_of(panel) for panel in section.panels])]
     blocks.append(reports.P("Names, units and formulas: docs/metrics.md of sftkit."))
@@ -432,7 +415,7 @@ def comparison(
     return reports.Report(entity=entity, project=project, title=title[:128], width="fluid", blocks=blocks)
 
 
-def _numbers(first: Compared, second: Compared) -> list[Any]:
+def _speed_up(first: Compared, second: Compared) -> list[Any]:
     """Return the blocks at the top: how many times as fast, then both runs at equal steps, or
     why they are not compared."""
     if first.curves is None or second.curves is None:

@@ -1,5 +1,8 @@
-"""The dashboard of a run, wandb or trackio: the name, group, tags and notes by which the run is found there, and a
-thread that feeds it, so that a dashboard that is stuck delays nothing.
+"""The dashboard of a run, on wandb or trackio.
+
+Its contents are tables and numbers of proof.json and preflight.json, and how the run ended. The two services stand
+behind the few methods that both have. Name, group, tags and notes identify the run there. A thread of its own feeds the
+dashboard, so a service that is stuck delays nothing.
 """
 
 from __future__ import annotations
@@ -8,21 +11,338 @@ import io
 import logging
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 from accelerate import Accelerator
 
-from sftkit.config.commands import install
+from sftkit.config.commands import install, program_path
 from sftkit.config.schema import LogConfig
-from sftkit.errors import ConfigError
-from sftkit.tracking.dashboard.services import Dashboard, Ending, RunFile, Trackio, Wandb
+from sftkit.config.terminal import secret_in
+from sftkit.errors import ConfigError, DataError
+from sftkit.rundir.files import read_object
+from sftkit.rundir.names import DOES_NOT_APPLY, PREFLIGHT, PROOF, STATUS
+from sftkit.rundir.status import RunStatus, describe_error, read_status
+from sftkit.tracking import names as metric_names
+
+TIMED_OUT = 124
+"Exit code of a run that train.max_minutes has ended, as timeout(1) gives it."
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of training, with its last checkpoint or with an error."""
+
+    state: str
+    "finished, stopped (Ctrl-C), preempted (another signal, or the time limit) or failed, as in run_status.json"
+    exit_code: int
+    "0 for a finished run alone: training that was stopped is not at its end, although its process ends with 0"
+    summary: dict[str, Any]
+    "run/*, for the table of runs"
+
+
+def begun(*, resumed: bool) -> dict[str, Any]:
+    """Return the values of a run that trains, which stay if it is killed. A resumed run loses its earlier end."""
+    return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
+
+
+def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | None) -> Ending:
+    """Return how a run ends.
+
+    Args:
+        run_dir: with the run_status.json that training has written, if no error ended it.
+        status: of this process; None: there is none.
+    """
+    if error is not None:
+        # A rank whose error follows from another's would hide the cause: wandb shows one text.
+        causes = [failure for failure in status.failures() if not failure.symptom] if status else []
+        text = str(causes[0]) if causes else describe_error(error)
+        # The text leaves this machine, and may quote a URL or a setting with a key in it.
+        if kind := secret_in(text):
+            text = f"{type(error).__name__}: its text holds what looks like {kind}, and is in {STATUS} alone"
+        code = 2 if isinstance(error, ConfigError | DataError) else 1
+        return Ending("failed", code, {"run/state": "failed", "run/error": text})
+    found = read_status(run_dir)
+    state = str(found.get("status", "finished"))
+    name = found.get("signal")
+    summary = {"run/state": state, **({"run/signal": name} if name else {})}
+    # As a shell has it: 128 + signal. The process itself ends with 0, since it has saved.
+    if state not in ("stopped", "preempted"):
+        return Ending(state, 0, summary)
+    return Ending(state, 128 + signal.Signals[name] if name else TIMED_OUT, summary)
+
+
+TABLE_CHARACTERS = 2000
+"Maximum length of a text in a table or an alert on a dashboard; the files have all of it."
+VERDICTS = {True: "PASS", False: "FAIL", None: "not checked"}
+PROOF_COLUMNS = ("check", "verdict", "found", "expected", "how")
+SOURCE_COLUMNS = (
+    *("split", "name", "rows", "documents", "tokens", "targets", "truncated"),
+    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+)
+LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "tok_per_sec")
+FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
+
+
+@dataclass(frozen=True)
+class LoggedTable:
+    """Rows of cells, one for each column."""
+
+    name: str
+    columns: Sequence[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A file of the run directory."""
+
+    tables: list[LoggedTable] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def proof_of(run_dir: Path) -> RunFile:
+    """Return the checks that a run has made of itself, those that failed first, and how many passed."""
+    from sftkit.reports.values import applies  # here, as training loads no reports when it starts
+
+    found = read_object(run_dir / PROOF)
+    # The sort is stable: within both groups checks keep the order of proof.json.
+    checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
+    if not checks:
+        return RunFile()
+    results = [check.get("ok") for check in checks if applies(check)]
+    verdicts = [VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY for check in checks]
+    rows = [check | {"check": check.get("name"), "verdict": it} for check, it in zip(checks, verdicts, strict=True)]
+    names = {"proof/passed": True, "proof/failed": False, "proof/not_checked": None}
+    summary = {name: results.count(ok) for name, ok in names.items()}
+    return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
+
+
+def preflight_of(run_dir: Path) -> RunFile:
+    """Return the findings about the data before training: sources, layouts, odd rows, warnings."""
+    found = read_object(run_dir / PREFLIGHT)
+    if not found:
+        return RunFile()
+    # Both splits are in one table, with a column for the split: wandb joins no tables.
+    splits = {"train": found.get("sources", []), "val": found.get("validation", [])}
+    sources = [{"split": split, **source} for split, rows in splits.items() for source in rows]
+    odd = [source | finding for source in sources for finding in source.get("findings", [])]
+    warnings = [{"warning": text} for text in found.get("warnings", [])]
+    tables = [
+        record_table("preflight/sources", SOURCE_COLUMNS, sources),
+        record_table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
+        record_table("preflight/findings", FINDING_COLUMNS, odd),
+        record_table("preflight/warnings", ("warning",), warnings),
+    ]
+    # Only this run's layout stands for it; the table has the others for comparison.
+    own: Mapping[str, Any] = next((layout for layout in found.get("layouts", []) if layout.get("own")), {})
+    values = {
+        **{name: sum(source.get(name, 0) for source in splits["train"]) for name in ("documents", "tokens")},
+        "target_pct": found.get("target_pct"),
+        "duplicate_pct": found.get("duplicate_pct"),
+        "padding_pct": own.get("padding_pct"),
+        "epochs": (found.get("time") or {}).get("epochs"),
+        "estimated_gib": (found.get("memory") or {}).get("estimated_gib"),
+        "warnings_count": len(warnings),
+    }
+    summary = {f"preflight/{name}": value for name, value in values.items() if value is not None}
+    return RunFile([each for each in tables if each.rows], summary)
+
+
+def record_table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> LoggedTable:
+    """Return a table of mappings; a cell is empty where one has no such key."""
+    return LoggedTable(name, columns, [[shortened(row.get(column)) for column in columns] for row in rows])
+
+
+def shortened(value: Any) -> Any:
+    """Return a text cut to the length of a table cell or an alert; any other value as it is."""
+    if isinstance(value, str) and len(value) > TABLE_CHARACTERS:
+        return value[: TABLE_CHARACTERS - 1] + "…"
+    return value
+
+
+ALERT_SECONDS = 600.0
+"Least time between two alerts of a kind; events.jsonl has all."
+KILLED = 255
+"""The exit code that wandb's own hooks give a run that Ctrl-C has ended (sdk/lib/exit_hooks.py), and
+that it shows as killed."""
+SUMMARIES = {"last": None, "min": "min", "max": "max", "mean": "none"}
+"How wandb sums a metric up. Its own mean would include the first window, so we set the mean ourselves."
+Values = Mapping[str, float | None]
+
+
+class Dashboard(Protocol):
+    """A service that shows a run. Its methods are called on one thread and may raise, or never return."""
+
+    name: str
+    run_id: str
+
+    def row(self, step: int, values: Values) -> None:
+        """Add the values of a step."""
+
+    def table(self, step: int, table: LoggedTable) -> None:
+        """Add a table of a step."""
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set values that stand for the whole run, in addition to those that follow from its rows."""
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Tell a person of an event. `level`: INFO, WARN or ERROR."""
+
+    def finish(self, ending: Ending) -> None:
+        """Send what is left, with how the run has ended."""
+
+    def abandon(self) -> None:
+        """Give up a service that does not finish, so that the process can end."""
+
+    def where(self, *, complete: bool) -> str | None:
+        """Return how the user gets to see the run; None: nothing needs to be done."""
+
+
+class Wandb:
+    """A wandb run. Rows carry their step as a value: wandb's own step never goes back, and would drop them."""
+
+    name = "wandb"
+
+    def __init__(self, run: Any, mode: str) -> None:
+        self._run = run
+        self._mode = mode
+        self.run_id = str(run.id)
+        self.folder = Path(run.dir).parent
+        self._defined: set[str] = set()
+        self._means = Means()
+        # Found while it is alive and well: later, when it is to be killed, wandb may no longer answer.
+        # Found by name, as others do (wandb/wandb#4929): wandb has no public handle of the process that it starts.
+        self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+        # wandb's own step only grows and drops rows below it, as after a resume from an
+        # earlier checkpoint (wandb/wandb#4482).
+        run.define_metric("*", step_metric="step")
+
+    def row(self, step: int, values: Values) -> None:
+        """Log the values that there are, with the means of the run so far."""
+        found = {name: value for name, value in values.items() if value is not None}
+        for name in [name for name in found if name not in self._defined]:
+            self._run.define_metric(name, step_metric="step", summary=SUMMARIES[metric_names.summary_of(name)])
+            self._defined.add(name)
+        self._run.log({"step": step, **found})
+        if means := self._means.add(found):
+            self._run.summary.update({name: {"mean": value} for name, value in means.items()})
+
+    def table(self, step: int, table: LoggedTable) -> None:
+        """Log a table."""
+        # Slow to import, so imported late.
+        import wandb
+
+        self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set values that stand for the whole run."""
+        self._run.summary.update(dict(values))
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Send an alert, at most one of a title in ALERT_SECONDS."""
+        self._run.alert(title, f"step {step}: {text}", level, wait_duration=ALERT_SECONDS)
+
+    def finish(self, ending: Ending) -> None:
+        """Send the summary and the exit code that says how the run has ended."""
+        self._run.summary.update(ending.summary)
+        # Before finish, which tells wandb how the run ended.
+        if ending.state == "preempted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=KILLED if ending.state == "stopped" else ending.exit_code)
+
+    def abandon(self) -> None:
+        """Kill wandb's own process: when Python ends, wandb would wait for it, for ever if it is stuck."""
+        # wandb.finish can wait for ever although all was sent (wandb/wandb#4929); what is on disk can be synced later.
+        for process in self._service:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def where(self, *, complete: bool) -> str | None:
+        """Return how to upload a run that was kept on disk; None: it is online and complete."""
+        if complete and self._mode == "online":
+            return None
+        return f"the run is kept on disk; to upload it:\n  {program_path('wandb')} sync {self.folder}"
+
+
+class Means:
+    """Means over the logged lines of a start.
+
+    The first line is left out where there are others: its window holds one-time costs (allocator,
+    first launches of kernels).
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+        "name -> (lines in the mean, mean)"
+
+    def add(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the means so far of the names that have one, after a row more."""
+        found = {}
+        for name in values:
+            if metric_names.summary_of(name) != "mean":
+                continue
+            # Counts start at -1: the first line stands in as the mean until the second one takes its place.
+            count, mean = self._seen.get(name, (-1, 0.0))
+            mean = values[name] if count < 1 else mean + (values[name] - mean) / (count + 1)
+            self._seen[name] = count + 1, mean
+            found[name] = mean
+        return found
+
+
+class Trackio:
+    """A trackio run in the SQLite file of this machine. It has no summary: the newest row stands for a run."""
+
+    name = "trackio"
+
+    def __init__(self, run: Any, project: str) -> None:
+        self._run = run
+        self._project = project
+        self.run_id = str(run.name)
+        self._alerted: dict[str, float] = {}
+
+    def row(self, step: int, values: Values) -> None:
+        """Log the values that there are."""
+        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def table(self, step: int, table: LoggedTable) -> None:
+        """Log a table."""
+        import trackio
+
+        self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Do nothing: trackio has no such values."""
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Send an alert, at most one of a title in ALERT_SECONDS."""
+        from trackio import AlertLevel
+
+        # trackio has no least time between alerts, so it is kept here.
+        now = time.monotonic()
+        if now - self._alerted.get(title, -ALERT_SECONDS) >= ALERT_SECONDS:
+            self._alerted[title] = now
+            self._run.alert(title, text, AlertLevel[level], step=step)
+
+    def finish(self, ending: Ending) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+    def abandon(self) -> None:
+        """Do nothing: its threads are daemons, so nothing keeps the process alive."""
+
+    def where(self, *, complete: bool) -> str | None:
+        """Return the command that shows the run."""
+        return f"see the run with `{program_path('trackio')} show --project {self._project}`"
+
 
 TAG_CHARACTERS = 64
 "wandb takes no longer ones."
@@ -69,7 +389,7 @@ def own_tags() -> list[str]:
 
 
 def run_name(run_dir: Path) -> str:
-    """Return what a run is called on a dashboard: the last two folders of its directory."""
+    """Return the name of a run on a dashboard: the last two folders of its directory."""
     return "-".join(run_dir.parts[-2:])
 
 
@@ -101,10 +421,11 @@ def dashboard_name(config: LogConfig) -> str | None:
     Raises:
         ConfigError: a dashboard is asked for by name and its package is not installed.
     """
-    if config.tracker == "none" or (config.tracker != "trackio" and config.wandb == "off"):
+    name = config.tracker or "wandb"
+    if name == "none" or (name == "wandb" and config.wandb == "off"):
         return None
-    if find_spec(config.tracker or "wandb"):
-        return config.tracker or "wandb"
+    if find_spec(name):
+        return name
     if config.tracker is None:
         return None
     raise ConfigError(
@@ -189,15 +510,15 @@ def _start_trackio(
 
 
 class DashboardWriter:
-    """Sends what is logged to a dashboard on a thread of its own; what does not fit its
-    queue is dropped and counted."""
+    """Send logged values to a dashboard on a thread of its own. Calls that do not fit its queue are dropped and
+    counted."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         """Start the thread."""
         self.dashboard = dashboard
         self.dropped = 0
         "rows, tables and alerts that the dashboard did not get"
-        # What holds unless the thread says otherwise: a thread that is stuck can report nothing.
+        # Holds until the thread says otherwise: a thread that is stuck can report nothing.
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
         self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
@@ -218,14 +539,14 @@ class DashboardWriter:
         self.put(send)
 
     def put(self, call: DashboardCall) -> None:
-        """Put what is to be sent into the queue, or count it as lost where that is full."""
+        """Put a call into the queue, or count it as lost if the queue is full."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._lose(f"has not answered for {QUEUE_ROWS} rows")
 
     def _lose(self, reason: str) -> None:
-        """Count what did not get there; warn of the first."""
+        """Count a call that did not get there; warn of the first."""
         if self.dropped == 0:
             log.warning("%s %s; metrics.jsonl is still written", self.dashboard.name, reason)
         self.dropped += 1
@@ -237,7 +558,7 @@ class DashboardWriter:
                 call(self.dashboard)
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
-        # The queue orders them: whoever puts None has set the ending before.
+        # The queue orders them: the ending is set before None is put.
         assert self._ending is not None, "set before the end is put into the queue"
         try:
             self.dashboard.finish(self._ending)
@@ -246,7 +567,7 @@ class DashboardWriter:
             self._problem = first_line(error)
 
     def finish(self, ending: Ending) -> str | None:
-        """End the run, within 30 seconds whatever the dashboard does; return what the person should be told."""
+        """End the run, within 30 seconds whatever the dashboard does; return a message for the user, if any."""
         self._ending = ending
         # One deadline for both waits below: for room in the queue, and for the thread.
         end = time.monotonic() + FINISH_SECONDS
@@ -263,5 +584,5 @@ class DashboardWriter:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, on one line; its type if it says nothing."""
+    """Return the first line of an error's message; its type if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
