@@ -186,7 +186,8 @@ def serve() -> dict[str, Any]:
         with suppress(ModuleNotFoundError):  # datasets: local files are read without it
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is shared with the processes that are forked stays where it is
+    gc.freeze()  # what is shared with the processes that are forked stays where it is, also when a run has ended
+    gc.freeze = gc.unfreeze = lambda: None
     running: set[int] = set()
     heard = b""
     while True:
