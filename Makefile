@@ -89,12 +89,12 @@ bench: install ## measure the training step: make bench PLAN=benchmarks/h200_ste
 explain: install ## what the compiler makes of a model: make explain RECIPE=... ARGS=--bisect or --kernels; alone: ARGS=--labs
 	$(PY) -m labs.explain $(RECIPE) $(ARGS)
 
-lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
+lab: install ## every strategy of compiling that this machine can measure, and the tables of labs/compile_lab.md
 	$(PY) -m labs.lab $(ARGS)
 
-patterns: install ## a small model in every layout of 2 and 4 processes of this CPU: what each holds, sends, waits for; docs/parallelism.md
+patterns: install ## a small model in every layout of 2 and 4 processes of this CPU: what each holds, sends, waits for; labs/patterns/README.md
 	$(PY) -m labs.patterns --out benchmarks/patterns/results/results.json $(ARGS)
-	$(PY) -m labs.pages docs/parallelism.md
+	$(PY) -m labs.pages labs/patterns/README.md
 
 toolkit: install ## the graph engine with each set of passes at debug size, on two processes of this CPU
 	$(PY) -m labs.bench benchmarks/graph_engine/plan.yaml $(ARGS)

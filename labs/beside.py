@@ -26,7 +26,7 @@ from labs.bench.machine import copy_tb_per_sec, median_seconds
 from sftkit.config.commands import Parser
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.terminal import print_text
-from sftkit.ops import cross_entropy_kernel as kernel
+from sftkit.errors import ConfigError
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.muon import Muon
 from sftkit.runtime.script import script
@@ -156,7 +156,15 @@ LOSSES = {
 
 def kernels() -> dict[str, Any]:
     """Return milliseconds of the cross entropy of four chunks of logits, each way of launching it, and of the fp32
-    gradient of the head times a factor, as bf16."""
+    gradient of the head times a factor, as bf16.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if not ON_GPU:
+        raise ConfigError("kernels: Triton kernels need a GPU, and this machine has none: take libraries")
+    from sftkit.ops import cross_entropy_kernel as kernel  # Triton is not installed on CPU machines
+
     torch.manual_seed(0)
     rows, vocab, hidden, chunks = 4096, 151_936, 1024, 4
     logits = torch.randn(rows, vocab, device="cuda").bfloat16()
@@ -187,8 +195,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure and write."""
-
-    words = Parser((__doc__ or "").partition("\n")[0], prog="python -m labs.beside")
+    words = Parser(__doc__, prog="python -m labs.beside")
     words.add_argument("what", choices=("libraries", "kernels"))
     words.add_argument("out", type=Path)
     words.add_argument("--source", type=Path)

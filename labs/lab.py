@@ -1,5 +1,5 @@
 """The compile lab: run what this machine can of the plans benchmarks/lab_*/plan.yaml, and rebuild the tables of \
-docs/compile_lab.md.
+labs/compile_lab.md.
 
 make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
 make lab ARGS="lab_layouts lab_gpt2"          these
@@ -59,7 +59,10 @@ def main() -> int:
         print_text(f"{file}: into {keep(BENCHMARKS / lab, results)}")
     for lab in () if args.tables or args.take else args.labs or [lab for lab in known if (lab == CPU) == (gpus == 0)]:
         failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)
-    write({page: make for page, make in PAGES.items() if "lab" in page}, PICTURES[:1])
+    write(
+        {page: make for page, make in PAGES.items() if "lab_" in page or page.endswith("lab.md")},
+        PICTURES[:1],
+    )
     return int(failed)
 
 

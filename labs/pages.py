@@ -1,5 +1,5 @@
-"""Write the tables and pictures of pages out of the raw files that they name: docs/compile_lab.md, docs/parallelism.md
-and the READMEs of benchmarks/.
+"""Write the tables and pictures of pages out of the raw files that they name: labs/compile_lab.md,
+labs/patterns/README.md, docs/parallelism.md and the READMEs of benchmarks/.
 
 python -m labs.pages [PAGE ...]      without a page all of them, and the pictures
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.patterns import paper
-from labs.patterns.run import bubbles, exchanges, holds, machine_line, timeline_pictures
+from labs.patterns.run import Table, bubbles, exchanges, holds, machine_line, timeline_pictures
 from labs.tables import (
     ResultRow,
     Results,
@@ -105,7 +105,7 @@ def known_rows(results: Results) -> list[ResultRow]:
     return [*results["runs"], *results.get("replaced", ())]
 
 
-# ---- docs/compile_lab.md: speeds and losses of every lab ----
+# ---- labs/compile_lab.md: speeds and losses of every lab ----
 
 REFUSED = {
     "lab_gpt2": {
@@ -503,17 +503,21 @@ PATTERNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "exchanges": lambda results: markdown_table(*exchanges(results)),
     "bubbles": lambda results: markdown_table(*bubbles(results)),
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
-    "chosen": lambda _: markdown_table(*paper.chosen()),
-    "families": lambda _: markdown_table(*paper.families()),
-    "per_pattern": lambda _: markdown_table(*paper.per_pattern()),
-    "slow_links": lambda _: markdown_table(*paper.slow_links()),
-    "published": lambda _: markdown_table(*paper.published()),
-    "beside": lambda _: markdown_table(*paper.beside_measured(BENCHMARKS)),
 }
-"Tables of docs/parallelism.md, of what `make patterns` has measured and of what is worked on paper."
+"Tables of labs/patterns/README.md: what `make patterns` has measured."
+PAPER: dict[str, Callable[[], Table]] = {
+    "chosen": paper.chosen,
+    "families": paper.families,
+    "per_pattern": paper.per_pattern,
+    "slow_links": paper.slow_links,
+    "published": paper.published,
+    "beside": partial(paper.beside_measured, BENCHMARKS),
+}
+"Tables of docs/parallelism.md: what is worked on paper."
 PAGES: dict[str, Callable[[str], str]] = {
-    "docs/compile_lab.md": lambda name: lab_tables(BENCHMARKS / name),
-    "docs/parallelism.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
+    "labs/compile_lab.md": lambda name: lab_tables(BENCHMARKS / name),
+    "labs/patterns/README.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
+    "docs/parallelism.md": lambda name: markdown_table(*PAPER[name]()),
     "benchmarks/lab_gpt2/README.md": lambda _: gpt2_tables(BENCHMARKS / "lab_gpt2"),
     "benchmarks/lab_layouts/README.md": lambda _: layout_tables(BENCHMARKS / "lab_layouts"),
     "benchmarks/lab_captioning/README.md": lambda _: caption_tables(BENCHMARKS / "lab_captioning"),

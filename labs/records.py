@@ -17,6 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -25,7 +26,9 @@ from xml.etree import ElementTree
 import numpy as np
 
 from labs.tables import markdown_table
+from sftkit.config.commands import install
 from sftkit.config.load import read_config
+from sftkit.config.tables import stage_of_recipe
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.rundir.files import read_metric_rows
@@ -126,6 +129,8 @@ RAW = (CONFIG, ENVIRONMENT, METRICS_FILE, EVALS, SAMPLES, SUMMARY)
 
 def run(run_dir: Path, out: Path) -> None:
     """Copy the raw files of a run, and write the page about it."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"the loss curve needs matplotlib: {install('sftkit[plot]')}")
     raw = out / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     for name in RAW:
@@ -233,15 +238,16 @@ def tests(file: Path, out: Path, *words: str) -> None:
 
 
 def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
-    """Write the lengths of a random sample of a recipe's documents, in random order, as chat SFT would learn them."""
+    """Write the lengths of a random sample of a recipe's documents, in random order, as its stage would learn them."""
     from sftkit.data.batches.loader import load_examples
     from sftkit.data.tokens.sources import stage_rule
     from sftkit.preflight.analysis import tokenizer_of
 
     cfg = read_config(recipe, [], world_size=1)
     tokenizer = tokenizer_of(cfg.model, cfg.data)
-    assert cfg.data.max_length is not None
-    tokenize = stage_rule("sft")(cfg.data, tokenizer, cfg.data.max_length)
+    if cfg.data.max_length is None:
+        raise ConfigError(f"{recipe}: data.max_length: set it, since it decides where documents are cut")
+    tokenize = stage_rule(stage_of_recipe(str(recipe)))(cfg.data, tokenizer, cfg.data.max_length)
     examples, _ = load_examples(cfg.data, tokenize, nullcontext())
     chosen = np.random.default_rng(0).permutation(len(examples))[: int(count)]
     positions = examples.lengths[chosen].tolist()
@@ -272,7 +278,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     """Do what the words name."""
-    word, *words = sys.argv[1:] or [""]
+    word, *words = sys.argv[1:] or ["--help"]
+    if word in ("-h", "--help"):
+        print_text((__doc__ or "").strip())
+        return
     if word not in COMMANDS or len(words) < 2:
         raise ConfigError((__doc__ or "").strip())
     COMMANDS[word](Path(words[0]), Path(words[1]), *words[2:])

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "labs/*.md", "tests/*.md", ".github/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "labs/**/*.md", "tests/*.md", ".github/**/*.md")
     for page in ROOT.glob(pattern)
 )
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -68,6 +68,12 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
 def test_every_page_of_docs_can_be_reached_from_the_readme() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in links((ROOT / "README.md").read_text())}
     assert {page for page in PAGES if page.parent == ROOT / "docs"} - linked == set()
+
+
+def test_every_page_of_labs_can_be_reached_from_its_readme() -> None:
+    labs = ROOT / "labs"
+    linked = {(labs / link.partition("#")[0]).resolve() for link in links((labs / "README.md").read_text())}
+    assert {page for page in PAGES if page.is_relative_to(labs)} - linked == {labs / "README.md"}
 
 
 def test_links_to_what_is_not_there_are_found_outside_of_code(tmp_path: Path) -> None:

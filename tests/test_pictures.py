@@ -12,6 +12,7 @@ from test_imports import ROOMS, ROOT, SRC, TORCH_FREE
 
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("architecture", "glossary", "extending")}
 ROOMS_DRAWN, FLOW, STEP = re.findall(r"^```mermaid\n(.*?)^```$", PAGES["architecture"], re.MULTILINE | re.DOTALL)
+MASK = PAGES["architecture"].partition("## Where the loss mask is made")[2].partition("\n## ")[0]
 _PLACE = re.compile(r"\b((?:\w+/)+\w+\.py) (\w+)")
 "file and name in it, as pictures and glossary write them"
 _PYTHON = re.compile(r"`((?:\w+/)+\w+\.py)`")
@@ -55,7 +56,7 @@ def test_the_rooms_marked_as_free_of_torch_are_those_that_are_held_to_it() -> No
     assert set(marked.split(",")) == {part for part in TORCH_FREE if part in ROOMS}
 
 
-@pytest.mark.parametrize("text", [FLOW, STEP, PAGES["glossary"]], ids=["flow", "step", "glossary"])
+@pytest.mark.parametrize("text", [FLOW, STEP, MASK, PAGES["glossary"]], ids=["flow", "step", "mask", "glossary"])
 def test_every_name_is_in_the_file_that_it_is_said_to_be_in(text: str) -> None:
     places = set(_PLACE.findall(text))
     assert len(places) >= 5

@@ -99,7 +99,7 @@ def format_spread(values: list[float], form: str) -> str:
     return f"{format(median(values), form)} ({format(min(values), form)} to {format(max(values), form)})"
 
 
-# What the criteria allow; docs/validate.md gives each in words.
+# What the criteria allow; labs/validate/README.md gives each in words.
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1

@@ -226,7 +226,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "val": (dict,),
     "tasks": (dict,),
 }
-"Name -> its types in JSON. An entry has all of these names and no others; docs/validate.md says what they hold."
+"Name -> its types in JSON. An entry has all of these names and no others; labs/validate/README.md says what they hold."
 _PACKAGES = ("torch", "transformers", "accelerate")
 _TASK = ("metric", "value", "low", "high")
 _MACHINE_PATH = re.compile(r"""(?:^|file://|[\s=\[{(:,'"])(?:~[\w-]*/|/[^/\s]|\.\./)""")

@@ -1,4 +1,4 @@
-"""The tables of docs/graph_engine.md say what the raw files say that they name."""
+"""The tables of benchmarks/graph_engine/README.md say what the raw files say that they name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/graph_engine.md").read_text()
+PAGE = (ROOT / "benchmarks/graph_engine/README.md").read_text()
 RESULTS = ROOT / "benchmarks/graph_engine/results"
 Key = tuple[str, ...]
 "Of a row: model, mesh, attention, passes."
@@ -88,11 +88,11 @@ def test_the_tables_of_the_debug_size_are_those_of_their_raw_files(file: str, he
 @pytest.mark.parametrize(
     ("file", "heading"),
     [
-        ("h200_8b_presets.json", "### Every set of passes at 8B"),
+        ("h200_8b_presets.json", "## Every set of passes at 8B"),
         ("h200_8b_presets_flex.json", "With FlexAttention:"),
-        ("h100_8b.json", "### On two H100"),
-        ("h200_8b_kept.json", "### Weights kept, on two H200"),
-        ("h200_8b_eager.json", "### Weights kept without full Inductor, on two H200"),
+        ("h100_8b.json", "## On two H100"),
+        ("h200_8b_kept.json", "## Weights kept, on two H200"),
+        ("h200_8b_eager.json", "## Weights kept without full Inductor, on two H200"),
     ],
 )
 def test_the_tables_of_an_8b_are_those_of_their_raw_files(file: str, heading: str) -> None:
@@ -129,7 +129,7 @@ def test_the_table_of_exchanges_once_a_step_is_that_of_its_raw_files() -> None:
         ("8b fsdp2 eager four", "8b block four"),
         ("8b fsdp2 compiled", "8b block inductor reduce once"),
     )
-    shown = table("### Exchanges once a step, on two H200")
+    shown = table("## Exchanges once a step, on two H200")
     assert len(shown) == 2 * len(pairs)
     for number, (count, text, tokens, mfu, peak, first, loss) in enumerate(shown):
         names = pairs[number // 2]
@@ -162,7 +162,7 @@ def test_the_table_of_four_gpus_is_that_of_its_raw_files() -> None:
     for name in ("graph_1_to_5", "graph_6_7", "graph_8", "graph_9_10"):
         rows = {row["name"]: row for row in json.loads((folder / f"{name}.json").read_text())["runs"]}
         named_rows |= {key.split()[0]: (row, rows) for key, row in rows.items() if key[0].isdigit()}
-    for number, (configuration, _, _, first, of_mesh, of_shards) in enumerate(table("### On four H200"), start=1):
+    for number, (configuration, _, _, first, of_mesh, of_shards) in enumerate(table("## On four H200"), start=1):
         row, rows = named_rows[configuration]
         assert configuration == str(number)
         assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)

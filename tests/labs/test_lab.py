@@ -28,8 +28,9 @@ def test_every_table_of_a_page_is_made_of_the_raw_file_that_it_names(page: str) 
 
 def test_the_pages_have_every_lab_and_every_table_of_the_patterns() -> None:
     named = {page: {name for _, name, _ in pages.TABLE.findall((ROOT / page).read_text())} for page in pages.PAGES}
-    assert named["docs/compile_lab.md"] == {plan.parent.name for plan in ROOT.glob("benchmarks/lab_*/plan.yaml")}
-    assert named["docs/parallelism.md"] == set(pages.PATTERNS)
+    assert named["labs/compile_lab.md"] == {plan.parent.name for plan in ROOT.glob("benchmarks/lab_*/plan.yaml")}
+    assert named["labs/patterns/README.md"] == set(pages.PATTERNS)
+    assert named["docs/parallelism.md"] == set(pages.PAPER)
 
 
 def test_every_picture_is_drawn_from_the_raw_files() -> None:

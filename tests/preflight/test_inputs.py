@@ -167,6 +167,7 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
         ("sft", {"conversations": [{"from": "gpt", "value": " "}]}, "messages[0]: empty answer"),
         ("mid", {"messages": [{"role": "bot", "content": "x"}]}, 'role "bot" is not one of'),
         (None, {"x": 1}, "columns x are none of the accepted ones"),
+        ("a stage of their own", {"x": 1}, "columns x are none of the accepted ones"),
         ("mid", [1], "the row is a list, expected an object"),
     ],
 )

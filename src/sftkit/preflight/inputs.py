@@ -105,14 +105,13 @@ def _conversation(row: Row) -> None:
     _learnable(row)
 
 
-REQUIRED: dict[str | None, Callable[[Row], object]] = {
+REQUIRED: dict[str, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
     "caption": rows.require_source_and_texts,
-    None: _readable,
 }
-"Stage -> the function that rejects a row that the stage cannot learn from."
+"Stage -> the function that rejects a row that the stage cannot learn from; a stage that is not here takes any row."
 
 
 def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
@@ -130,7 +129,8 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
 
 def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
-    learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
+    require = REQUIRED.get(stage or "", _readable)
+    learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
 
 

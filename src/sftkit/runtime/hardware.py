@@ -35,7 +35,7 @@ PEAK_BF16_FLOPS = (
     ("RTX 3090", 71e12),
     ("MI300X", 1307e12),
 )
-_RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_lab.md", "docs/parallelism.md")
+_RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "labs/compile_lab.md", "labs/patterns/README.md")
 "Files of this repository that runs write: a new result there changes no later run."
 
 

@@ -27,7 +27,7 @@ class Batch:
 
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
     ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
-    ("chunks:" below, see shard.RowShard); else C = T.
+    ("chunks:" below, see epoch.RowShard); else C = T.
     """
 
     inputs: dict[str, torch.Tensor]

@@ -1,6 +1,7 @@
 """The mask policy of a conversation: which answers are learned, with which reasoning, by the data and the recipe.
 
-Also here: the parts of a rendered text that a mark or an answer covers, and the errors if an answer is not in it.
+Also here: the parts of a rendered text that a mark or an answer covers, and the errors if an answer is not in it. The
+mask itself, a value for each token, is made in tokens/chat.py.
 """
 
 from __future__ import annotations
