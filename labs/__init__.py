@@ -1,2 +1,3 @@
-"""Laboratories around sftkit: runs that are compared (the bench of the training step, the validation of compiling), and
-what the compiler makes of a model. They import sftkit; sftkit does not import them."""
+"""Laboratories around sftkit: they compare runs (the bench of the training step, the validation of compiling) and
+explain what the compiler does with a model. They import sftkit; sftkit does not import them.
+"""

@@ -1,11 +1,11 @@
-"""Time parts of the step next to other ways to compute them.
+"""Time parts of the step and alternative implementations.
 
 python -m labs.beside libraries OUT.json [--source FOLDER]      our loss and our Muon next to torch's
 python -m labs.beside kernels OUT.json                          the loss's own kernels at the shapes of a 0.6B step
 
-libraries: shapes are those of Qwen3 0.6B on CUDA, small ones on a CPU. Each row is the median of ten calls after three,
-with the peak of what the calls allocate (CUDA only). torch 2.11 lacks linear_cross_entropy: --source takes the folder
-torch/nn/modules of a release that has it, whose two Python files are then run on the torch that is installed.
+libraries: shapes are those of Qwen3 0.6B on CUDA, small ones on a CPU. Each row is the median of ten calls after
+three, with the peak of the calls' allocations (CUDA only). torch 2.11 lacks linear_cross_entropy: --source takes the
+folder torch/nn/modules of a release that has it, whose two Python files then run on the installed torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCKS = 28 if ON_GPU else 1
 
 
 def measured(call: Callable[[], Any]) -> dict[str, float]:
-    """Return median seconds of ten calls and, on CUDA, the most GiB that they allocate."""
+    """Return median seconds of ten calls and, on CUDA, their peak allocation in GiB."""
     seconds = []
     for number in range(13):
         if ON_GPU:
@@ -59,8 +59,9 @@ def measured(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def library_loss(source: Path | None) -> Callable[..., torch.Tensor] | None:
-    """Return torch's linear_cross_entropy as (hidden, weight, targets, chunk or None) -> mean loss; None: there is
-    none."""
+    """Return torch's linear_cross_entropy as (hidden, weight, targets, chunk or None) -> mean loss; None if it does
+    not exist.
+    """
     if source is None and not hasattr(F, "linear_cross_entropy"):
         return None
     for name in ("linear_cross_entropy_options", "linear_cross_entropy") if source else ():
@@ -79,7 +80,7 @@ def library_loss(source: Path | None) -> Callable[..., torch.Tensor] | None:
             num_batches=rows, in_features=features, num_classes=len(weight), dtype=hidden.dtype, device=hidden.device
         )
         accumulate = (options.batch_chunk_size, options.acc_policy, options.acc_dtype, options.allow_retain_graph)
-        with_gradients = (True, True, False)  # of hidden states, weight, bias
+        with_gradients = (True, True, False)  # for hidden states, weight, bias
         found = operator(hidden, weight, targets, None, None, "mean", -100, 0.0, *accumulate, *with_gradients)
         mean: torch.Tensor = found[0]
         return mean
@@ -88,7 +89,7 @@ def library_loss(source: Path | None) -> Callable[..., torch.Tensor] | None:
 
 
 def loss_rows(dtype: torch.dtype, source: Path | None) -> list[dict[str, Any]]:
-    """Return a row for ours, torch's in our chunks, in its own, and all logits at once."""
+    """Return a row for ours, torch's with our chunks, torch's with its own, and all logits at once."""
     random = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(ROWS, HIDDEN, device=DEVICE, generator=random).to(dtype).requires_grad_()
     weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE, generator=random) / HIDDEN**0.5).to(dtype).requires_grad_()
@@ -136,7 +137,7 @@ def muon_rows() -> list[dict[str, Any]]:
 
 
 def libraries(source: Path | None) -> dict[str, Any]:
-    """Return loss and Muon next to torch's, printed row by row."""
+    """Measure loss and Muon next to torch's, print each row, and return them."""
     rows = loss_rows(torch.bfloat16, source) + loss_rows(torch.float32, source) + muon_rows()
     for row in rows:
         print_text(str({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}))
@@ -155,14 +156,14 @@ LOSSES = {
 
 
 def kernels() -> dict[str, Any]:
-    """Return milliseconds of the cross entropy of four chunks of logits, each way of launching it, and of the fp32
-    gradient of the head times a factor, as bf16.
+    """Return milliseconds of the cross entropy of four chunks of logits for each launch setting, and of the fp32 head
+    gradient times a factor, as bf16.
 
     Raises:
         ConfigError: there is no GPU.
     """
     if not ON_GPU:
-        raise ConfigError("kernels: Triton kernels need a GPU, and this machine has none: take libraries")
+        raise ConfigError("kernels: Triton kernels need a GPU, and this machine has none: use libraries")
     from sftkit.ops import cross_entropy_kernel as kernel  # Triton is not installed on CPU machines
 
     torch.manual_seed(0)
@@ -189,7 +190,7 @@ def kernels() -> dict[str, Any]:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Return the median of a call."""
+    """Return the median milliseconds of a call."""
     return 1e3 * median_seconds(work, runs=30)
 
 

@@ -1,18 +1,19 @@
-"""Decoding speed of evaluation, answers of a causal model and captions of pictures: transformers' own generate, eager
-steps, steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overhead.
+"""Measure the decoding speed of evaluation, for answers of a causal model and captions of pictures: transformers' own
+generate, eager steps, steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overhead.
 
 python -m labs.decode TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--seconds 300] [--tiny]
 
-The models are the Qwen3 0.6B shape, asked questions of GSM8K through the chat template, and ViT-base with GPT-2 small,
-which describe pictures of data/demo/builtin.py; their weights are random (speed does not depend on them; no text ends
-by itself). Speeds are of bf16, where two best tokens that are nearly equal may change places from kernel to kernel.
-Whether texts are the same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the speeds' own texts
-for information.
+The models are the Qwen3 0.6B shape, with GSM8K questions through the chat template, and ViT-base with GPT-2 small,
+which describe pictures of data/demo/builtin.py. Their weights are random (speed does not depend on them; no text ends
+by itself). Speeds are measured in bf16, where two almost equal best tokens may swap from kernel to kernel. Texts are
+compared for equality on the same shapes with fewer layers in fp32 (`exact`); the equality of the speed runs' own
+texts is only informative.
 
-Every step is timed by itself. `warm_up_seconds` is what the first call took longer than later ones, compiling included;
-`recording_seconds` what the first two steps of a batch took longer than two others; `pays_from_steps` how many steps of
-a batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error
-behind, and all end within --seconds. --tiny: two small layers, to try the script, however long it takes.
+Every step is timed separately. `warm_up_seconds` is the extra time of the first call over later ones, including
+compilation. `recording_seconds` is the extra time of a batch's first two steps over two others. `pays_from_steps` is
+the number of steps of a batch that win this back, `pays_from_tokens` the total number of tokens that win back the
+warm-up. A failing part records its error, and all parts end within --seconds. --tiny: two small layers to try the
+script, without a time limit.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ COMPILE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How texts are written."""
+    """A way to generate texts."""
 
     name: str
     step: type[StaticStep] | None = None
@@ -70,7 +71,7 @@ class Way:
 
 
 class CompiledStep(StaticStep):
-    """A step of Inductor's kernels, recorded and replayed by torch itself."""
+    """A step of Inductor's kernels that torch itself records and replays."""
 
     _compiled = torch.compile(StaticStep._compute, fullgraph=True, **COMPILE)
 
@@ -79,14 +80,14 @@ class CompiledStep(StaticStep):
         cross = getattr(self._cache, "cross_attention_cache", None)
         layers = [*fixed_layers(self._cache), *(cross.layers if cross else ())]
         kept = [x for layer in layers for x in (layer.keys, layer.values)]
-        # What is written has to stay where it is to be recorded, and what is read would be copied for each replay
+        # Recording needs written tensors at fixed addresses, and would copy read tensors for each replay
         for tensor in (self._tokens, self._at, self._mask, self._positions, self._order, *kept):
             torch._dynamo.mark_static_address(tensor, guard=False)  # the next batch is recorded again
         self._attending = implementation(self._orig_model, IMPLEMENTATION)
         self._attending.__enter__()  # released with its batch: setting it for each step costs milliseconds
 
     def __call__(self) -> torch.Tensor:
-        """Return the tokens after the present ones, int64 [B, 1]."""
+        """Return the tokens after the current ones, int64 [B, 1]."""
         torch.compiler.cudagraph_mark_step_begin()
         with torch.compiler.set_stance("default"):
             self._compiled()
@@ -119,7 +120,7 @@ Texts = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurement."""
 
     new_tokens: int = 64
     rows: tuple[int, ...] = (1, 64)
@@ -127,7 +128,7 @@ class Sizes:
     exact_rows: int = 16
     exact_layers: int = 2
     seconds: int = 300
-    "for all parts; what is under way then is broken off, what comes after it left out"
+    "time limit for all parts; a part in progress is interrupted, later ones are skipped"
     tiny: bool = False
 
 
@@ -136,7 +137,7 @@ TINY = Sizes(new_tokens=8, rows=(1, 3), exact_tokens=6, exact_rows=3, exact_laye
 
 @dataclass(frozen=True)
 class Task:
-    """A model and what it is asked."""
+    """A model and its prompts."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -170,7 +171,7 @@ class Task:
         return [answer.ids for answer in answers], times
 
     def theirs(self, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-        """Return the same by transformers' own generate, prompts padded on the left."""
+        """Return the same from transformers' own generate, with prompts padded on the left."""
         times = [now()]
 
         def timed(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -195,7 +196,7 @@ class Task:
 
 
 def now() -> float:
-    """Seconds, all work of the device done."""
+    """Seconds after all work of the device is done."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -220,7 +221,7 @@ def fields(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
 
 
 def build(name: str, tokenizer: Any, questions: Path, sizes: Sizes, *, exact: bool) -> Task:
-    """Build a model with new weights, large enough that its texts differ, and what it is asked."""
+    """Build a model with new weights, large enough that its texts differ, and its prompts."""
     layers = sizes.exact_layers if exact or sizes.tiny else {"answers": 28, "captions": 12}[name]
     model = from_scratch(fields(name, layers, tiny=sizes.tiny), tokenizer, 0)
     kind_of(model.config).prepare(model, tokenizer)
@@ -244,18 +245,20 @@ def build(name: str, tokenizer: Any, questions: Path, sizes: Sizes, *, exact: bo
 
 
 SHOWN = 80
-"Characters of an error."
+"Maximum characters of an error."
 MAX_RUNS, RUN_SECONDS = 3, 2.0
-"Later calls of each way that are timed, and the seconds after which none begins."
+"Number of timed later calls for each way, and the seconds after which no further call begins."
 
 
 def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, list[float]]:
-    """Write texts in this way; return (the texts, the times at the start and after each step)."""
+    """Generate texts in this way and return (the texts, the times at the start and after each step)."""
     return task.theirs(rows, new_tokens) if way.transformers else task.ours(way, rows, new_tokens)
 
 
 def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict[str, Any]]:
-    """Return (the texts, what was measured) of a first call and of later ones, the first of which may still record."""
+    """Measure a first call and later ones, the first of which may still record; return (the texts,
+    the measurements).
+    """
     (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
     began = time.perf_counter()
     while len(later) < MAX_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
@@ -274,7 +277,7 @@ def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict
 
 
 def pays(eager: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return what a way needs to win back what it costs at first; None: it never does."""
+    """Return the number of steps or tokens that wins back a way's initial cost; None if it never does."""
     step, token = eager["step_seconds"] - run["step_seconds"], 1 / eager["tok_per_sec"] - 1 / run["tok_per_sec"]
     return {
         "pays_from_steps": run["recording_seconds"] / step if step > 0 else None,
@@ -283,7 +286,7 @@ def pays(eager: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> list[tuple[str, int, Way, bool]]:
-    """(task, rows, way, exact), what may fail or take long last."""
+    """(task, rows, way, exact), with jobs that may fail or take long at the end."""
     small = [(name, sizes.exact_rows, way, True) for name in COMPILED for way in PLAIN]
     fast = [(name, rows, way, False) for name in COMPILED for rows in sizes.rows for way in PLAIN]
     captions, answers = ([(name, sizes.rows[-1], way, False) for way in COMPILED[name]] for name in COMPILED)
@@ -292,7 +295,7 @@ def jobs(sizes: Sizes) -> list[tuple[str, int, Way, bool]]:
 
 
 def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All parts, each kept as soon as it is there: a call may be cut short."""
+    """Measure all parts, and keep each result at once: a call may be interrupted."""
     began = time.perf_counter()
     results: dict[str, Any] = {"environment": environment(DEVICE, 1), "compile": COMPILE, **asdict(sizes), "runs": []}
     built = cache(lambda name, exact: build(name, tokenizer, questions, sizes, exact=exact))
@@ -329,7 +332,7 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
 
 
 def break_off_after(seconds: int) -> None:
-    """Stop the work after n seconds."""
+    """Interrupt the work after n seconds."""
 
     def break_off(*_: Any) -> None:
         raise TimeoutError(f"broken off: {seconds} s were over")

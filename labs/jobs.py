@@ -1,7 +1,8 @@
-"""The job runner of all labs: processes with a log, a time limit and an end that leaves nothing behind; of a bench plan
-one run after the other, with --ahead each started while the one before it is at work. No torch in this file.
+"""The job runner of all labs: processes with a log, a time limit and a complete cleanup. It runs a bench plan one run
+after the other; with --ahead, each run starts during the previous one. No torch in this file.
 
-python -m labs.jobs JOB.json HOLD      a run that imports what it needs, and waits until it is released"""
+python -m labs.jobs JOB.json HOLD      a run that imports what it needs, and waits until it is released
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from sftkit.runtime.signals import exit_on_signals
 
 _ABOVE_LABS = Path(__file__).resolve().parents[1]
 SHUTDOWN_SECONDS = 5
-"After one rank has failed, how long the launcher waits for the others: they have nothing to save."
+"Seconds that the launcher waits for the other ranks after one has failed: they have nothing to save."
 FIRST_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _KILLED = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: -(\d+)", re.DOTALL)
 
@@ -41,13 +42,13 @@ _KILLED = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?
 def bench_command(
     processes: Processes, worker: str | None, job_file: Path, hold: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts a run and the environment variables that it needs.
+    """Return the command that starts a run and its environment variables.
 
-    A launched run's Accelerate config is written beside its job file, with what the run changes of the topology's.
+    The Accelerate config of a launched run is written next to its job file, with the run's changes to the topology.
 
     Args:
-        worker: the script that trains; None: sftkit.
-        hold: what sftkit's processes wait for, once they have imported; None: they begin at once.
+        worker: script that trains; None: sftkit.
+        hold: lock that sftkit's processes wait for after their imports; None: they begin at once.
     """
     if worker is not None:
         words = [worker, str(job_file)]
@@ -59,16 +60,16 @@ def bench_command(
         return [sys.executable, *words], {}
     config = accelerate_config(processes.topology) | {"num_processes": processes.count}
     if processes.count > 1:
-        config["main_process_port"] = 0  # a free one
+        config["main_process_port"] = 0  # a free port
     if processes.parallelism is not None:
         named = {f"parallelism_config_{key}": size for key, size in processes.sizes.items()}
         config["parallelism_config"] = config.get("parallelism_config", {}) | named
     path = job_file.with_name("accelerate.yaml")
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     launch = Launch(path, processes.count, summary="")
-    # Variables that the user has set stay as they are.
+    # Variables that the user has set stay unchanged.
     environment = {
-        # Ranks share the cores: as many threads each as all cores have would wait for one another.
+        # Ranks share the cores: if each had a thread for every core, they would wait for one another.
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // processes.count)),  # accelerate launch would set 1
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
@@ -78,8 +79,9 @@ def bench_command(
 
 
 def own_caches(folder: Path) -> dict[str, str]:
-    """Return the environment variables of a run whose compiler caches are in a folder of its own: empty, so that its
-    first compile is one."""
+    """Return the environment variables that give a run its own empty compiler caches, so that its first compile is a
+    real one.
+    """
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -89,15 +91,15 @@ def own_caches(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Logged:
-    """A command that was started, its output into a file."""
+    """A running command with its output in a file."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
 
 def start_logged(words: list[str], log: Path, environment: dict[str, str]) -> Logged:
-    """Start a command, its output into `log`. Whoever starts it sees to its end: `finish_logged`, or `kill_tree`."""
-    # Workers import labs, which is not installed as a module, in whatever folder they are started.
+    """Start a command with its output in `log`. The caller must end it with `finish_logged` or `kill_tree`."""
+    # Workers import labs, which is not installed as a module, from any working directory.
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(_ABOVE_LABS), os.environ.get("PYTHONPATH"))))}
     with log.open("w") as file:
         env = os.environ | path | environment
@@ -106,10 +108,9 @@ def start_logged(words: list[str], log: Path, environment: dict[str, str]) -> Lo
 
 
 def finish_logged(command: Logged, timeout_seconds: int) -> str | None:
-    """Wait for a command. Return how it ended and its last line; None: it ended well.
+    """Wait for a command. Return how it ended and its last line; None: it succeeded.
 
-    It is over when this returns: what it has started is killed with it if the time is up or this
-    process is interrupted.
+    Its processes have ended when this returns: they are killed if the time is up or this process is interrupted.
     """
     try:
         with exit_on_signals():
@@ -125,19 +126,19 @@ def finish_logged(command: Logged, timeout_seconds: int) -> str | None:
 
 
 def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
-    """Run a command, its output into `log`, and return what `finish_logged` does."""
+    """Run a command with its output in `log`, and return the result of `finish_logged`."""
     return finish_logged(start_logged(words, log, environment), timeout_seconds)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that still runs and all that descends from it; ranks have process groups of their own."""
+    """Kill a running process and all its descendants; ranks have process groups of their own."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
-        # Suspended before its children are listed, so that it starts none meanwhile; ranks have process groups of their
-        # own, so a signal to the launcher's would miss them.
-        root.suspend()  # a launcher that sees a rank die would act on it
+        # Suspended before its children are listed, so that it starts no others; ranks have process groups of their
+        # own, so a signal to the launcher's group would miss them.
+        root.suspend()  # a launcher that sees a rank die would react
         tree = [*root.children(recursive=True), root]
         for member in tree:
             with suppress(psutil.NoSuchProcess):
@@ -147,31 +148,31 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_failure(log: Path, error: str | None) -> str:
-    """Return why a launched run failed: the rank that a signal killed, if one was, then the first error.
+    """Return why a launched run failed: the rank that a signal killed, if any, then the first error.
 
     Args:
-        error: what a rank wrote of itself; None: no rank came to that, so the log's first error is taken.
+        error: error that a rank recorded; None: no rank did, so the first error in the log is used.
     """
     text = log.read_text(errors="replace")
     found = FIRST_ERROR.search(text)
     error = error or (found.group(1).strip() if found else None)
     killed = _KILLED.search(text)
-    if killed is None or int(killed.group(2)) == signal.SIGTERM:  # SIGTERM is how the launcher ends the other ranks
+    if killed is None or int(killed.group(2)) == signal.SIGTERM:  # The launcher ends the other ranks with SIGTERM
         return error or "it wrote no row"
     how = f"rank {killed.group(1)} was killed by signal {killed.group(2)}"
     return f"{how}; {error}" if error and "ChildFailedError" not in error else how
 
 
 LOWEST = 19
-"The niceness of a thread that gets a core when nobody else wants it."
+"Niceness of a thread that gets a core only if no other thread wants it."
 _GO = "go"
 
 
 class Hold:
-    """A file that this process keeps locked as long as others are to wait.
+    """A file that this process keeps locked while others must wait.
 
-    The kernel ends the lock with the process, however that ends, so nobody waits for a bench that is gone; and a wait
-    for a lock takes no time of the run that is measured meanwhile.
+    The kernel releases the lock when the process ends in any way, so no process waits for a bench that is gone.
+    Waiting for a lock takes no time from the run being measured.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,12 +186,12 @@ class Hold:
         self.close()
 
     def close(self) -> None:
-        """End the wait; processes that were not released exit. A second call does nothing."""
+        """End the wait; processes that were not released exit. A second call has no effect."""
         self._file.close()
 
 
 def wait_for(hold: Path) -> bool:
-    """Wait until the bench releases this process. Return whether it did; False: the bench has ended."""
+    """Wait until the bench releases this process and return True; False if the bench has ended."""
     try:
         with hold.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -201,12 +202,11 @@ def wait_for(hold: Path) -> bool:
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Give way to every other process inside the context, where the priority can be taken back after it.
+    """Give way to every other process within the context, if the priority can be restored after it.
 
-    The CPUs that the process may use stay as they are, though fewer of them would disturb a run that is timed even
-    less. Libraries count them when they are loaded, and keep the count: GNU's OpenMP, whose count
-    torch.get_num_threads() returns, OpenBLAS, Inductor (compile_threads). They would have fewer threads than without
-    --ahead, for good.
+    The CPU affinity stays unchanged, although fewer CPUs would disturb a timed run even less. Libraries count CPUs
+    once when they are loaded: GNU's OpenMP, whose count torch.get_num_threads() returns, OpenBLAS, Inductor
+    (compile_threads). They would permanently have fewer threads than without --ahead.
     """
     if not can_go_back():
         yield
@@ -216,16 +216,17 @@ def in_background() -> Iterator[None]:
     try:
         yield
     finally:
-        # Threads of libraries, such as OpenBLAS's, which were started meanwhile, have the priority of who started them.
+        # Threads that libraries such as OpenBLAS started in the meantime inherited the low priority.
         for thread in Path("/proc/self/task").iterdir():
             with suppress(ProcessLookupError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), before)
 
 
 def can_go_back() -> bool:
-    """Return whether this process may raise its priority after it has lowered it, which takes CAP_SYS_NICE or a limit
-    of the user's (RLIMIT_NICE)."""
-    if sys.platform != "linux":  # elsewhere a priority is the whole process's, so that trying it may lose it
+    """Return whether this process may raise its priority after lowering it, which needs CAP_SYS_NICE or a user
+    limit (RLIMIT_NICE).
+    """
+    if sys.platform != "linux":  # on other systems a priority belongs to the whole process, so a test could lose it
         return False
     raised = False
 
@@ -237,7 +238,7 @@ def can_go_back() -> bool:
             os.setpriority(os.PRIO_PROCESS, 0, before)
             raised = True
 
-    # On Linux 0 is the calling thread: where it cannot go back, only this one is lost.
+    # On Linux 0 is the calling thread: if the priority cannot be raised again, only this thread loses it.
     thread = Thread(target=attempt)
     thread.start()
     thread.join()
@@ -245,17 +246,18 @@ def can_go_back() -> bool:
 
 
 def modules_of(job: Job) -> list[str]:
-    """Return what a job's process imports before it begins: the worker, and the compiler, which torch loads late.
+    """Return the modules that a job's process imports before it begins: the worker, and the compiler, which torch
+    loads late.
 
-    Not flash_attn.cute, which may ask the device when it is imported. torchao, which transformers imports where it is
-    installed, only asks whether there is one; that makes no context on it.
+    Not flash_attn.cute, which may query the device during import. torchao, which transformers imports if installed,
+    only checks whether there is a device, which creates no context on it.
     """
     compiled = job.config.compile.enabled and job.config.compile.backend == "inductor"
     return ["labs.bench.worker", *["torch._inductor.compile_fx"] * compiled]
 
 
 def _run(job: Job, hold: Path) -> int | None:
-    """Run the job once this process is released. Return the exit code; None: 0."""
+    """Run the job once this process is released. Return the exit code; None means 0."""
     if not wait_for(hold):
         print_text("not begun: the bench that started this process has ended")
         return 1
@@ -266,14 +268,14 @@ def _run(job: Job, hold: Path) -> int | None:
 
 @dataclass
 class Started:
-    """A run whose processes are there."""
+    """A run with started processes."""
 
     job: Job
     command: Logged
     since: float
-    "time.perf_counter() when it began: when it was started, or released"
+    "time.perf_counter() when it began: when it was started or released"
     hold: Hold | None
-    "what its processes have waited for; None: it was not started ahead"
+    "the lock that its processes wait for; None: it was not started ahead"
 
     def let_go(self) -> None:
         """Release the waiting processes."""
@@ -283,11 +285,11 @@ class Started:
 
 
 class Runs:
-    """The runs of a plan, in order: whoever iterates over them has one at work, and ends it before asking for the next.
-    What is left of them when the context ends is killed.
+    """The runs of a plan, in order. The caller iterates over them and ends each run before the next. When the context
+    ends, remaining processes are killed.
 
-    With `ahead` the processes of the next one are there too, and wait. Those of the first are from the beginning of the
-    context on, and wait while something else is done.
+    With `ahead`, the processes of the next run are already waiting. Those of the first run start with the context,
+    and wait while the caller does other work.
     """
 
     def __init__(self, jobs: Sequence[Job], caches: Path, *, ahead: bool) -> None:
@@ -318,12 +320,12 @@ class Runs:
             self._waiting = self._start(job, hold)
 
     def _start(self, job: Job, hold: Hold | None) -> Started:
-        """Start a run in new processes with empty caches of its own."""
+        """Start a run in new processes with its own empty caches."""
         since, path = time.perf_counter(), save_job(job)
         cache = self._caches / slug(job.name)
         cache.mkdir()
         words, needed = bench_command(job.started, job.worker, path, hold.path if hold else None)
-        # A process may end without having written a row: then one that is here would pass for its own.
+        # A process may end without writing a row: then an old row would pass for its own.
         (job.folder / "row.json").unlink(missing_ok=True)
         command = start_logged(words, job.folder / "log.txt", {**own_caches(cache), **needed, **job.environment})
         self._at_end.callback(kill_tree, command.process)
@@ -331,8 +333,9 @@ class Runs:
 
 
 def can_wait(job: Job) -> bool:
-    """Return whether the job's processes can be started ahead. A worker of the plan's own knows of no wait, and
-    train.max_minutes counts from the start of the process."""
+    """Return whether the job's processes can be started ahead. A worker from the plan does not know how to wait, and
+    train.max_minutes counts from the start of the process.
+    """
     return job.worker is None and job.config.train.max_minutes is None
 
 
@@ -341,6 +344,6 @@ if __name__ == "__main__":
     with in_background():
         for _name in modules_of(_job):
             import_module(_name)
-    # Only now, as in worker.py: what `script` sets for torch's import would make this run another than one without
-    # --ahead.
+    # Only now, as in worker.py: the settings of `script` for torch's import would make this run different from one
+    # without --ahead.
     script(lambda: _run(_job, Path(sys.argv[2])))

@@ -1,15 +1,15 @@
-"""The compile lab: run what this machine can of the plans benchmarks/lab_*/plan.yaml, and rebuild the tables of \
+"""The compile lab: run the plans benchmarks/lab_*/plan.yaml that this machine supports, and rebuild the tables of \
 labs/compile_lab.md.
 
 make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
-make lab ARGS="lab_layouts lab_gpt2"          these
-make lab ARGS='lab_captioning --only packed'  these runs of one
-make lab ARGS=--ahead                         each run imports while the one before it is at work
-make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere, on whatever machine
-make lab ARGS=--tables                        the tables alone, from the results that are there
+make lab ARGS="lab_layouts lab_gpt2"          these labs
+make lab ARGS='lab_captioning --only packed'  these runs of one lab
+make lab ARGS=--ahead                         each run imports during the previous one
+make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere, on any machine
+make lab ARGS=--tables                        only the tables, from existing results
 
-Results of a plan lie in results/ beside it, once its runs have ended: raw, with machine, versions and commit;
-labs/tables.py says how those of several machines and calls come together.
+The results of a plan are in results/ next to it, once its runs have ended: raw, with machine, versions and commit.
+labs/tables.py explains how results of several machines and calls are combined.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def main() -> int:
     """Run the labs, or take in their results, and rebuild their tables."""
     known = sorted(plan.parent.name for plan in BENCHMARKS.glob("lab_*/plan.yaml"))
     words = Parser((__doc__ or "").partition("\n\n")[0], prog=running("make lab"))
-    words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(known)}; all that this machine can")
+    words.add_argument(
+        "labs", nargs="*", metavar="LAB", help=f"these labs: {', '.join(known)}; default: all that this machine can run"
+    )
     words.add_argument("--only", nargs="+", metavar="RUN", help="these runs of one lab")
-    words.add_argument("--ahead", action="store_true", help="start each run while the one before it is at work")
+    words.add_argument("--ahead", action="store_true", help="start each run during the previous one")
     words.add_argument("--take", nargs="+", type=path, default=(), metavar="FILE", help="take in results.json files")
     words.add_argument("--tables", action="store_true", help="only rebuild the tables")
     args = words.parse_args()
@@ -55,7 +57,7 @@ def main() -> int:
     for file in args.take:
         results = read_bench_results(file, "--take")
         if (lab := plan_name(Path(results["plan"]))) not in known:
-            raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
+            raise ConfigError(f"--take: {file}: of {results['plan']}, which is not the plan of a lab")
         print_text(f"{file}: into {keep(BENCHMARKS / lab, results)}")
     for lab in () if args.tables or args.take else args.labs or [lab for lab in known if (lab == CPU) == (gpus == 0)]:
         failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)
@@ -67,7 +69,9 @@ def main() -> int:
 
 
 def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False) -> bool:
-    """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
+    """Run the runs of a plan that need no more processes than this, and keep their results; return
+    whether one failed.
+    """
     plan = Path(os.path.relpath(BENCHMARKS / lab / "plan.yaml"))
     kept_results(BENCHMARKS / lab)  # rejects foreign results before hours of runs
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -79,7 +83,7 @@ def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False
     try:
         keep(BENCHMARKS / lab, results)
     except ConfigError as error:
-        # The other labs still run, and these results lie in the folder of the runs.
+        # The other labs still run, and these results are in the folder of the runs.
         print_text(f"{lab}: not in the tables: {error}", level="error")
         return True
     return any(row["error"] for row in results["runs"])

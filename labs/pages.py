@@ -1,11 +1,11 @@
-"""Write the tables and pictures of pages out of the raw files that they name: labs/compile_lab.md,
+"""Write the tables and pictures of pages from the raw files that they name: labs/compile_lab.md,
 labs/patterns/README.md, docs/parallelism.md and the READMEs of benchmarks/.
 
 python -m labs.pages [PAGE ...]      without a page all of them, and the pictures
 
-A table stands between <!-- table NAME --> and <!-- end -->. One of a bench is made of one file, that of a kind of
-machine: runs of two calls, whose hosts may differ, are not divided; what no machine has measured is named below the
-last of them.
+A table is between <!-- table NAME --> and <!-- end -->. A bench table uses one file, that of one kind of machine:
+runs of two calls, whose hosts may differ, are never divided. Runs that no machine has measured are named below the
+last table.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main(*names: str) -> None:
-    """Rebuild pages and pictures; none named: all."""
+    """Rebuild the named pages and the pictures; without names, all pages."""
     write({name: make for name, make in PAGES.items() if name in names or not names}, [] if names else PICTURES)
 
 
@@ -71,7 +71,7 @@ def write(pages: Mapping[str, Callable[[str], str]], pictures: Iterable[Callable
 
 
 def rebuilt(page: str, make: Callable[[str], str]) -> str:
-    """Return the page with each of its tables made again from the raw files.
+    """Return the page with each of its tables rebuilt from the raw files.
 
     Args:
         make: name of a table -> the table as Markdown.
@@ -84,10 +84,10 @@ def of_machines(
     sections: Callable[[Path, Results], Iterable[str]],
     say: Callable[[list[str]], Iterable[str]] | None = None,
 ) -> str:
-    """Return the sections of each kind of machine that a lab was measured on, below the line of the machine.
+    """Return the section of each kind of machine that a lab was measured on, below a line about the machine.
 
     Args:
-        say: what is said of the runs of the plan that succeeded on none; None: their names.
+        say: function that describes the plan's runs without a success on any machine; None: their names.
     """
     kept = kept_results(lab)
     parts = [p for file, results in kept.items() for p in (machine_lines(results["machine"]), *sections(file, results))]
@@ -96,12 +96,12 @@ def of_machines(
 
 
 def unmeasured(names: list[str]) -> list[str]:
-    """Return a line that names runs that no machine has measured; none without such runs."""
+    """Return a line that names the runs that no machine has measured; empty without such runs."""
     return [f"Not measured: {', '.join(names)}."] if names else []
 
 
 def known_rows(results: Results) -> list[ResultRow]:
-    """Return the rows of a kind of machine, with those that newer ones replaced."""
+    """Return the rows of a kind of machine, including those that newer rows replaced."""
     return [*results["runs"], *results.get("replaced", ())]
 
 
@@ -112,11 +112,13 @@ REFUSED = {
         "TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix (`c_attn`)"
     }
 }
-"Lab -> what the launch refuses on every machine, and why: it has no line in a table."
+"Lab -> the run that the launch rejects on every machine, and the reason: it has no line in a table."
 
 
 def lab_tables(lab: Path) -> str:
-    """Return machine, speeds and losses of a lab for each kind of machine, and what was measured on none."""
+    """Return machine, speeds and losses of a lab for each kind of machine, and the runs that no
+    machine has measured.
+    """
     folder = f"../benchmarks/{lab.name}"
     kept = kept_results(lab)
     if not kept:
@@ -140,7 +142,7 @@ def lab_tables(lab: Path) -> str:
 
 
 def _layout(name: str) -> str:
-    """Return the layout of a run: its name without how it is run."""
+    """Return the layout of a run: its name without the way of running it."""
     return name.rpartition(" ")[0]
 
 
@@ -153,7 +155,7 @@ GPT2_COLUMNS = (
 
 
 def gpt2_tables(lab: Path) -> str:
-    """Return the tables of one GPU and of two for each kind of machine, and what was measured on none."""
+    """Return the tables of one GPU and of two for each kind of machine, and the runs that no machine has measured."""
     refused = REFUSED["lab_gpt2"]
 
     def sections(_: Path, results: Results) -> Iterator[str]:
@@ -187,7 +189,7 @@ def _gpt2_cells(row: ResultRow, known: list[ResultRow]) -> list[str]:
 
 
 def times(row: ResultRow, base: ResultRow | None, key: str) -> str:
-    """Return a speed of a run over that of another one, if both are of one call."""
+    """Return a run's speed relative to another run's, if both are of one call."""
     if base is None:
         return "not measured"
     return f"{row[key]['median'] / base[key]['median']:.2f}" if same_call(row, base) else "another call"
@@ -206,7 +208,9 @@ LAYOUT_COLUMNS = (
 
 
 def layout_tables(lab: Path) -> str:
-    """Return the table of each kind of machine below its figure: bars of two kinds would be read as a comparison."""
+    """Return the table of each kind of machine below its figure: bars of two kinds in one figure would be read
+    as a comparison.
+    """
 
     def sections(file: Path, results: Results) -> list[str]:
         rows, device = measured_layouts(results), results["machine"]["device"]
@@ -227,7 +231,7 @@ def layout_figures(lab: Path) -> dict[Path, str]:
 
 
 def measured_layouts(results: Results) -> dict[str, ResultRow]:
-    """Return the rows that were measured, by name; of an eager run the row of the call that its compiled run is of."""
+    """Return the measured rows by name; an eager run uses the row from the call of its compiled run."""
     known = [row for row in known_rows(results) if not row["error"]]
     rows = {row["name"]: row for row in results["runs"] if not row["error"]}
     for layout, gpus in product(LAYOUTS, (1, 2)):
@@ -259,8 +263,9 @@ def layout_table(rows: dict[str, ResultRow]) -> str:
 
 
 def pays_from(eager: ResultRow, compiled: ResultRow) -> str:
-    """Return the first step at whose end the compiled run is not behind; a dash where it does not catch up or the two
-    are of different calls, and so perhaps of different hosts."""
+    """Return the first step at whose end the compiled run is not behind; a dash if it does not catch up, or if the
+    two are of different calls and so perhaps of different hosts.
+    """
     won = eager["step_seconds"]["median"] - compiled["step_seconds"]["median"]
     if won <= 0 or not same_call(eager, compiled):
         return "-"
@@ -269,7 +274,7 @@ def pays_from(eager: ResultRow, compiled: ResultRow) -> str:
 
 
 def figure(rows: dict[str, ResultRow], device: str) -> str:
-    """Return an SVG of useful tokens/s on a device: for each layout a bar for each way in which it was measured."""
+    """Return an SVG of useful tokens/s on a device: for each layout, a bar for each way in which it was measured."""
     width, left, pitch, thick = 760, 150, 22, 16
     speeds = {name: float(row["tok_per_sec"]["median"]) for name, row in rows.items()}
     scale = (width - left - 110) / max(speeds.values(), default=1.0)
@@ -300,7 +305,7 @@ def figure(rows: dict[str, ResultRow], device: str) -> str:
     )
 
 
-# ---- benchmarks/lab_captioning, beside what was published ----
+# ---- benchmarks/lab_captioning, next to published results ----
 
 BASELINE = "dynamic eager"
 PUBLISHED = {
@@ -327,7 +332,7 @@ WARM_UPS = {
     "saved code": ("dynamic marked full graph saved code", "56"),
     "regional": ("dynamic marked blocks", "80"),
 }
-"The run, and the published seconds of 20 iterations, compiling among them."
+"The run, and the published seconds of 20 iterations, including compilation."
 CAPTION_COLUMNS = (
     *("run", "published: steps/s, A100, torch 2.7", "steps/s", "captions/s", "useful tok/s", "first 20 steps, s"),
     *("recompiles", "graph breaks", "peak GiB", "reserved GiB", "loss: most that it differs from its eager run"),
@@ -336,7 +341,7 @@ CAPTION_COLUMNS = (
 
 
 def caption_tables(lab: Path) -> str:
-    """Return rows, and seconds of the warm-up, of each kind of machine, and what was measured on none."""
+    """Return rows, and seconds of the warm-up, for each kind of machine, and the runs that no machine has measured."""
 
     def sections(_: Path, results: Results) -> list[str]:
         rows, known = results["runs"], known_rows(results)
@@ -347,7 +352,7 @@ def caption_tables(lab: Path) -> str:
         return [calls_line(rows), table, warm_ups]
 
     def say(missing: list[str]) -> list[str]:
-        # What failed stands in the table, with why.
+        # The table lists failed runs with the reason.
         broken = {row["name"] for results in kept_results(lab).values() for row in results["runs"] if row["error"]}
         names = [name for name in missing if name not in broken]
         return unmeasured([f"{n} (published: {PUBLISHED[n]})" if n in PUBLISHED else n for n in names])
@@ -388,7 +393,7 @@ DECODE_COLUMNS = (
 
 
 def decode_tables(results: dict[str, Any]) -> str:
-    """Return speeds of each task, and whether the texts are those of eager steps, as Markdown."""
+    """Return speeds of each task, and whether its texts equal those of eager steps, as Markdown."""
     env, runs = results["environment"], results["runs"]
     parts = [f"{env['device']}, torch {env['packages']['torch']}, {results['new_tokens']} new tokens for each row."]
     for name, title in DECODE_TITLES.items():
@@ -408,7 +413,7 @@ def _decode_cells(run: dict[str, Any]) -> list[str]:
     if run["error"]:
         return [*first, failed(run), *[""] * (len(DECODE_COLUMNS) - 3)]
     recorded = "pays_from_steps" in run
-    # None: nothing is won, so no number of steps or tokens pays.
+    # None: nothing is saved, so no number of steps or tokens pays off.
     won = (run[f"pays_from_{what}"] for what in ("steps", "tokens")) if recorded else ()
     return [
         *first,
@@ -446,8 +451,9 @@ COLOURS = {"computing": "#4477aa", "communicating": "#ee6677"}
 
 
 def timelines(folder: Path) -> str:
-    """Return an SVG of STRETCHES, computing above and communicating below, from what labs.explain.kernels kept of
-    each run."""
+    """Return an SVG of STRETCHES, computing above and communicating below, from each run's events
+    kept by labs.explain.kernels.
+    """
     files = [json.loads((folder / "results" / f"{card}_traces.json").read_text()) for card in ("h100", "h200")]
     runs = {name: ranks for file in files for name, ranks in file["runs"].items()}
     parts, top = [], 26.0
@@ -471,7 +477,7 @@ def timelines(folder: Path) -> str:
 
 
 def _spans(kernels: list[list[Any]], milliseconds: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (lane, start, end) in milliseconds, kernels of a lane that touch joined."""
+    """Yield (lane, start, end) in milliseconds, joining adjacent kernels of a lane."""
     open_spans: dict[str, list[float]] = {}
     for start, length, _, name in kernels:
         lane = "communicating" if name.startswith("nccl") else "computing"
@@ -504,7 +510,7 @@ PATTERNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bubbles": lambda results: markdown_table(*bubbles(results)),
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
 }
-"Tables of labs/patterns/README.md: what `make patterns` has measured."
+"Tables of labs/patterns/README.md: results of `make patterns`."
 PAPER: dict[str, Callable[[], Table]] = {
     "chosen": paper.chosen,
     "families": paper.families,
@@ -513,7 +519,7 @@ PAPER: dict[str, Callable[[], Table]] = {
     "published": paper.published,
     "beside": partial(paper.beside_measured, BENCHMARKS),
 }
-"Tables of docs/parallelism.md: what is worked on paper."
+"Tables of docs/parallelism.md: calculations."
 PAGES: dict[str, Callable[[str], str]] = {
     "labs/compile_lab.md": lambda name: lab_tables(BENCHMARKS / name),
     "labs/patterns/README.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
@@ -523,7 +529,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "benchmarks/lab_captioning/README.md": lambda _: caption_tables(BENCHMARKS / "lab_captioning"),
     "benchmarks/h200_decode/README.md": lambda _: decode_tables(_raw("h200_decode/results/decode.json")),
 }
-"Page -> what makes a table of it, by the table's name."
+"Page -> function that makes one of its tables, by the table's name."
 
 
 def _step_page() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""Small commands that make a file of benchmarks/ out of what a run, a bench or the tests have left.
+"""Small commands that condense the output of a run, a bench or the tests into a file of benchmarks/.
 
 python -m labs.records traces runs/bench/NAME OUT.json         what a GPU did in the steps that log.trace_at recorded
 python -m labs.records run RUN_DIR OUT_DIR                     raw files, loss curve, table, samples before and after
@@ -43,12 +43,12 @@ EXCERPT_US = 100_000.0
 
 
 def traces(folder: Path, out: Path) -> None:
-    """Write what is to be kept of each run of a bench that recorded a trace.
+    """Write a summary of each run of a bench that recorded a trace.
 
-    Of each run and rank: the shares that trace/rankN.json has, milliseconds and kernels a step by kind, milliseconds of
-    communication a step by kernel with the part that nothing ran beside, the host's time in the calls that start
-    kernels, and of rank 0 every kernel of one tenth of a second, as [start, length, stream, name] in microseconds, for
-    a picture.
+    For each run and rank it has the shares in trace/rankN.json, milliseconds and kernels per step by kind,
+    milliseconds of communication per step by kernel with the part that does not overlap, the host's time in the calls
+    that start kernels, and for rank 0 every kernel of one tenth of a second, as [start, length, stream, name] in
+    microseconds, for a picture.
     """
     runs = {}
     for trace in sorted(folder.glob(f"*/{TRACE}")):
@@ -60,7 +60,7 @@ def traces(folder: Path, out: Path) -> None:
 
 
 def of_rank(summary: Path, *, excerpt: bool) -> dict[str, Any]:
-    """Return what a rank's trace says, per step."""
+    """Return the content of a rank's trace, per step."""
     from labs.explain.kernels import COMMUNICATION, kind_of_kernel
 
     first, last = json.loads(summary.read_text())["steps"]
@@ -164,7 +164,7 @@ def run_table(
     metrics: list[dict[str, Any]], evals: list[dict[str, Any]], summary: dict[str, Any], environment: dict[str, Any]
 ) -> str:
     """Return machine, speeds and losses of a run as Markdown."""
-    steady = metrics[2:-1]  # the first two lines hold first-launch costs, the last a partial window
+    steady = metrics[2:-1]  # the first two lines include first-launch costs, the last a partial window
     first, last, packages = metrics[0], metrics[-1], environment["packages"]
 
     def middle(name: str) -> Any:
@@ -191,7 +191,7 @@ def run_table(
 
 
 def answers(samples: list[dict[str, Any]]) -> str:
-    """Return the answers of the first and of the last evaluation, one above the other."""
+    """Return the answers of the first and of the last evaluation, one below the other."""
     first, last = min(s["step"] for s in samples), max(s["step"] for s in samples)
     before = {s["prompt"]: s for s in samples if s["step"] == first}
     after = {s["prompt"]: s for s in samples if s["step"] == last}
@@ -210,10 +210,10 @@ def answers(samples: list[dict[str, Any]]) -> str:
 
 
 def tests(file: Path, out: Path, *words: str) -> None:
-    """Write counts, what failed, why others were skipped and what took longest; seconds are those of the whole run.
+    """Write counts, failures, the reasons of skipped tests and the slowest tests; seconds are those of the whole run.
 
     Args:
-        words: KEY=VALUE of what the file cannot know, such as command, hardware, commit and versions.
+        words: KEY=VALUE facts that the file lacks, such as command, hardware, commit and versions.
     """
     suite = ElementTree.parse(file).getroot().find("testsuite")
     if suite is None:
@@ -238,7 +238,7 @@ def tests(file: Path, out: Path, *words: str) -> None:
 
 
 def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
-    """Write the lengths of a random sample of a recipe's documents, in random order, as its stage would learn them."""
+    """Write the lengths of a random sample of a recipe's documents in random order, tokenized as in its stage."""
     from sftkit.data.batches.loader import load_examples
     from sftkit.data.tokens.sources import stage_rule
     from sftkit.preflight.analysis import tokenizer_of
@@ -263,7 +263,7 @@ def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
 
 
 def reasoned(source: Path, out: Path) -> None:
-    """Write a conversation for each row; the calculator marks <<...>> are left out."""
+    """Write a conversation for each row, without the calculator marks <<...>>."""
     with gzip.open(source, "rt") as read, gzip.open(out, "wt") as write:
         for row in map(json.loads, read):
             steps, number = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
@@ -277,7 +277,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Do what the words name."""
+    """Run the named command."""
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
         print_text((__doc__ or "").strip())

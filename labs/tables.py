@@ -1,8 +1,9 @@
-"""Results as Markdown tables, from results.json alone, and results that are kept next to their plan.
+"""Format results as Markdown tables, from results.json alone, and keep results next to their plan.
 
-Every FOLDER/results/*.json is a file of one kind of machine, in which calls on that kind come together; its `machine`,
-not its name, says of which kind. The first is results.json, that of another kind has its device's name. What shall be
-in no table lies in a folder below results/."""
+Every FOLDER/results/*.json holds one kind of machine and collects the calls on it; its `machine`, not its name,
+identifies the kind. The first file is results.json; that of another kind has its device's name. Results in a folder
+below results/ appear in no table.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ SEVERAL: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = 
     ("tok/s per GPU", lambda row, _: format_number(middle(row.get("tok_per_sec_per_gpu")), "{:,.0f}")),
     ("scaling", lambda row, _: percent(row.get("scaling"))),
 )
-"Columns after the name where a run has more than one process. Results of one process from earlier versions lack them."
+"Columns after the name for runs with more than one process. Results of one process from earlier versions lack them."
 
 
 def markdown_report(results: dict[str, Any]) -> str:
@@ -55,7 +56,7 @@ def markdown_report(results: dict[str, Any]) -> str:
 
 
 def machine_lines(machine: dict[str, Any]) -> str:
-    """Return what the runs ran on and what it reaches without a model."""
+    """Return the machine of the runs, and its ceilings without a model."""
     if "device" not in machine:
         return f"Machine: not measured: {machine.get('error', 'unknown')}"
     known = [f"{name} {text}" for name, text in machine["versions"].items() if text]
@@ -64,7 +65,7 @@ def machine_lines(machine: dict[str, Any]) -> str:
         f"{format_number(machine['datasheet_tflops'], '{:.0f}')})",
         f"copies {format_number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
     ]
-    # Results of several calls have the newest one's machine, with those of the others under it.
+    # Results of several calls have the newest call's machine, with those of the others under it.
     here, *others = dict.fromkeys(host(each) for each in (machine, *machine.get("earlier", {}).values()))
     lines = [f"Machine: {here}" + (f"; in earlier calls: {'; '.join(others)}" if others else "")]
     call = "the newest" if "earlier" in machine else "the same"
@@ -74,7 +75,7 @@ def machine_lines(machine: dict[str, Any]) -> str:
 
 
 def ahead_line(rows: Sequence[ResultRow]) -> str:
-    """Return which rows are of runs that were started ahead, and what that leaves out of their numbers."""
+    """Return which rows are of runs that were started ahead, and what their numbers therefore exclude."""
     names = [row["name"] for row in rows if row.get("ahead")]
     which = "all runs" if len(names) == len(rows) else ", ".join(names)
     return (
@@ -93,14 +94,14 @@ def host(machine: dict[str, Any]) -> str:
 
 
 def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:
-    """Return a line for each run that succeeded: the median of its timed windows, with the slowest and the fastest.
+    """Return a line for each successful run: the median of its timed windows, with the slowest and the fastest.
 
-    `replaced` are rows of earlier calls that newer rows of their name took the place of: baselines of their own call.
+    `replaced` are rows of earlier calls that newer rows of the same name replaced: baselines of their own call.
     """
     good = [row for row in rows if not row["error"]]
     several = SEVERAL if any(gpus(row) > 1 for row in good) else ()
     columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
-    # Baselines may be rows that a newer call has replaced: only they ran on the same host as the row.
+    # Baselines may be rows that a newer call replaced: only they ran on the same host as the row.
     known = [*good, *replaced]
     cells = [[cell(row, reference_row(row["baseline"], row, known)) for _, cell in columns] for row in good]
     return markdown_table([name for name, _ in columns], cells) if cells else ""
@@ -110,7 +111,7 @@ def clock_line(rows: Sequence[ResultRow], machine: dict[str, Any]) -> str:
     """Return the clock and the power of the GPUs of each run: at its power limit a GPU lowers its clock."""
 
     def over(row: ResultRow, key: str) -> str:
-        # Results of earlier versions do not say it.
+        # Results of earlier versions lack it.
         values = [rank[key] for rank in row.get("ranks", ()) if rank.get(key) is not None]
         ends = dict.fromkeys(f"{value:,.0f}" for value in (min(values), max(values))) if values else {}
         return " to ".join(ends)
@@ -122,12 +123,11 @@ def clock_line(rows: Sequence[ResultRow], machine: dict[str, Any]) -> str:
 
 
 def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:
-    """Return runs against the run that they should train like, over the steps that both logged; `replaced`
-    as in `speed_table`."""
+    """Compare runs with their reference run over the steps that both logged; `replaced` as in `speed_table`."""
     good = [row for row in rows if not row["error"]]
     cells = []
     for row in good:
-        # Steps are compared by number, so both runs must have had the same batches: `same_loss_as` promises that.
+        # Steps are compared by number, so both runs must have had the same batches: `same_loss_as` promises it.
         reference = reference_row(row["same_loss_as"], row, [*good, *replaced])
         if reference and (gaps := loss_differences(row, reference)):
             worst = max(gaps, key=gaps.__getitem__)
@@ -154,34 +154,33 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
 
 
 def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
-    """Return step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss
-    was not finite."""
+    """Return step -> |loss - loss of the reference| for the steps that both have; infinite if a loss was not finite."""
     theirs = reference["losses"]
     shared = {step: (loss, theirs[step]) for step, loss in row["losses"].items() if step in theirs}
-    # null stands for NaN and infinity, which JSON does not have.
+    # null means NaN and infinity, which JSON lacks.
     return {step: math.inf if a is None or b is None else abs(a - b) for step, (a, b) in shared.items()}
 
 
 def failed(row: ResultRow) -> str:
-    """Return why a run failed, in a cell."""
+    """Return the reason of a run's failure as a cell."""
     return f"failed: {' '.join(row['error'].split())[:200]}"
 
 
 def failures(rows: Sequence[ResultRow]) -> str:
-    """Return the runs without numbers, and why."""
-    # An error may be a page of traceback; an item of a list is one line.
+    """Return the runs without numbers, with the reasons."""
+    # An error may be a page of traceback, but an item of a list is one line.
     lines = [f"- {row['name']}: {' '.join(str(row['error']).split())[:400]}" for row in rows if row["error"]]
     return "Failed:\n\n" + "\n".join(lines) if lines else ""
 
 
 def notes(rows: Sequence[ResultRow]) -> str:
-    """Return what rows say of themselves."""
+    """Return the notes in the rows."""
     lines = [f"- {row['name']}: {row['note']}" for row in rows if row.get("note")]
     return "Notes:\n\n" + "\n".join(lines) if lines else ""
 
 
 def result_line(row: ResultRow) -> str:
-    """Return one run for the console, as it ends."""
+    """Return one run as a line for the console when it ends."""
     if row["error"]:
         return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
     return (
@@ -193,8 +192,8 @@ def result_line(row: ResultRow) -> str:
 
 
 def gpus(row: ResultRow) -> int:
-    """Return the number of processes of a run, a GPU each."""
-    # Results of earlier versions have no world size: they are all of one process.
+    """Return the number of processes of a run, with a GPU each."""
+    # Results of earlier versions have no world size: they all ran in one process.
     return int(row.get("world_size", 1))
 
 
@@ -206,26 +205,25 @@ def topology(row: ResultRow) -> str:
 
 
 def middle(values: dict[str, Any] | None) -> float | None:
-    """Return the median of what `spread` returned; None where it is unknown."""
+    """Return the median of a `spread` result; None if it is unknown."""
     return None if values is None else float(values["median"])
 
 
 def steps_per_sec(row: ResultRow) -> float | None:
-    """Return optimizer steps per second, by the median window; None where it is unknown."""
+    """Return optimizer steps per second in the median window; None if unknown."""
     seconds = middle(row.get("step_seconds"))
     return 1.0 / seconds if seconds else None
 
 
 def first_steps(row: ResultRow) -> str:
-    """Return the seconds from before anything is compiled to the end of the warm-up steps, and how many
-    steps those are."""
+    """Return the seconds from before compilation to the end of the warm-up steps, and the number of those steps."""
     seconds = row.get("first_steps_seconds")
     return "-" if seconds is None else f"{seconds:.1f} ({row['steps']['warm_up']} steps)"
 
 
 def last_loss(row: ResultRow) -> float | None:
     """Return the loss of the last logged window, in nats per target token; None without one."""
-    # The losses stand in the order of their steps.
+    # The losses are in the order of their steps.
     return next(reversed(list(row["losses"].values())), None)
 
 
@@ -235,14 +233,16 @@ def same_call(row: ResultRow, other: ResultRow) -> bool:
 
 
 def reference_row(name: str | None, row: ResultRow, rows: Sequence[ResultRow]) -> ResultRow | None:
-    """Return the run `name` of the call of `row` if it succeeded there, else of another call; None without either."""
-    # A run of the same call ran on the same host; that of another one still serves where losses are compared.
+    """Return the run `name` from the call of `row` if it succeeded there, otherwise from another call; None if there
+    is neither.
+    """
+    # A run of the same call ran on the same host; a run of another call is still good enough to compare losses.
     named = [each for each in rows if each["name"] == name and not each["error"]]
     return next((each for each in named if same_call(each, row)), named[0] if named else None)
 
 
 def calls_line(rows: Sequence[ResultRow]) -> str:
-    """Return which rows come from which call, where there are several; results of earlier versions do not say it."""
+    """Return the calls of the rows, if there are several; results of earlier versions lack them."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if not row["error"]:
@@ -254,9 +254,10 @@ def calls_line(rows: Sequence[ResultRow]) -> str:
 
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not
-    of one call."""
-    # Speeds of two hosts are not compared, even of one kind of GPU.
+    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are of
+    different calls.
+    """
+    # Speeds of two hosts are not compared, even with the same kind of GPU.
     if baseline and not same_call(row, baseline):
         return "-"
     mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
@@ -264,17 +265,17 @@ def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
 
 
 def speed(values: dict[str, Any] | None) -> str:
-    """Return the median of what `spread` returned, with its extremes."""
+    """Return the median of a `spread` result, with its extremes."""
     return "-" if values is None else f"{values['median']:,.0f} ({values['min']:,.0f} to {values['max']:,.0f})"
 
 
 def percent(value: float | None) -> str:
-    """Return a share, 0-1, in percent, or a dash for what is unknown."""
+    """Return a share, 0-1, in percent, or a dash if it is unknown."""
     return format_number(None if value is None else 100.0 * value, "{:.1f} %")
 
 
 def format_number(value: float | None, form: str) -> str:
-    """Return the number, or a dash for what is unknown."""
+    """Return the number, or a dash if it is unknown."""
     return "-" if value is None else form.format(value)
 
 
@@ -285,7 +286,7 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str
 
 
 def plan_name(plan: Path) -> str:
-    """Return the name of a plan: benchmarks/h200_step/plan.yaml is h200_step, another file its own name."""
+    """Return the name of a plan: h200_step for benchmarks/h200_step/plan.yaml, the file's own name for another file."""
     return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
 
 
@@ -294,13 +295,13 @@ _RESULTS = ("plan", "started", "machine", "runs")
 
 
 def read_bench_results(path: Path, flag: str = "--report") -> dict[str, Any]:
-    """Return results.json as `bench` wrote it.
+    """Read a results.json that `bench` wrote.
 
     Args:
-        flag: which names the file on the command line.
+        flag: command line option that names the file.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: the file cannot be read, or has other content.
     """
     try:
         results = json.loads(path.read_text())
@@ -309,7 +310,7 @@ def read_bench_results(path: Path, flag: str = "--report") -> dict[str, Any]:
     lacks = [key for key in _RESULTS if not isinstance(results, dict) or key not in results]
     if lacks:
         raise ConfigError(
-            f"{flag}: {path}: no results of this bench, whose results.json has {', '.join(_RESULTS)}: it lacks "
+            f"{flag}: {path}: not results of this bench, whose results.json has {', '.join(_RESULTS)}: it lacks "
             f"{', '.join(lacks)}"
         )
     return results
@@ -319,10 +320,10 @@ Results = dict[str, Any]
 
 
 def kind(results: Results) -> tuple[str, str]:
-    """Return what the rows of a table have in common: the device and the versions.
+    """Return the device and the versions, which the rows of a table share.
 
     Raises:
-        ConfigError: the machine is not known.
+        ConfigError: the machine is unknown.
     """
     machine = results["machine"]
     if not machine.get("device"):
@@ -330,15 +331,15 @@ def kind(results: Results) -> tuple[str, str]:
         raise ConfigError(
             f"results of {results['started']}: of an unknown machine, so for no table: {why}. Run them again"
         )
-    # A package that is not installed says no more than one that an earlier version did not ask for.
+    # A missing package means the same as one that an earlier version did not record.
     return machine["device"], ", ".join(f"{name} {text}" for name, text in sorted(machine["versions"].items()) if text)
 
 
 def kept_results(lab: Path) -> dict[Path, Results]:
-    """Return the files of a lab with what they hold, each of another kind of machine; results.json is the first.
+    """Return the files of a lab with their contents, each of a different kind of machine; results.json is the first.
 
     Raises:
-        ConfigError: a file holds something else, or results of the same kind as another one.
+        ConfigError: a file has other content, or results of the same kind as another file.
     """
     files = sorted((lab / "results").glob("*.json"), key=lambda file: (file.name != "results.json", file.name))
     kept = {file: read_bench_results(file, "kept results") for file in files}
@@ -354,10 +355,10 @@ def kept_results(lab: Path) -> dict[Path, Results]:
 
 
 def keep(lab: Path, results: Results) -> Path:
-    """Write results into the file of their kind of machine, or begin one, and return it.
+    """Write results into the file of their kind of machine, creating it if necessary, and return the file.
 
     Raises:
-        ConfigError: the machine is not known.
+        ConfigError: the machine is unknown.
     """
     kept, mine = kept_results(lab), kind(results)
     file = next((file for file, old in kept.items() if kind(old) == mine), None)
@@ -375,16 +376,16 @@ def keep(lab: Path, results: Results) -> Path:
 
 
 def merged(old: Results, new: Results) -> Results:
-    """Return the rows of both, which are of one kind of machine, with the commits of both.
+    """Merge the rows of two results of one kind of machine, with the commits of both.
 
-    Of a run that is in both, `runs` has the newer row, but no failed row in place of one that succeeded. `replaced` has
-    the other one while rows of its call are compared with it. `machine` is the newer call's; its `earlier` has those of
-    the other calls whose rows are there, since their hosts and their number of GPUs may be others.
+    For a run in both, `runs` keeps the newer row, except that a failed row never replaces a successful one.
+    `replaced` keeps the other row while rows of its call are compared with it. `machine` is the newer call's; its
+    `earlier` holds the machines of the other calls with rows, because hosts and number of GPUs may differ.
     """
     first, last = sorted((old, new), key=lambda results: str(results["started"]))
     machines = first["machine"], last["machine"]
     commits = dict.fromkeys(one for machine in machines for one in str(machine.get("git") or "-").split(", "))
-    # Each row keeps its call: hosts differ, so that speeds of two calls cannot be divided.
+    # Each row keeps its call: hosts differ, so speeds of two calls cannot be divided.
     rows = [
         {"call": results["started"], **row}
         for results in (first, last)
@@ -408,13 +409,13 @@ def run_names(lab: Path) -> list[str]:
 
 
 def not_measured(lab: Path, kept: Iterable[Results]) -> list[str]:
-    """Return the runs of the plan that succeeded on no machine."""
+    """Return the runs of the plan without a success on any machine."""
     measured = {row["name"] for results in kept for row in results["runs"] if not row["error"]}
     return [name for name in run_names(lab) if name not in measured]
 
 
 def _new_file(folder: Path, device: str) -> Path:
-    # A device with other versions than those of its file has a second file.
+    # A device with other versions than its file gets a second file.
     name = slug(device).lower()
     names = itertools.chain(("results", name), (f"{name}-{number}" for number in itertools.count(2)))
     return next(file for name in names if not (file := folder / f"{name}.json").exists())

@@ -1,4 +1,4 @@
-"""Base training: learn to continue text. Every token is a target.
+"""Base training: continue text. Every token is a target.
 
 .venv/bin/python -m sftkit.launch scripts/base_train.py recipes/default/base.yaml
 .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml scripts/base_train.py recipes/default/base.yaml
@@ -8,7 +8,7 @@ from sftkit.runtime.script import script
 
 
 def row_tokenizer(data, tokenizer, max_length):
-    """Learn every token of plain texts, each given the tokens before it; reject conversations."""
+    """Make every token of a plain text a target, given the tokens before it; reject conversations."""
     from sftkit.data.tokens import text
     from sftkit.data.tokens.sources import RowTokenizer
 
@@ -23,7 +23,7 @@ def main() -> None:
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
+    # Read the recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("base"))
 
     from sftkit.models.tokenizer import base_tokenizer
@@ -32,9 +32,9 @@ def main() -> None:
 
     with assemble.start_run(cfg, "base") as run:
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
-        # Minimised: the negative log-likelihood of each target, given all tokens before it.
+        # The objective: the negative log-likelihood of each target, given all tokens before it.
         objective = NextToken(cfg.loss)
-        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        # All other parts are the same in every stage: load model and data, make the engine, run the loop.
         assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 

@@ -1,4 +1,4 @@
-"""Captioning: teach a model with an encoder to say what it sees. Every token of a caption is a target.
+"""Captioning: teach a model with an encoder to describe a picture. Every token of a caption is a target.
 
 .venv/bin/python -m sftkit.launch scripts/caption_train.py recipes/captioning/caption_smoke.yaml
 .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/caption_train.py \
@@ -9,7 +9,7 @@ from sftkit.runtime.script import script
 
 
 def row_tokenizer(data, tokenizer, max_length):
-    """Learn every token of captions, each given the picture (read and resized once) and the tokens before it."""
+    """Make every token of a caption a target, given the picture (read and resized once) and the tokens before it."""
     from sftkit.data.tokens import text
     from sftkit.data.tokens.sources import RowTokenizer
 
@@ -22,7 +22,7 @@ def main() -> None:
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
+    # Read the recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("caption"))
 
     from sftkit.models.tokenizer import base_tokenizer
@@ -31,9 +31,9 @@ def main() -> None:
 
     with assemble.start_run(cfg, "caption") as run:
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
-        # Minimised: the negative log-likelihood of each target, given the picture and all tokens before it.
+        # The objective: the negative log-likelihood of each target, given the picture and all tokens before it.
         objective = Caption(cfg.loss)
-        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        # All other parts are the same in every stage: load model and data, make the engine, run the loop.
         assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 

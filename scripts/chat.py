@@ -14,7 +14,7 @@ def main() -> None:
     from sftkit.runtime.hub import find_model
 
     args = parse(__doc__)
-    path = find_model(args.path or newest_run())  # refused here if it is not there, before torch is imported
+    path = find_model(args.path or newest_run())  # a missing model is rejected here, before torch is imported
 
     from functools import partial
 

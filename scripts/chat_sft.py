@@ -9,9 +9,9 @@ from sftkit.runtime.script import script
 
 
 def row_tokenizer(data, tokenizer, max_length):
-    """Learn the assistant's tokens of conversations, unless data.targets says otherwise; reject texts.
+    """Make the assistant's tokens of a conversation targets, unless data.targets says otherwise; reject texts.
 
-    chat.tokenize makes the loss mask. Nothing after it may change the mask.
+    chat.tokenize makes the loss mask. No later code may change it.
     """
     from sftkit.data.tokens import chat
     from sftkit.data.tokens.sources import RowTokenizer
@@ -25,7 +25,7 @@ def main() -> None:
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
+    # Read the recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("sft"))
 
     from sftkit.models.tokenizer import load_tokenizer
@@ -34,9 +34,9 @@ def main() -> None:
 
     with assemble.start_run(cfg, "sft") as run:
         tokenizer = load_tokenizer(cfg.model)
-        # Minimised: the negative log-likelihood of each target, given all tokens before it.
+        # The objective: the negative log-likelihood of each target, given all tokens before it.
         objective = NextToken(cfg.loss)
-        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        # All other parts are the same in every stage: load model and data, make the engine, run the loop.
         assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 

@@ -1,5 +1,4 @@
-"""Evaluate a run, a checkpoint or any Hugging Face model on one or more tasks: values, 95 % intervals, chance level, \
-examples.
+"""Evaluate a run, a checkpoint or a Hugging Face model on tasks: values, 95 % intervals, chance level, examples.
 
 .venv/bin/python scripts/evaluate.py runs/default/sft
 .venv/bin/python scripts/evaluate.py HuggingFaceTB/SmolLM2-135M-Instruct mmlu arc_easy --data DIR --out \
@@ -18,7 +17,7 @@ def main() -> None:
     from sftkit.evals.flags import check_arguments, flags_named, parse
 
     args = parse(__doc__)
-    check_arguments(args)  # refused here if wrong or not there, before torch is imported
+    check_arguments(args)  # an invalid or missing argument is rejected here, before torch is imported
 
     from sftkit.config.schema import RunConfig, TrainConfig
     from sftkit.runtime import start as runtime
@@ -43,7 +42,7 @@ def evaluate(args, rt) -> None:
     tokenizer = load_tokenizer(source)
     config = eval_config(args)
 
-    # Whatever is wrong with the tasks and the data is said before the model is loaded.
+    # Errors in the tasks and the data are reported before the model is loaded.
     longest = longest_of(source, tokenizer)
     tasks = load_tasks(config, tokenizer, rt)
     check_room(tasks, config, longest)

@@ -1,5 +1,4 @@
-"""Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no \
-weights.
+"""Inspect the data of a recipe before training: targets, dropped rows, cost. No GPU and no weights are needed.
 Tokenized data stays in the cache, where training finds it.
 
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
@@ -15,10 +14,10 @@ from sftkit.runtime.script import script
 
 
 def main() -> None:
-    """Look at the data, print what was found, and write the files that are asked for."""
+    """Inspect the data, print the findings, and write the requested files."""
     from sftkit.preflight.inputs import parse
 
-    cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
+    cfg, flags = parse(__doc__)  # invalid arguments are rejected here, before torch is imported
 
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.topology import machines_of
@@ -33,14 +32,14 @@ def main() -> None:
     quiet_libraries()
     console = inspection.preflight_console()
 
-    # What a run would start from: its tokenizer, and the sizes of its model without the weights.
+    # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
     orig_model = analysis.meta_model(cfg.model, tokenizer, analysis.gpu_precision(cfg.train))
     precision = analysis.precision_text(cfg.train)
     max_length, start = analysis.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)
 
-    # What it would learn from, and in which steps.
+    # Its documents and their steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
@@ -49,7 +48,7 @@ def main() -> None:
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes
-    # One process has no accelerate config.
+    # a single process has no accelerate config
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         console.print(line, markup=False, soft_wrap=True)
 

@@ -4,7 +4,7 @@
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report runs/a/sft runs/b/sft
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 
-There is a panel for each thing that the newest run on wandb under runs/ has logged; --run names another run.
+Each metric that the newest run on wandb under runs/ logged gets a panel; --run names another run.
 """
 
 import json
@@ -23,8 +23,12 @@ def main() -> None:
     parser.add_argument(
         "--run", type=path, help="run directory whose metrics get panels; default: the newest under runs/"
     )
-    parser.add_argument("--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two: directories, ids or names")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be sent; no key, no network")
+    parser.add_argument(
+        "--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two runs: directories, ids or names"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the request without sending it; no key, no network"
+    )
     args = parser.parse_args()
 
     from sftkit.tracking.dashboard import panels

@@ -1,4 +1,4 @@
-"""Mid-training: text and conversations together, every token a target. The model meets the chat format.
+"""Mid-training: text and conversations together, with every token a target. The model meets the chat format.
 
 .venv/bin/python -m sftkit.launch scripts/mid_train.py recipes/default/mid.yaml
 .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mid_train.py recipes/qwen3_0_6b/mid.yaml
@@ -8,7 +8,7 @@ from sftkit.runtime.script import script
 
 
 def row_tokenizer(data, tokenizer, max_length):
-    """Learn every token of texts and of conversations, unless data.targets narrows the targets of conversations."""
+    """Make every token of texts and conversations a target, unless data.targets narrows those of conversations."""
     from sftkit.data.tokens import chat, text
     from sftkit.data.tokens.sources import RowTokenizer
 
@@ -21,7 +21,7 @@ def main() -> None:
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
+    # Read the recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("mid"))
 
     from sftkit.models.tokenizer import load_tokenizer
@@ -30,9 +30,9 @@ def main() -> None:
 
     with assemble.start_run(cfg, "mid") as run:
         tokenizer = load_tokenizer(cfg.model)
-        # Minimised: the negative log-likelihood of each target, given all tokens before it.
+        # The objective: the negative log-likelihood of each target, given all tokens before it.
         objective = NextToken(cfg.loss)
-        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        # All other parts are the same in every stage: load model and data, make the engine, run the loop.
         assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 

@@ -1,4 +1,5 @@
-"""The report of a run: report.html and report.json in its folder, and a model card beside its newest checkpoint.
+"""Write the report of a run: report.html and report.json in its folder, and a model card next to its
+newest checkpoint.
 
 .venv/bin/python scripts/report.py                                     the newest run under runs/
 .venv/bin/python scripts/report.py runs/default/sft
@@ -21,7 +22,9 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="?", type=path, help="run directory; default: the newest under runs/")
     parser.add_argument("--against", type=path, metavar="RUN2", help="a second run to compare with")
-    parser.add_argument("--out", type=path, metavar="FILE.html", help="write there (JSON beside it), not into the run")
+    parser.add_argument(
+        "--out", type=path, metavar="FILE.html", help="write to this file (JSON next to it) instead of the run"
+    )
     args = parser.parse_args()
     try:
         if args.out is not None and (args.out.suffix != ".html" or not args.out.absolute().parent.is_dir()):

@@ -1,4 +1,4 @@
-"""The whole chain on one folder of recipes: base -> mid -> chat SFT -> evaluate, then a summary.
+"""Run the whole chain of recipes in one folder: base -> mid -> chat SFT -> evaluate, then a summary.
 
 .venv/bin/python scripts/run_chain.py recipes/default                       a small model that learns, in some minutes
 .venv/bin/python scripts/run_chain.py recipes/smoke                         a tiny model, for a first look

@@ -1,11 +1,12 @@
-"""Does compiling pay on this recipe, and does it change anything? Trains it eagerly and compiled, and judges the runs.
+"""Check whether compiling a recipe makes it faster and changes its results: train it eagerly and compiled, and judge
+the runs.
 
 .venv/bin/python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 \
 --steps 100
 
-Every run has the same data, seed and steps, processes of its own and empty compiler caches. One more eager run with
-another seed shows how far apart two runs are in any case. The ledger has the evaluations of earlier commits. Exit code
-1 if any criterion fails.
+Every run has the same data, seed and steps, its own processes and empty compiler caches. One more eager run with
+another seed shows how much two runs differ anyway. The ledger holds the evaluations of earlier commits. Exit code 1
+if any criterion fails.
 
 .venv/bin/python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """
@@ -18,7 +19,7 @@ from sftkit.runtime.script import script
 
 def main() -> int:
     """Run the cases of a plan, judge them, and return the exit code."""
-    sys.path.insert(0, str(ROOT))  # labs lies next to the scripts and is not installed as a module
+    sys.path.insert(0, str(ROOT))  # labs is next to the scripts and is not installed as a module
 
     from labs.validate.run import parse, results_dir, validation_plan
 

@@ -1,1 +1,1 @@
-"""`make bench`: the training step measured through the project's own loop, each run in a process of its own."""
+"""`make bench`: measure the training step through the project's own loop, each run in a separate process."""

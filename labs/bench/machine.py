@@ -1,7 +1,8 @@
-"""What the machine reaches without a model: matrix products and copies, measured in a process of their own; and the
-clock and the power of this process's GPU while steps are timed: at its power limit a GPU lowers its clock.
+"""Measure the machine without a model: matrix products and copies in a separate process, and the clock and power of
+this process's GPU while steps are timed. At its power limit a GPU lowers its clock.
 
-python -m labs.bench.machine OUT.json"""
+python -m labs.bench.machine OUT.json
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from sftkit.runtime.hardware import device_name, git_state, installed_version, n
 from sftkit.runtime.start import start_device
 
 SECONDS = 0.5
-"Between two samples: NVML itself averages over up to one second."
+"Seconds between two samples: NVML itself averages over up to one second."
 
 
 class ClockSamples:
-    """Samples from `start` to the end of the context; none without a GPU or nvidia-ml-py, which torch asks."""
+    """Samples from `start` to the end of the context; none without a GPU or nvidia-ml-py, which torch queries."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +64,7 @@ class ClockSamples:
             self._thread.join()
 
     def medians(self) -> dict[str, float | None]:
-        """Return the medians of clock and power; None where nothing was sampled."""
+        """Return the medians of clock and power; None without samples."""
         clocks, watts = zip(*self._samples, strict=True) if self._samples else ((), ())
         return {
             "sm_clock_mhz": median(clocks) if clocks else None,
@@ -79,7 +80,7 @@ WARM_SECONDS = 0.5
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Return device, driver, versions and ceilings; a ceiling is None where there is no GPU."""
+    """Return device, driver, versions and ceilings; a ceiling is None without a GPU."""
     cuda = device.type == "cuda"
     peak = peak_flops(device)
     return {
@@ -100,8 +101,9 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Return the TFLOP/s of bf16 products of two random 8192 x 8192 matrices, the median: constants would take less
-    power and run faster."""
+    """Return the median TFLOP/s of bf16 products of two random 8192 x 8192 matrices: constants would need less power
+    and run faster.
+    """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(_SIDE, _SIDE, device=device, generator=generator).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -121,7 +123,7 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
     while time.perf_counter() < end:
         work()
         torch.cuda.synchronize()
-    # Events in the stream, not the host's clock: between two of them lies one call, without the time of its launch.
+    # CUDA events instead of the host's clock: one call lies between two events, without the time of its launch.
     events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     events[0].record()
     for event in events[1:]:
@@ -132,7 +134,7 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
 
 
 def cpu_name() -> str:
-    """Return the processor's model, which decides how fast a host launches kernels."""
+    """Return the processor's model, which determines how fast a host launches kernels."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -140,12 +142,12 @@ def cpu_name() -> str:
 
 
 def driver() -> str | None:
-    """Return the driver's version; None where nvidia-smi does not say."""
+    """Return the driver's version; None if nvidia-smi does not report it."""
     return next(filter(None, nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
 
 
 def power_limit() -> float | None:
-    """Return the watts that the first GPU may take; None where nvidia-smi does not say."""
+    """Return the power limit of the first GPU in watts; None if nvidia-smi does not report it."""
     said = nvidia_smi("--query-gpu=power.limit", "--format=csv,noheader,nounits")
     try:
         return float(said[0])

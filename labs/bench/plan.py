@@ -1,5 +1,6 @@
 """A bench plan: data, models and settings as in a recipe, the runs that differ from them, and the checked recipe of
-each run. No torch in this file."""
+each run. No torch in this file.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from sftkit.launch.launch import CONFIGS
 
 @settings
 class Parallelism:
-    """Sizes of the mesh of processes in place of those that the topology's file names; their product is `processes`."""
+    """Sizes of the mesh of processes, which override those in the topology's file; their product is `processes`."""
 
     dp_replicate_size: Positive = 1
     dp_shard_size: Positive = 1
@@ -58,7 +59,7 @@ class Processes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh that are named anywhere: those here, else the topology's own; {}: none are."""
+        """Return the sizes of the mesh: those given here, otherwise the topology's own; {}: neither has any."""
         if self.parallelism is not None:
             return asdict(self.parallelism)
         named = accelerate_config(self.topology).get("parallelism_config", {}) if self.topology else {}
@@ -66,8 +67,9 @@ class Processes:
         return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
 
     def row_topology(self, train: TrainConfig) -> Topology:
-        """Return the topology as far as rows are shared: those of tensor and context parallelism and the stages of a
-        pipeline share theirs; whatever else there is counts as copies."""
+        """Return the topology with the dimensions that share rows (tensor and context parallelism, pipeline stages);
+        all other dimensions count as copies.
+        """
         stages, sizes = num_stages(train) or self.count, self.sizes
         tensor, context = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
         copies = max(1, self.count // (stages * tensor * context))
@@ -75,12 +77,12 @@ class Processes:
 
 
 def accelerate_config(topology: str) -> dict[str, Any]:
-    """Return the Accelerate config of a topology, as it lies in accelerate_configs."""
+    """Return the Accelerate config of a topology from accelerate_configs."""
     return yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
 
 
 def wrong_processes(processes: Processes) -> Iterator[str]:
-    """Yield what is wrong with a run's processes, topology and parallelism, each with its key."""
+    """Yield the errors in a run's processes, topology and parallelism, each with its key."""
     topologies = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     if processes.topology is None:
         if processes.count > 1:
@@ -105,10 +107,10 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
 
 
 SYNTHETIC = "synthetic"
-"Stands in recipes where the plan's own data and vocabulary take the place of sources and tokenizer."
+"Placeholder in recipes for sources and tokenizer, which the plan's own data and vocabulary replace."
 if TYPE_CHECKING:
     Stage = str
-else:  # a type checker knows no Literal of a table's keys
+else:  # a type checker cannot use a Literal of a table's keys
     Stage = Literal[tuple(STAGE_SCRIPTS)]
 
 
@@ -124,7 +126,7 @@ class LognormalLengths:
 
 @settings
 class StageData:
-    """What a stage's script learns from, read and tokenized as it does: the settings are those of a recipe."""
+    """The data of a stage's script, read and tokenized in the same way: the settings are those of a recipe."""
 
     name: Stage
     "base, mid, sft or caption"
@@ -135,22 +137,26 @@ class StageData:
 
 @settings
 class DataPlan:
-    """What the runs of a plan learn from. One of the three is given: `documents` or `lengths`, sizes of synthetic
-    chats, the same documents for every run of the same seed and vocabulary; or `stage`, what a stage's script reads."""
+    """The data of a plan's runs. Exactly one of three is given: `documents` or `lengths`, sizes of synthetic chats,
+    with the same documents for every run of the same seed and vocabulary; or `stage`, the data of a stage's script.
+    """
 
     row_length: Positive
     "data.row_length of packed runs"
     documents: LognormalLengths | None = None
     lengths: str | None = None
-    "a JSON file beside the plan: `positions` and `targets` of real documents, in the order in which they are taken"
+    "a JSON file next to the plan: `positions` and `targets` of real documents, in order"
     stage: StageData | None = None
-    "what models with an encoder need: a made-up text says nothing of a picture"
+    "input for models with an encoder: a made-up text says nothing about a picture"
     seed: NonNegative = 0
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """share of each document's positions that are trained, at its end, as an answer is; 1: all tokens; not with
-    `lengths`"""
+    """share of each document's positions that are targets, at its end like an answer; 1: all tokens; not
+    with `lengths`
+    """
     zipf: Annotated[float, Field(ge=0.0)] = 1.0
-    "tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the vocabulary: what a model can learn of them"
+    """exponent of the token distribution: tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the
+    vocabulary, which a model can learn
+    """
 
 
 @settings
@@ -178,14 +184,14 @@ class RunPlan:
     parallelism: Parallelism | None = None
     "sizes of the mesh; null: those of the topology's file"
     baseline: str | None = None
-    "the run that its tokens/s are divided by"
+    "run whose tokens/s are the denominator of the ratio"
     same_loss_as: str | None = None
-    "the run that its losses are compared with, step by step"
+    "run whose losses are compared with this run's, step by step"
     environment: dict[str, str] = field(default_factory=dict)
     warm_from: str | None = None
-    "an earlier run whose compiler caches this one starts with; null: empty ones"
+    "earlier run whose compiler caches this run starts with; null: empty caches"
     worker: str | None = None
-    "a script beside the plan that trains in the project's place; null: sftkit"
+    "script next to the plan that trains instead of the project; null: sftkit"
     options: dict[str, Any] = field(default_factory=dict)
     "arguments of that script"
 
@@ -197,8 +203,9 @@ class RunPlan:
 
 @settings
 class Ablations:
-    """Runs that each change a little of one run, `of`: they have its steps, the name `of: label`, and it
-    as their baseline."""
+    """Runs that each change one run, `of`, a little: they have its steps, the name `of: label`, and `of` as
+    their baseline.
+    """
 
     of: str
     each: dict[str, dict[str, Any]]
@@ -217,7 +224,7 @@ class BenchPlan:
     runs: tuple[RunPlan, ...]
     ablations: Ablations | None = None
     timeout_seconds: Positive = 900
-    "of one run"
+    "for each run"
 
 
 def slug(name: str) -> str:
@@ -244,7 +251,7 @@ def read_plan(path: Path) -> BenchPlan:
 
 
 def _wrong(error: ErrorDetails, keys: KeyPath) -> str:
-    """Return what is wrong, in words."""
+    """Return the errors as text."""
     if error["type"] in ("missing", "missing_argument"):
         return "is required"
     if error["type"] == "unexpected_keyword_argument":
@@ -255,7 +262,7 @@ def _wrong(error: ErrorDetails, keys: KeyPath) -> str:
 
 
 def _class_at(keys: KeyPath) -> Any:
-    """Return the class whose fields stand at these keys of a plan."""
+    """Return the class that defines the fields at these keys of a plan."""
     inside = {
         "data": DataPlan,
         "documents": LognormalLengths,
@@ -271,24 +278,24 @@ def _class_at(keys: KeyPath) -> Any:
 
 
 def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
-    """Return the runs of the plan, then those that its ablations make."""
+    """Return the runs of the plan, then those of its ablations."""
     ablations = plan.ablations
     base = next((run for run in plan.runs if ablations and run.name == ablations.of), None)
     if ablations is None or base is None:
         return list(plan.runs)
-    # An ablation is compared with its base alone; a loss that it changes on purpose is held to none.
+    # An ablation is compared only with its base; if it changes the loss on purpose, its loss is not checked.
     base = replace(base, baseline=base.name, same_loss_as=None, warm_from=None)
     changes = {f"{base.name}: {label}": {**base.set, **change} for label, change in ablations.each.items()}
     return [*plan.runs, *(replace(base, name=name, set=changed) for name, changed in changes.items())]
 
 
 def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
-    """Yield what is wrong between the parts of a plan: names, references, steps, lengths."""
+    """Yield the contradictions between the parts of a plan: names, references, steps, lengths."""
     names = [run.name for run in runs]
     yield from (f'runs: "{name}" is given {n} times' for name, n in Counter(names).items() if n > 1)
     for folder, n in Counter(slug(name) for name in dict.fromkeys(names)).items():
         if n > 1:
-            yield f'runs: {n} names would share the folder "{folder}": tell them apart by letters or digits'
+            yield f'runs: {n} names would share the folder "{folder}": give them different letters or digits'
     if plan.ablations:
         yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
     documents = plan.data.documents
@@ -304,7 +311,7 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
         for key, name in (("baseline", run.baseline), ("same_loss_as", run.same_loss_as)):
             yield from (f"runs.{i}.{key}: {text}" for text in not_runs([name] if name else [], names))
         if run.warm_from is not None and run.warm_from not in names[:i]:
-            yield f'runs.{i}.warm_from: "{run.warm_from}" is no earlier run'
+            yield f'runs.{i}.warm_from: "{run.warm_from}" is not an earlier run'
         yield from (f"runs.{i}.{text}" for text in wrong_processes(run.started))
         steps = run.steps or plan.steps
         timed = steps.total - steps.warm_up
@@ -322,23 +329,23 @@ def not_runs(wanted: list[str], names: list[str]) -> Iterator[str]:
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            yield f'"{name}" is no run. ' + (f'Did you mean "{near[0]}"?' if near else f"Runs: {', '.join(names)}")
+            yield f'"{name}" is not a run. ' + (f'Did you mean "{near[0]}"?' if near else f"Runs: {', '.join(names)}")
 
 
 class Lengths(NamedTuple):
-    """Documents by their sizes, in the order in which they are taken."""
+    """Documents by their sizes, in order."""
 
     positions: list[int]
-    "row positions of each"
+    "row positions of each document"
     targets: list[int]
-    "of these, trained ones, at its end"
+    "number of targets at the end of each"
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Return what a file that `data.lengths` names holds.
+    """Read the file of `data.lengths`.
 
     Raises:
-        ConfigError: it is not there, or is no such file.
+        ConfigError: the file is missing or has another format.
     """
     try:
         found = json.loads(path.read_text())
@@ -362,15 +369,15 @@ _OWN = {
     "model.scratch": "it comes from models",
     "data.train": "the documents are those of the plan's data",
 }
-"Settings that the bench fills in, and where from."
+"Settings that the bench fills in, and their sources."
 
 
 @settings
 class Job(RunPlan):
-    """One resolved run: everything that its process needs."""
+    """One resolved run with everything that its process needs."""
 
     fields: dict[str, Any]
-    "of the transformers config that `model` names"
+    "fields of the transformers config that `model` names"
     config: Config
     data: DataPlan
     steps: Steps
@@ -378,12 +385,12 @@ class Job(RunPlan):
 
     @property
     def folder(self) -> Path:
-        """Return where its job.json, log.txt, metrics.jsonl and row.json lie."""
+        """Return the folder of its job.json, log.txt, metrics.jsonl and row.json."""
         return Path(self.config.run.dir)
 
 
 def save_job(job: Job) -> Path:
-    """Write job.json into the job's folder, which is made, and return its path."""
+    """Create the job's folder, write job.json into it, and return its path."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "job.json"
     path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
@@ -391,12 +398,13 @@ def save_job(job: Job) -> Path:
 
 
 def read_job(path: Path) -> Job:
-    """Return what `save_job` wrote."""
+    """Read the job that `save_job` wrote."""
     return TypeAdapter(Job).validate_json(path.read_bytes())
 
 
 def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
-    """Return the runs of a plan: ablations expanded, settings checked as those of a recipe are; results go under `out`.
+    """Return the runs of a plan: ablations expanded, settings checked like those of a recipe, results in folders
+    under `out`.
 
     Args:
         only: names of the runs to return; None: all.
@@ -406,7 +414,7 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     """
     # Report contradictions within the plan first: they would reject its runs for reasons that only follow from them.
     plan = read_plan(path)
-    if plan.data.lengths is not None:  # a path that holds anywhere
+    if plan.data.lengths is not None:  # a path that does not depend on the working directory
         lengths = str((path.parent / plan.data.lengths).absolute())
         plan = replace(plan, data=replace(plan.data, lengths=lengths))
     runs = expanded_runs(plan)
@@ -440,7 +448,7 @@ def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
     """Resolve a run of the plan.
 
     Raises:
-        ConfigError: its worker or its settings are wrong.
+        ConfigError: its worker or its settings are invalid.
     """
     steps = run.steps or plan.steps
     worker = None if run.worker is None else path.parent / run.worker
@@ -458,10 +466,10 @@ def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
 
 
 def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
-    """Return the recipe of a run: the plan's defaults, `set` over them, and what the bench fills in.
+    """Return the recipe of a run: the plan's defaults, then `set`, then the settings that the bench fills in.
 
     Raises:
-        ConfigError: with the places in the plan, not in the recipe that is made of it.
+        ConfigError: names places in the plan, not in the recipe made from it.
     """
     flat = dict(_leaves(plan.defaults)) | run.set
     own = [f"{path}: run {run.name}: {key}: is not set here, {reason}" for key, reason in _OWN.items() if key in flat]
@@ -484,7 +492,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
         for parent in parents:
             tree = tree.setdefault(parent, {})
         tree[last] = value
-    # Read it as a file, so that it is checked as every recipe is. Errors name the place in the plan.
+    # Read it as a file, so that it is checked like every recipe. Errors name the place in the plan.
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(render_yaml(sections))
@@ -497,7 +505,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
 
 
 def _sources(data: DataPlan) -> dict[str, Any]:
-    """Return the sections of a recipe that say what is learned from, and with which tokenizer."""
+    """Return the sections of a recipe that define the data and the tokenizer."""
     if data.stage is None:
         return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
     plain = TypeAdapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)

@@ -1,7 +1,8 @@
-"""Run a bench plan: each run in a separate process, its results written when it ends, a table last.
+"""Run a bench plan: each run in a separate process, its results written when it ends, and a table at the end.
 
 python -m labs.bench PLAN.yaml [--out DIR] [--only NAME ...] [--ahead]
-python -m labs.bench --report results.json"""
+python -m labs.bench --report results.json
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from sftkit.runtime.signals import exit_on_signals
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Return median, extremes and all windows of a quantity; None where it is unknown."""
+    """Return median, extremes and all windows of a quantity; None if it is unknown."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -39,7 +40,7 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def row_head(job: Job) -> dict[str, Any]:
-    """Return what a row says of its run whether or not it succeeds."""
+    """Return the part of a row that does not depend on the run's success."""
     same = ("name", "model", "set", "options", "environment", "warm_from", "baseline", "same_loss_as", "topology")
     return {
         **{key: getattr(job, key) for key in same},
@@ -51,8 +52,7 @@ def row_head(job: Job) -> dict[str, Any]:
 
 
 def graphs_of(folder: Path) -> list[dict[str, str]]:
-    """Return what graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its
-    size, in order."""
+    """Return the graph.dump files of a run's largest shape: each graph, its pass and its size, in order."""
     files = sorted((folder / GRAPHS).glob("*/*.txt"))
     shapes = (path.parent.name for path in files)  # ROWSxLENGTH
     largest = max(shapes, key=lambda shape: math.prod(map(int, shape.split("x"))), default=None)
@@ -70,11 +70,11 @@ def measured_row(
 ) -> dict[str, Any]:
     """Return speed, memory, padding and losses from the logged lines of a run.
 
-    Memory is that of all steps, speed that of the timed windows, a loss the mean per target of its window. Tokens/s are
-    those of all ranks together, and of one rank on average in tok_per_sec_per_gpu.
+    Memory covers all steps, speed the timed windows; a loss is the mean per target of its window. Tokens/s are the
+    sum over all ranks, and in tok_per_sec_per_gpu the average over ranks.
 
     Args:
-        documents: of all ranks in the steps after one step, up to another; None: unknown.
+        documents: number of documents of all ranks between two steps; None: unknown.
     """
     windows = [line for line in lines if line["step"] > steps.warm_up]
 
@@ -104,12 +104,11 @@ def measured_row(
 
 
 def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what every rank counted, and for the row the most of it on any rank: one recompile anywhere
-    is a recompile.
+    """Return every rank's counts, and for the row the maximum over ranks: one recompile anywhere is a recompile.
 
     Args:
-        ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
-            counters by name.
+        ranks: one entry for each rank, in order: peak_memory_gib, reserved_memory_gib (None if unknown) and compile,
+            its counters by name.
     """
     sizes = ("peak_memory_gib", "reserved_memory_gib")
     return {
@@ -120,11 +119,11 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
-    """Run a job in this process and write its row, which says so if the run failed; the exit code is 1 then.
+    """Run a job in this process and write its row. If the run failed, the row records it and the exit code is 1.
 
-    Of several ranks the main one writes the row; one that fails writes in its place, and the first to do so is kept.
+    The main rank writes the row for all ranks; a failing rank writes it instead, and the first row is kept.
     """
-    # From the environment: the error may be that the process group could not be made.
+    # Read from the environment: the error may be that the process group could not be created.
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         row = run(job)
@@ -142,12 +141,13 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:
-    """Write row.json into the run's folder, for the bench to read when the processes have ended; a row that
-    is there stays."""
+    """Write row.json into the run's folder, for the bench to read when the processes have ended; an existing
+    row stays.
+    """
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))
     with suppress(FileExistsError):
-        os.link(temporary, job.folder / "row.json")  # whole or not at all, and the first one wins
+        os.link(temporary, job.folder / "row.json")  # written atomically, and the first one wins
     temporary.unlink()
 
 
@@ -155,13 +155,13 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 
 def main() -> int:
-    """Run a plan, or print earlier results, as the words say. Return the exit code: 1 if a run failed."""
+    """Run a plan or print earlier results, as the arguments request. Return the exit code: 1 if a run failed."""
     prog = running(f"{program_path('python')} -m labs.bench")
     words = Parser((__doc__ or "").partition("\n")[0], prog=prog)
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
-    words.add_argument("--ahead", action="store_true", help="start each run while the one before it is at work")
+    words.add_argument("--ahead", action="store_true", help="start each run during the previous one")
     words.add_argument("--report", type=path, metavar="RESULTS.json", help="print the tables of earlier results")
     args = words.parse_args()
     if (args.plan is None) == (args.report is None):
@@ -175,16 +175,16 @@ def main() -> int:
 
 
 def bench(plan: Path, out: Path, only: list[str] | None = None, *, ahead: bool = False) -> dict[str, Any]:
-    """Run a plan, one run after the other. out/results.json is whole after each of them, out/report.md too.
+    """Run a plan, one run after the other. out/results.json and out/report.md are complete after each run.
 
     Args:
-        ahead: have the processes of each run import while the run before it is at work.
+        ahead: whether the processes of each run import during the previous run.
 
     Returns:
-        what results.json holds.
+        contents of results.json.
 
     Raises:
-        ConfigError: the plan is wrong, or `out` holds results already.
+        ConfigError: the plan is invalid, or `out` already holds results.
     """
     jobs = read_jobs(plan, out, only)
     if (out / "results.json").exists():
@@ -192,7 +192,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None, *, ahead: bool =
     out.mkdir(parents=True, exist_ok=True)
     called = time.strftime("%Y-%m-%d %H:%M:%S")
     results: dict[str, Any] = {"plan": str(plan), "started": called, "machine": {}, "runs": []}
-    # Caches live as long as the call: a later one must not start warm.
+    # Caches live as long as the call: a later call must not start warm.
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as folder:
         caches = Path(folder)
         with Runs([with_saved_code(job, jobs, caches) for job in jobs], caches, ahead=ahead) as runs:
@@ -203,7 +203,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None, *, ahead: bool =
                 over_ceiling(row, results["machine"])
                 add_scaling(row, results["runs"])
                 results["runs"].append(row)
-                # Each is replaced as a whole: a kill leaves those of the run before.
+                # Each file is replaced atomically: if the bench is killed, the results of the earlier runs remain.
                 replace_text(out / "results.json", json.dumps(results, indent=1))
                 replace_text(out / "report.md", markdown_report(results))
                 print_text(f"[{number}/{len(jobs)}] {result_line(row)}")
@@ -220,8 +220,9 @@ def machine_ceilings(out: Path) -> dict[str, Any]:
 
 
 def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
-    """Return the job with compile.cache where others start warm from it, or it from another: that one saves its
-    compiled code in a file, and the others load it."""
+    """Return the job with compile.cache if other runs start warm from it, or if it starts from another run: the first
+    saves its compiled code in a file, and the others load it.
+    """
     source = job.warm_from or (job.name if any(other.warm_from == job.name for other in jobs) else None)
     if source is None:
         return job
@@ -230,10 +231,10 @@ def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
 
 
 def _finished(run: Started) -> dict[str, Any]:
-    """Wait for a run, and return its row, which says so if the run failed."""
+    """Wait for a run and return its row, which records a failure."""
     job, written = run.job, run.job.folder / "row.json"
     ended = finish_logged(run.command, job.timeout_seconds)
-    # A process may end badly after its row was written, or without one: then the row says how it ended.
+    # A process may fail after its row was written, or without a row: then the row records how it ended.
     row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**row_head(job), "error": None}
     if row["error"] is None and (ended or not written.exists()):
         row["error"] = ended or "it wrote no row"
@@ -246,14 +247,16 @@ def _finished(run: Started) -> dict[str, Any]:
 
 
 def over_ceiling(row: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Add mfu_of_ceiling: the MFU over what matrix products reach on this machine instead of the datasheet."""
+    """Add mfu_of_ceiling: the MFU relative to the matrix products measured on this machine instead of the datasheet."""
     datasheet, ceiling = machine.get("datasheet_tflops"), machine.get("matmul_tflops")
     mfu = row.get("mfu")
     row["mfu_of_ceiling"] = mfu["median"] * datasheet / ceiling if mfu and datasheet and ceiling else None
 
 
 def add_scaling(row: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
-    """Add scaling: tokens/s per GPU over those of a baseline of another number of GPUs; None without one that ran."""
+    """Add scaling: tokens/s per GPU over those of a baseline on another number of GPUs; None if no
+    such baseline ran.
+    """
     base = next((other for other in earlier if other["name"] == row["baseline"] and not other["error"]), None)
     row["scaling"] = None
     if base and not row["error"] and row["world_size"] != base["world_size"]:

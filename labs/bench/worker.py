@@ -1,7 +1,8 @@
-"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a
-stage.
+"""Run one job of a plan in this process: assembled like a stage's script, with synthetic documents or those of
+a stage.
 
-python -m labs.bench.worker JOB.json"""
+python -m labs.bench.worker JOB.json
+"""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ from sftkit.train.parts import EncodedDocuments, LoadedModel, Run, TrainServices
 
 
 def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
-    """Return chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal,
-    or of a file.
+    """Return chat-like documents of Zipf tokens. Unless all tokens are targets, each begins with a prompt without
+    targets. Lengths are lognormal, or from a file.
 
     A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
 
@@ -56,7 +57,8 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     rng = np.random.default_rng(data.seed)
     lengths, targets = _sizes(data, rng)
     offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
-    # Tokens by inverse transform sampling: a uniform number is looked up in the cumulated probabilities of the ranks.
+    # Draw tokens by inverse transform sampling: look a uniform number up in the cumulative probabilities
+    # of the ranks.
     weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
     token_of_rank = rng.permutation(vocab_size).astype(np.int32)
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
@@ -81,33 +83,33 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model whose weights are random."""
+    """A model with random weights."""
 
     fields: dict[str, Any]
-    "of a transformers config, with model_type"
+    "fields of a transformers config, with model_type"
     seed: int
     precision: str
-    "bf16 or fp32, the dtype of the parameters"
+    "dtype of the parameters: bf16 or fp32"
     attention: str | None = None
-    "transformers' attn_implementation; None: its own of this model"
+    "transformers' attn_implementation; None: the model's default"
 
 
 def new_model(
     spec: ModelSpec, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
-    """Return a model with random weights, made on the device and rounded to bf16, in fp32 too, so that all runs start
-    from the same ones.
+    """Return a model with random weights, made on the device and rounded to bf16, even in fp32, so that all runs
+    start from the same weights.
 
     Args:
-        tokenizer: what special ids and, where fields have none, the vocabulary come from; None: tokens are made up.
+        tokenizer: source of special ids and, if `fields` has none, of the vocabulary; None: tokens are made up.
 
     Raises:
-        ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
+        ConfigError: the model has an encoder but tokens are made up, or it has too few rows for the tokenizer.
     """
-    # The random numbers of a device differ from those of another: runs that are compared are made on one kind.
+    # Random numbers differ between devices: compared runs are made on one kind.
     torch.manual_seed(spec.seed)
     if tokenizer is None:
-        # A copy: a config of two parts takes their fields out of what it is given.
+        # A copy: a composite config removes the fields of its parts from its argument.
         config = AutoConfig.for_model(**deepcopy(spec.fields))
         check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
     else:
@@ -118,9 +120,9 @@ def new_model(
     if tokenizer is not None:
         check_rows(model, tokenizer)
         kind_of(config).prepare(model, tokenizer)
-    for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay in fp32
         parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[spec.precision])
-    # The fp32 weights of the initialisation are no part of the run's peak.
+    # The fp32 weights of the initialisation do not count in the run's peak.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -129,12 +131,12 @@ def new_model(
 
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
-"Stage -> its objective, where its script names another one than NextToken."
+"Stage -> its objective, if its script uses another one than NextToken."
 
 
 @dataclass(frozen=True)
 class NoCheckpoints:
-    """The checkpoints that train.loop asks for, where nothing is saved."""
+    """Stand-in for the checkpoints in train.loop: nothing is saved."""
 
     run_dir: Path
     resumed_from: Path | None = None
@@ -152,7 +154,7 @@ class NoCheckpoints:
         """Do nothing: there are no later checkpoints."""
 
     def finish(self) -> None:
-        """Do nothing: no save is under way."""
+        """Do nothing: no save is in progress."""
 
     def ended_saves(self) -> tuple[()]:
         """Return nothing: no save has ended."""
@@ -160,21 +162,22 @@ class NoCheckpoints:
 
 
 class Probe(Tracker):
-    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak memory and the
-    compiler's counters, and has the clock sampled when those steps are over."""
+    """A tracker that also records on every rank when the first steps are done on the device, the peak memory and the
+    compiler's counters. It starts sampling the clock when those steps are over.
+    """
 
     noted: tuple[int, ...] = (1,)
-    "steps whose end is noted"
+    "steps whose end is recorded"
     ended: dict[int, float]
     clock: ClockSamples
     peak_memory_gib: float = 0.0
     compile: dict[str, float | None]
 
     def advance(self, step: int) -> None:
-        """Note the time, with nothing left to do on the device, where the end of this step is asked for."""
+        """If the end of this step is requested, wait for the device and record the time."""
         super().advance(step)
         if step in self.noted:
-            # Without this the time would be that of the launches.
+            # Without waiting, the time would be that of the launches.
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.ended[step] = time.perf_counter()
@@ -189,7 +192,7 @@ class Probe(Tracker):
 
 
 def joined(job: Job) -> runtime.Runtime:
-    """Return the runtime of this process among those that the plan asks for.
+    """Return the runtime of this process in the group that the plan requests.
 
     Raises:
         ConfigError: fewer or more processes have joined.
@@ -198,14 +201,14 @@ def joined(job: Job) -> runtime.Runtime:
     rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
     if rt.world_size != job.processes:
         raise ConfigError(
-            f"run {job.name}: each process sees {rt.world_size} of the {job.processes} that topology "
-            f"{job.topology} was to start: it needs a GPU for each, or use_cpu: true in its file"
+            f"run {job.name}: each process sees {rt.world_size} of the {job.processes} that topology {job.topology} "
+            "should start: it needs a GPU for each, or use_cpu: true in its file"
         )
     return rt
 
 
 def train_job(job: Job) -> dict[str, Any]:
-    """Train as the job says, and return its row."""
+    """Train the job and return its row."""
     with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
         return measured_run(job, rt)
 
@@ -217,8 +220,7 @@ def batches_of(
     tokenizer: PreTrainedTokenizerBase | None,
     objective: Objective,
 ) -> Batches:
-    """Return what a job trains on, laid out: synthetic documents, or what a stage's script would read, from the cache
-    if it is there."""
+    """Return a job's data as batches: synthetic documents, or those of a stage's script, from the cache if possible."""
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
@@ -232,8 +234,8 @@ def batches_of(
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     """Return the row of a job in a process that has joined its group."""
     cfg, stage = job.config, job.data.stage
-    # As train.assemble makes a model, but with random weights and the same ones in every run.
-    # The tokenizer of data.stage is trained by the first run of a bench for all of them; None: tokens are made up.
+    # Make the model as train.assemble does, but with random weights, the same in every run. The first run of a bench
+    # trains the tokenizer of data.stage for all; None: tokens are made up.
     learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
     tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
     orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision), rt.device, tokenizer)
@@ -245,7 +247,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)
     batches = batches_of(job, rt, orig_model, tokenizer, objective)
 
-    # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
+    # The seconds of the first steps count from here: they include the engine's warm-up, which compiles.
     started = time.perf_counter()
     engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))

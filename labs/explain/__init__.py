@@ -1,2 +1,3 @@
-"""What the compiler makes of a model, measured here and now: where its graph breaks, which module is to blame, which
-kernels come out."""
+"""Explain what the compiler does with a model, measured on this machine: graph breaks, the guilty module, the
+generated kernels.
+"""

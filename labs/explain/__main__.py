@@ -4,7 +4,7 @@ from sftkit.runtime.script import script
 
 
 def main() -> int:
-    """Explain what the words name, and return the exit code."""
+    """Explain the subject of the arguments and return the exit code."""
     from labs.explain import run
 
     return run.main()

@@ -1,5 +1,6 @@
-"""The smallest module that breaks, that is compiled again, or that differs from eager: found from the top down,
-confirmed from the bottom up, and written as a script of its own."""
+"""Find the smallest module that breaks the graph, recompiles, or differs from eager: search from the top down,
+confirm from the bottom up, and write a script that reproduces it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config  # private: fallback_random has no public name (pytorch/pytorch#141645)
-from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile traverses arguments this way
 
 from labs.explain.breaks import TorchLogHandler, listening
 from labs.explain.subject import ModuleCall, Subject
@@ -25,13 +26,14 @@ from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Dtype -> most of |compiled - eager| / |eager| (norms of whole tensors) that rounding explains: about 1,000 units of
-the last place in fp32, 6 in bf16, where a fused kernel rounds once and eager after each operator."""
+"""Dtype -> largest |compiled - eager| / |eager| (norms of whole tensors) that rounding explains: about 1,000 units of
+the last place in fp32, 6 in bf16, where a fused kernel rounds once and eager after each operator.
+"""
 
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """The tensor that is farthest from eager, of all outputs and gradients."""
+    """The output or gradient with the largest difference from eager."""
 
     name: str
     relative: float
@@ -39,12 +41,12 @@ class LargestDifference:
 
     @property
     def allowed(self) -> float:
-        """Return the relative difference that rounding explains in this dtype; 0.0 for whole numbers."""
+        """Return the relative difference that rounding explains in this dtype; 0.0 for integers."""
         return ALLOWED.get(self.dtype, 0.0)
 
     @property
     def beyond(self) -> bool:
-        """Return whether it is more than is allowed; NaN is."""
+        """Return whether the difference exceeds the limit; NaN does."""
         return not self.relative <= self.allowed
 
     def __str__(self) -> str:
@@ -53,11 +55,12 @@ class LargestDifference:
 
 
 def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[..., Any]) -> LargestDifference:
-    """Run a module both ways on the same inputs and random numbers, forward and backward, and return the largest
-    difference. A gradient that compiled code does not give is as far away as can be; a module that returns no tensor
-    does not differ."""
+    """Run a module compiled and eagerly on the same inputs and random numbers, forward and backward, and return the
+    largest difference. A gradient missing in compiled code counts as the largest possible difference; a module that
+    returns no tensor does not differ.
+    """
     eager = output_values(module, module, call.args, call.kwargs)
-    with torch._inductor.config.patch(fallback_random=True):  # else Inductor draws other random numbers than eager
+    with torch._inductor.config.patch(fallback_random=True):  # otherwise Inductor draws other random numbers than eager
         other = output_values(module, compiled, call.args, call.kwargs)
     found = [
         LargestDifference(
@@ -65,14 +68,13 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
         )
         for name, tensor in eager.items()
     ]
-    # By the share of what is allowed: a bf16 output may be farther off than an fp32 gradient and still be the better
-    # one.
+    # Compared relative to the limit: a bf16 output may be farther off than an fp32 gradient and still be better.
     none = LargestDifference("no output", 0.0, torch.float64)
     return max(found, key=lambda one: one.relative / (one.allowed or 1.0), default=none)
 
 
 def output_values(module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-    """Return outputs and, where there are any, gradients of a sum of them with fixed signs, by name."""
+    """Return outputs by name and, if there are any, gradients of their sum with fixed signs."""
     torch.manual_seed(0)
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()), (args, kwargs)
@@ -83,7 +85,7 @@ def output_values(module: Any, function: Callable[..., Any], args: Any, kwargs: 
     inputs = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad)
     leaves: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     leaves |= {f"input {index}": tensor for index, tensor in enumerate(inputs)}
-    # In fp32, with signs that no symmetry of a model cancels.
+    # In fp32, with signs that do not cancel under a symmetry of the model.
     flat = [tensor.float().flatten() for tensor in named.values() if tensor.requires_grad]
     signs = (torch.cos(torch.arange(len(each), device=each.device, dtype=torch.float32)) for each in flat)
     total = sum(((each * sign).sum() for each, sign in zip(flat, signs, strict=True)), torch.zeros(()))
@@ -94,8 +96,9 @@ def output_values(module: Any, function: Callable[..., Any], args: Any, kwargs: 
 
 
 def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return |value - reference| / |reference|, norms of whole tensors; infinite where shapes differ, or where one
-    alone is not finite."""
+    """Return |value - reference| / |reference|, norms of whole tensors; infinite if shapes differ, or if only
+    one is finite.
+    """
     if value.shape != reference.shape or not torch.equal(value.isfinite(), reference.isfinite()):
         return float("inf")
     a, b = (tensor.double().nan_to_num(posinf=0.0, neginf=0.0) for tensor in (value, reference))
@@ -103,15 +106,15 @@ def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 DISABLED = "torch.compiler.disable"
-"In the reason of a break that leaving a module out of the graph makes."
+"Marks, in the reason of a break, a break caused by leaving a module out of the graph."
 
 
 @dataclass(frozen=True)
 class ProbedModule:
-    """A module of the subject, and what it was called with in an eager pass of each of the subject's calls."""
+    """A module of the subject, and its arguments in an eager pass of each of the subject's calls."""
 
     path: str
-    "as in get_submodule; empty: the whole"
+    "path as in get_submodule; empty: the whole model"
     module: torch.nn.Module
     call: ModuleCall
     again: ModuleCall
@@ -124,19 +127,19 @@ class ProbedModule:
 
     @property
     def where(self) -> str:
-        """Return where its forward is: FILE:LINE."""
+        """Return the location of its forward: FILE:LINE."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 @dataclass(frozen=True)
 class BisectQuestion:
-    """What is asked of each module."""
+    """A question asked about each module."""
 
     name: str
     title: str
     ask: Callable[[ProbedModule, str], str | None]
-    """(module, backend) -> what was found when it was compiled by itself and called; None: nothing"""
+    """(module, backend) -> the finding for the module compiled alone and called; None: no finding"""
 
 
 @dataclass(frozen=True)
@@ -145,14 +148,15 @@ class BisectAnswer:
 
     question: str
     guilty: tuple[ProbedModule, ...]
-    "the smallest modules, the one with the fewest parts first; (): nothing was found"
+    "the smallest modules, the one with the fewest parts first; (): no finding"
     message: str
-    "what was found in the first"
+    "finding for the first of them"
     steps: tuple[tuple[str, str | None], ...]
-    "(module, what was found in it alone), in order"
+    "(module, its own finding), in order"
     confirmed: bool | None
-    """whether the whole is without fault when these modules alone are left out of the graph; None: there is no whole
-    without them"""
+    """whether the whole has no fault when only these modules are left out of the graph; None: nothing remains
+    without them
+    """
 
 
 def _breaks(probed: ProbedModule, backend: str) -> str | None:
@@ -163,19 +167,19 @@ def _breaks(probed: ProbedModule, backend: str) -> str | None:
 
 
 def recompiles_on_values(probed: ProbedModule, backend: str) -> str | None:
-    """Return the guard that fails when shapes are the same and values differ; None: none does."""
+    """Return the guard that fails for the same shapes with other values; None if none does."""
     return next(iter(_compiled(probed, probed.call, probed.again, backend, dynamic=False).recompiles()), None)
 
 
 def recompiles_on_shapes(probed: ProbedModule, backend: str) -> str | None:
-    """Return the guard that fails at another shape, although sizes are symbols from the start; None: none does."""
+    """Return the guard that fails for another shape although sizes are symbolic from the start; None if none does."""
     if probed.other is None:
         return None
     return next(iter(_compiled(probed, probed.call, probed.other, backend, dynamic=True).recompiles()), None)
 
 
 def differs(probed: ProbedModule, backend: str) -> str | None:
-    """Return the output or gradient that is farther from eager than its dtype explains; None: none is."""
+    """Return the output or gradient whose difference from eager exceeds rounding in its dtype; None if none does."""
     with listening():
         found = difference(probed.module, probed.call, torch.compile(probed.module, backend=backend, dynamic=False))
     return str(found) if found.beyond else None
@@ -190,15 +194,15 @@ QUESTIONS = (
 
 
 def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAnswer:
-    """Ask the whole; then its parts, each compiled by itself, down to those whose own parts are without fault; then the
+    """Test the whole; then its parts, each compiled alone, down to modules whose own parts have no fault; then the
     whole again with those left out of the graph.
 
     Args:
-        backend: of torch.compile.
+        backend: backend of torch.compile.
     """
     with subject.around():
         modules_by_path = called_modules(subject)
-        # Answers are kept by path, and by what modules that look alike have in common.
+        # Answers are cached by path, and by the properties that similar modules share.
         steps: list[tuple[str, str | None]] = []
         answers: dict[Any, str | None] = {}
 
@@ -209,9 +213,9 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
             return answers.get(probed.path, answers[_alike(probed)])
 
         def smallest(probed: ProbedModule) -> list[tuple[ProbedModule, str]]:
-            """Return the smallest modules inside one that have the fault, each with what was found."""
+            """Return the smallest modules inside one that have the fault, each with its finding."""
             children = children_of(probed.path, modules_by_path)
-            # Blocks that look alike are asked once, and one by one where none of those has the fault.
+            # Similar blocks are tested once, and one by one only if the representative has no fault.
             for known in (True, False):
                 found = [one for child in children if ask(child, known=known) for one in smallest(child)]
                 if found:
@@ -222,7 +226,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
         if ask(whole) is None:
             return BisectAnswer(question.name, (), "", tuple(steps), None)
         guilty = sorted(smallest(whole), key=lambda found: len(list(found[0].module.modules())))
-        # The other direction: without them the whole must be without fault.
+        # The other direction: without them the whole must have no fault.
         modules = tuple(probed for probed, _ in guilty)
         confirmed = None
         if whole not in modules:
@@ -232,7 +236,7 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
 
 
 def called_modules(subject: Subject) -> dict[str, ProbedModule]:
-    """Return the modules that an eager pass calls, by path, with what each was given at its first call."""
+    """Return the modules that an eager pass calls, by path, with the arguments of their first call."""
     first, again = (_inputs(subject.module, call) for call in (subject.call, subject.again))
     other = _inputs(subject.module, subject.other) if subject.other else {}
     return {
@@ -242,12 +246,12 @@ def called_modules(subject: Subject) -> dict[str, ProbedModule]:
 
 
 def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
-    """Return path -> arguments of the first call of each module, copied: some are changed in place later."""
+    """Return path -> arguments of the first call of each module, copied because some are changed in place later."""
     found: dict[str, ModuleCall] = {}
 
     def keep(path: str, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path not in found:
-            # Detached: a leaf of a graph that is gone could not be given a gradient again.
+            # Detached: a leaf of a discarded graph could not get a gradient again.
             copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
             found[path] = ModuleCall(copied[0], copied[1], call.shape)
 
@@ -260,7 +264,7 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
 
 
 def children_of(path: str, modules_by_path: dict[str, ProbedModule]) -> list[ProbedModule]:
-    """Return the nearest modules inside one that were called: a list of modules is none."""
+    """Return the nearest called modules inside one; a list of modules is not called."""
     inside = [name for name in modules_by_path if name != path and (not path or name.startswith(f"{path}."))]
     nearest = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
     return [modules_by_path[name] for name in nearest]
@@ -268,7 +272,7 @@ def children_of(path: str, modules_by_path: dict[str, ProbedModule]) -> list[Pro
 
 @contextmanager
 def excluded(modules: tuple[ProbedModule, ...]) -> Iterator[None]:
-    """Run these modules, inside, as plain Python in a graph around them."""
+    """Run these modules as plain Python within the context, in a graph around them."""
     with ExitStack() as stack:
         for probed in modules:
             probed.module.forward = torch.compiler.disable(probed.module.forward)
@@ -279,17 +283,17 @@ def excluded(modules: tuple[ProbedModule, ...]) -> Iterator[None]:
 def _compiled(
     probed: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, *, dynamic: bool
 ) -> TorchLogHandler:
-    """Return what is heard while a module, compiled by itself, is called: of recompiles those of the second call. In
-    the first, code that several modules share is compiled once for each of them.
+    """Return the logs of calling a module compiled alone; recompiles are those of the second call. In the first call,
+    code that several modules share is compiled once for each of them.
 
     Args:
-        second: None: one call only.
-        dynamic: sizes are symbols from the start.
+        second: arguments of the second call; None: one call only.
+        dynamic: whether sizes are symbolic from the start.
     """
     with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
         compiled = torch.compile(probed.module, backend=backend, dynamic=dynamic)
         compiled(*first.args, **first.kwargs)
-        # What the first call compiles again is its own: modules that share code are compiled once each.
+        # Recompiles in the first call are normal: modules that share code are compiled once each.
         heard.messages["recompiles"].clear()
         if second is not None:
             compiled(*second.args, **second.kwargs)
@@ -297,19 +301,19 @@ def _compiled(
 
 
 def _alike(probed: ProbedModule) -> tuple[Any, ...]:
-    """Return what modules have in common that run the same code on the same shapes."""
+    """Return the properties shared by modules that run the same code on the same shapes."""
     tensors = pytree.tree_leaves((probed.call.args, probed.call.kwargs))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor))
     return type(probed.module), repr(probed.module), shapes
 
 
 SHOWS = 3
-"The exit code of a script that shows its fault."
+"Exit code of a script that shows its fault."
 _MAX_CHARACTERS = 4000
-"Of a tensor that is written into the script; longer ones are drawn at random there."
+"Maximum size of a tensor written into the script; the script draws longer ones at random."
 _TIMEOUT_SECONDS = 600
 
-NEEDS_SFTKIT = "# Needs sftkit beside torch and transformers: this module attends with sftkit's own function."
+NEEDS_SFTKIT = "# Needs sftkit next to torch and transformers: this module attends with sftkit's own function."
 SCRIPT_HEAD = '''"""{title}: {name}
 {where}
 
@@ -388,7 +392,7 @@ print(f"relative difference {{worst:.2g}}, {allowed:g} is allowed")
 sys.exit(0 if worst <= {allowed!r} else {code})
 """,
 }
-# Equal sizes of unrelated dimensions would share a symbol, and so fail a guard (pytorch/pytorch#129456).
+# Equal sizes of unrelated dimensions would share a symbol and so fail a guard (pytorch/pytorch#129456).
 BODY["shapes"] = """
 import torch.fx.experimental._config
 
@@ -397,15 +401,15 @@ torch.fx.experimental._config.use_duck_shape = False  # else sizes that happen t
 
 
 class NotWritable(Exception):
-    """An argument of a module that has no text."""
+    """An argument of a module that cannot be written as text."""
 
 
 def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str, path: Path) -> dict[str, Any]:
-    """Write the script of the smallest guilty module and run it.
+    """Write the script for the smallest guilty module and run it.
 
     Returns:
-        script: its path; None: an argument of the module cannot be written down; text: what it says; shows: whether it
-        showed the fault when it was run; printed: the first line that it printed, or why there is none.
+        script: its path, or None if an argument of the module cannot be written; text: its content; shows: whether it
+        showed the fault when run; printed: its first line of output, or the reason why there is none.
     """
     try:
         text = script_of(subject, finding.guilty[0], finding, title, backend)
@@ -424,12 +428,12 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
     """Return the script of one module.
 
     Raises:
-        NotWritable: an argument has no text.
+        NotWritable: an argument cannot be written as text.
     """
-    # Only questions about a second call have one; the others show their fault in the first.
+    # Only questions about a second call need one; the others show their fault in the first.
     second = {"values": probed.again, "shapes": probed.other}.get(finding.question)
     values = [(call.args, call.kwargs) for call in (probed.call, second) if call]
-    # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
+    # Classes of named tuples among the arguments, and our attention if the model's calls need it.
     imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
     attention = needs = ""
     if any(line.startswith("from sftkit.ops.attention ") for line in imports):
@@ -466,10 +470,10 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
 
 
 def written(value: Any) -> str:
-    """Return a value as Python that makes it again.
+    """Return a value as Python code that creates it again.
 
     Raises:
-        NotWritable: an object of a kind that no constructor here makes.
+        NotWritable: no constructor here makes this kind of object.
     """
     if isinstance(value, torch.Tensor):
         return _tensor(value)
@@ -488,14 +492,13 @@ def written(value: Any) -> str:
 
 
 def _tensor(value: torch.Tensor) -> str:
-    """Return a tensor by value if that is short, else drawn between its smallest and largest value; booleans always by
-    value."""
+    """Return a short tensor by value, a longer one as random values between its extremes; booleans always by value."""
     plain = value.detach().cpu().contiguous()
     kind = str(plain.dtype)
     shape = "".join(f", {size}" for size in plain.shape)
     if plain.numel():
         data = base64.b64encode(zlib.compress(plain.flatten().view(torch.uint8).numpy().tobytes(), 9)).decode()
-        # A mask decides what is computed, so it is kept whatever its length; random booleans would be another fault.
+        # A mask selects the computation, so it is kept at any length; random booleans would be another fault.
         if len(data) <= _MAX_CHARACTERS or plain.dtype == torch.bool:
             return f"tensor({data!r}, {kind}{shape})"
     finite = plain.double()[plain.isfinite()]
@@ -504,7 +507,7 @@ def _tensor(value: torch.Tensor) -> str:
 
 
 def _kinds(values: Any) -> set[type]:
-    """Return the named tuples in arguments: their classes are imported."""
+    """Return the classes of named tuples in arguments, for the imports."""
     if isinstance(values, dict):
         return _kinds(list(values.values()))
     if isinstance(values, tuple | list):

@@ -1,5 +1,6 @@
-"""Where and why a graph breaks, by three instruments, each of which sees what another leaves out; and code that breaks
-graphs, each case with a remedy."""
+"""Find where and why a graph breaks, by three instruments that each see something the others miss; also a list of
+code that breaks graphs, each case with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # private: explain has no public name (pytorch/pytorch#102053)
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
+from torch._dynamo.exc import TorchDynamoException  # raised by fullgraph=True; it has no public name
 from torch.nn import functional as F
 
 from labs.explain.run import refuse_torch_logs
@@ -36,7 +37,7 @@ _EMPTY_HINT = (
     "This graph break may have been caused by an earlier",
     "It may be possible to write Dynamo tracing rules",
 )
-"How hints begin that are no help."
+"Beginnings of hints that do not help."
 DATA_DEPENDENT = "Data-dependent branching"
 
 
@@ -47,11 +48,11 @@ class Break:
     file: str
     line: int
     kind: str
-    "the first line of what Dynamo says"
+    "first line of Dynamo's message"
     explanation: str = ""
     hints: tuple[str, ...] = ()
     given_up: bool = False
-    "the rest of the function is left to Python, not only this line"
+    "whether the rest of the function is left to Python, not only this line"
 
     @property
     def code(self) -> str:
@@ -77,49 +78,49 @@ class TorchLogHandler(logging.Handler):
             self.messages[name].append(record.getMessage())
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
-        """Return whether the record goes to the terminal as ever."""
+        """Return whether the terminal should show the record as usual."""
         return artifact_of(record) not in self.messages
 
     def breaks(self) -> list[Break]:
-        """Return the graph breaks, each place and reason once: the log names one again in every graph that is made
-        anew."""
+        """Return the graph breaks without duplicates: the log repeats a break in every recompiled graph."""
         found: dict[tuple[str, int, str], Break] = {}
         for one in map(read_message, self.messages["graph_breaks"]):
             found.setdefault((*one.location, one.kind), one)
         return list(found.values())
 
     def recompiles(self) -> list[str]:
-        """Return `forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""
+        """Return `forward (FILE:LINE): the guards that failed`, one for each recompiled graph."""
         return [recompile_of(text) for text in self.messages["recompiles"]]
 
 
 @contextmanager
 def listening() -> Iterator[TorchLogHandler]:
-    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code
-    by Python function, which modules share, and does not trace it again.
+    """Keep the logs within the context, starting without compiled code, and forget the compiled code afterwards:
+    Dynamo caches code by Python function, which modules share, and does not trace it again.
 
     Raises:
-        ConfigError: TORCH_LOGS is set, which torch lets win.
+        ConfigError: TORCH_LOGS is set, which overrides the settings here.
     """
     refuse_torch_logs()
-    # dynamo at ERROR: its own warnings would be on the terminal beside what is kept here.
+    # dynamo at ERROR: otherwise its own warnings would appear on the terminal as well.
     heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
+        warnings.simplefilter("ignore")  # Dynamo also warns of some breaks
         torch.compiler.reset()
         yield heard
-        # Afterwards too: code that was compiled for a question would be found by the next one.
+        # Again afterwards: the next question would find code compiled for this one.
         torch.compiler.reset()
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:
-    """Read a message of Dynamo's, from a log, an exception or a reason of `torch._dynamo.explain`.
+    """Parse a message of Dynamo from a log, an exception or a reason of `torch._dynamo.explain`.
 
     Args:
-        file, line: the place, where the message does not have it.
+        file, line: the place, if the message does not contain it.
     """
-    # The place is in the log's own head, else in the user's part of the stack, whose last line is the innermost.
+    # The place is in the log's own header, otherwise in the user's part of the stack, whose last line is
+    # the innermost.
     first = re.match(r"Graph break(?: \([^)]*\))? in user code at (.*):(\d+)\n(?:Graph Break Reason: )?", text)
     if first:
         file, line, text = first[1], int(first[2]), text[first.end() :]
@@ -127,7 +128,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     body, _, user = text.partition("\nfrom user code:")
     if user and (places := _LAST_PLACE.findall(user)):
         file, line = places[-1][0], int(places[-1][1])
-    # A break inside a break is wrapped in lines of its own: the innermost says why.
+    # A nested break is wrapped in additional lines: the innermost has the reason.
     given_up = GIVEN_UP in body
     while wrapper := _WRAPPER.match(body.lstrip()):
         body = body.lstrip()[wrapper.end() :]
@@ -135,7 +136,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     kind = body.partition("\n")[0].strip() or "unknown"
     if kind.startswith("generic_jump"):
         kind = DATA_DEPENDENT
-    # Explanation and hints each reach to the next heading, an empty line or the end.
+    # Explanation and hints each extend to the next heading, an empty line or the end.
     said: dict[str, list[str]] = {"Explanation": [], "Hint": []}
     for heading, words in _PARTS.findall(body):
         said[heading].append(" ".join(words.split()))
@@ -144,7 +145,7 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
 
 
 def recompile_of(text: str) -> str:
-    """Return what a record of the log `recompiles` says: the function, its place, the guards that failed."""
+    """Parse a record of the log `recompiles`: the function, its place, the guards that failed."""
     function = re.search(r"Recompiling function (\S+) in (.*):(\d+)", text)
     guards = [guard.partition(" # ")[0].strip() for guard in re.findall(r"^\s*- \d+/\d+: (.*)$", text, re.M)]
     where = f"{function[1]} ({function[2]}:{function[3]})" if function else "?"
@@ -160,14 +161,14 @@ class GraphBreakCase:
 
     name: str
     kinds: tuple[str, ...]
-    "how the reasons begin that Dynamo gives"
+    "beginnings of Dynamo's reasons"
     breaking: Function
     fixed: Function
     remedy: str
 
 
 def branch(x: Tensor) -> Tensor:
-    """Choose in Python by a tensor's value."""
+    """Branch in Python on a tensor's value."""
     if x.sum() > 0:
         return x * 2
     return x
@@ -193,7 +194,7 @@ def selected(x: Tensor) -> Tensor:
 
 
 def masked(x: Tensor) -> Tensor:
-    """Keep the shape, with zeros in the place of what is left out."""
+    """Keep the shape, with zeros at the omitted values."""
     return torch.where(x > 0, x, 0.0).sum()
 
 
@@ -205,7 +206,7 @@ def printed(x: Tensor) -> Tensor:
 
 
 def silent(x: Tensor) -> Tensor:
-    """Compute the same as `printed`, `_timed`, `marked` and `_written` without acting on the world."""
+    """Compute the same as `printed`, `_timed`, `marked` and `_written` without side effects."""
     return x * 2 + 1
 
 
@@ -303,7 +304,7 @@ GRAPH_BREAK_CASES = (
 
 
 class LossByValue(nn.Module):
-    """A loss function that is chosen in Python inside `forward`, by a number that is computed there."""
+    """A loss function chosen in Python inside `forward` by a number computed there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,8 +318,9 @@ class LossByValue(nn.Module):
 
 
 class LossByName(LossByValue):
-    """A loss function that is chosen by an attribute: Python is asked while the graph is captured, so there is no
-    break, and a guard on the name."""
+    """A loss function chosen by an attribute: Python evaluates it while the graph is captured, so there is no break,
+    but a guard on the name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +334,7 @@ class LossByName(LossByValue):
 
 
 class LossByTensor(LossByValue):
-    """Both losses are computed and one is taken: one graph, whatever the values."""
+    """Both losses are computed and one is selected: one graph for any value."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss, 0-dim, of x [B, 16] and target [B, 4]."""
@@ -342,42 +344,44 @@ class LossByTensor(LossByValue):
 
 
 def remedy_of(graph_break: Break) -> str:
-    """Return what to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if
-    anything."""
+    """Return the remedy for a break: the one tested here for this kind of break, otherwise Dynamo's
+    proposal, if any.
+    """
     ours = [case.remedy for case in GRAPH_BREAK_CASES if graph_break.kind.startswith(case.kinds)]
     return ". ".join(ours or (hint.rstrip(".") for hint in graph_break.hints))
 
 
 ADDS = {
-    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no "
-    "remedy",
+    "explain": "graphs, operators and guards of one call at once; it misses a break with no operator before it, and "
+    "gives no remedy",
     "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and "
     "numbers and shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
     "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; "
-    "perf_hints come from Inductor and stand with the kernels (--kernels)",
+    "perf_hints come from Inductor and are listed with the kernels (--kernels)",
 }
-"Instrument -> what it adds to the others, and what it leaves out."
+"Instrument -> what it adds to the others, and what it misses."
 NONE_KNOWN = "none is known: move the line out of forward"
 FOLLOWS = (
-    "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend "
-    "that first"
+    "none of its own: it may follow from the break above it, which leaves code to be traced part by part; fix that "
+    "first"
 )
 
 
 Seen = tuple[str, list[Break]]
-"What an instrument says, in a line, and the breaks that it sees."
+"An instrument's summary line, and the breaks that it finds."
 
 
 def breaks_of(subject: Subject) -> dict[str, Any]:
-    """Compile the whole module and call it, once for each instrument; no code is generated (backend eager).
+    """Compile the whole module and call it once for each instrument; no code is generated (backend eager).
 
     Returns:
-        instruments: what each said, and what it adds to the others.
+        instruments: summary of each, and what it adds to the others.
         rows: one for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up, seen_by.
-        recompiles: of the first call (code that several modules share, once for each), of one with other values of the
-            same shapes, and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`.
+        recompiles: those of the first call (code that several modules share, once for each), of a call with other
+            values of the same shapes, and of a call with another shape: `other values: forward (FILE:LINE): the
+            guards that failed`.
     """
-    with listening():  # what they log is heard below
+    with listening():  # their logs are captured below
         seen = {"explain": _explain_breaks(subject), "fullgraph": _first_error(subject)}
     calls = [("the first call", subject.call), ("other values", subject.again)]
     calls += [("another shape", subject.other)] if subject.other else []
@@ -403,10 +407,10 @@ def breaks_of(subject: Subject) -> dict[str, Any]:
 
 
 def _explain_breaks(subject: Subject) -> Seen:
-    """Ask torch._dynamo.explain, which resets Dynamo before and after."""
+    """Run torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
-    # The last frame is the user's line; a reason without a stack, or of the end of a graph, is no break.
+    # The last frame is the user's line; a reason without a stack, or at the end of a graph, is not a break.
     places = [(one.reason, one.user_stack[-1]) for one in output.break_reasons if one.user_stack and one.graph_break]
     breaks = [read_message(reason, place.filename, place.lineno or 0) for reason, place in places]
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
@@ -415,7 +419,7 @@ def _explain_breaks(subject: Subject) -> Seen:
 
 
 def _first_error(subject: Subject) -> Seen:
-    """Ask fullgraph=True, which raises at the first break."""
+    """Run with fullgraph=True, which raises at the first break."""
     torch.compiler.reset()
     try:
         with subject.around():
@@ -430,8 +434,8 @@ def _first_error(subject: Subject) -> Seen:
 
 
 def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
-    """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
-    # The kind and the remedy come from one message, so that they go together.
+    """Return the row of one place: the longest message, with the other messages' kinds next to it."""
+    # Kind and remedy come from one message, so that they match.
     best = max((one for _, one in breaks), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     return {
         "file": best.file,

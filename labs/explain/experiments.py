@@ -1,4 +1,4 @@
-"""Small experiments that show how the compiler works, each run here and now."""
+"""Small experiments that show how the compiler works, each run on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # private: graph_break (pytorch/torchdynamo#1482) has no public name
 from torch import Tensor, nn
 
-# Private: a backend that counts graphs, and runs them by Python. pytorch/pytorch#153199 proposed torch.testing for it.
+# Private: a backend that counts graphs and runs them in Python. pytorch/pytorch#153199 proposed torch.testing for it.
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -30,12 +30,12 @@ from sftkit.runtime.hardware import device_name
 from sftkit.runtime.script import working
 
 CALLS, LEAST_SECONDS = 10, 0.3
-"Each timing has at least so many calls, which take at least so many seconds together."
+"Minimum number of calls of each timing, and their minimum total seconds."
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the tensors: such that the device takes some milliseconds."""
+    """Tensor sizes at which the device takes some milliseconds."""
 
     elements: int
     side: int
@@ -49,20 +49,20 @@ SIZES = {"cpu": Sizes(2**20, 512, 256, 128, torch.float32), "cuda": Sizes(2**26,
 
 @dataclass(frozen=True)
 class CodeKind:
-    """A kind of code, and what is said of it."""
+    """A kind of code, with the claim about it."""
 
     name: str
     claim: str
     low: float
     high: float
     make: Callable[[Sizes, torch.device], Callable[[], object]]
-    """makes a function of a compiler, which returns the call to be timed; the compiler is torch.compile or changes
-    nothing"""
+    """function from a compiler to the timed call; the compiler is torch.compile or the identity"""
 
 
 def chain(x: Tensor) -> Tensor:
-    """Compute ten elementwise operators, on a tensor of any shape: eager reads and writes memory for each, a fused
-    kernel once."""
+    """Compute ten elementwise operators on a tensor of any shape: eager reads and writes memory for each, a fused
+    kernel once.
+    """
     y = x * 1.5 + 0.5
     y = F.silu(y) * y.sigmoid()
     return (y.tanh() + y.square()) * 0.5 - y.abs()
@@ -140,8 +140,9 @@ CODE_KINDS = (
 
 
 def measure_cases(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
-    """Return a row for each kind: milliseconds in eager and compiled, of the quickest of some calls in turn, their
-    ratio, what was claimed, and which of the two is larger."""
+    """Return a row for each kind: milliseconds in eager and compiled, from the fastest of alternating calls, their
+    ratio, the claim, and which of the two is larger.
+    """
     sizes = SIZES[device.type]
     kind = str(sizes.dtype).removeprefix("torch.")
     machine = f"{device_name(device)}, {kind}, torch {torch.__version__}"
@@ -152,12 +153,12 @@ def measure_cases(device: torch.device, backend: str = "inductor") -> dict[str, 
 
 def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
     torch.compiler.reset()
-    # Made once for both ways: the same weights and inputs.
+    # Created once for both ways: the same weights and inputs.
     make: Any = kind.make(sizes, device)
     plain = make(lambda function: function)
     started = time.perf_counter()
     call = make(lambda function: torch.compile(function, backend=backend, dynamic=False))
-    # The first call compiles; what follows is timed without it.
+    # The first call compiles, so only later calls are timed.
     call()
     finish(device)
     first = time.perf_counter() - started
@@ -180,7 +181,7 @@ def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> di
 
 
 def labs(device: torch.device, out: Path) -> dict[str, Any]:
-    """Run all labs and return what each found."""
+    """Run all labs and return their findings."""
     with working("what breaks graphs"):
         found: dict[str, Any] = {"breaks": what_breaks(), "loss": chosen_losses(), "dispatch": dispatch_trace(device)}
     with working("linear + softmax by Inductor"):
@@ -191,7 +192,7 @@ def labs(device: torch.device, out: Path) -> dict[str, Any]:
 
 
 def what_breaks() -> list[dict[str, Any]]:
-    """Return the breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
+    """Return the breaks of each case with and without its remedy, and Dynamo's name for the first."""
     rows = []
     for case in GRAPH_BREAK_CASES:
         breaking, fixed = captured_graphs(case.breaking), captured_graphs(case.fixed)
@@ -201,10 +202,10 @@ def what_breaks() -> list[dict[str, Any]]:
 
 
 def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any, ...]]) -> dict[str, Any]:
-    """Return graphs, breaks with their reasons, and recompiles of some calls; the graphs are run by Python.
+    """Return graphs, breaks with their reasons, and recompiles of some calls; Python runs the graphs.
 
     Args:
-        calls: each makes the arguments of one; none: a single call with a tensor [4, 8].
+        calls: functions that make the arguments of a call; empty: a single call with a tensor [4, 8].
     """
     graphs = CompileCounter()
     with listening() as heard:
@@ -221,7 +222,7 @@ def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any
 
 
 def chosen_losses() -> list[dict[str, Any]]:
-    """Compare three ways to choose a loss function in `forward`: two calls, of which the second takes the other one."""
+    """Compare three ways to choose a loss function in `forward`, with two calls that choose different losses."""
     near = torch.zeros(8, 16), torch.zeros(8, 4)
     far = torch.zeros(8, 16), torch.full((8, 4), 9.0)
     rows = []
@@ -241,10 +242,11 @@ def chosen_losses() -> list[dict[str, Any]]:
 
 
 def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
-    """Return each call that a linear layer makes through the dispatcher, with its depth, and the dispatch keys of its
-    input that have a kernel of their own for it: the first of them runs."""
+    """Return each call of a linear layer through the dispatcher with its depth, and the dispatch keys of its input
+    that have their own kernel for it: the first of them runs.
+    """
     layer, x = nn.Linear(8, 4).to(device), torch.randn(2, 3, 8, device=device, requires_grad=True)
-    # Once without the profiler: a first call may do more than later ones.
+    # First without the profiler: a first call may do more than later ones.
     layer(x)
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         layer(x)
@@ -259,11 +261,12 @@ def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
 
 
 def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
-    """Return the kernels that Inductor makes of a linear layer with a softmax behind it: one product of a library and
-    one of its own."""
+    """Return the kernels that Inductor makes from a linear layer followed by a softmax: a library's product and one
+    generated kernel.
+    """
     layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
     compile = CompileConfig(debug=("output_code",))
-    # Else the lambda's code of an earlier lab could be found again.
+    # Otherwise the lambda's code of an earlier lab could be found again.
     torch.compiler.reset()
     folder = out / "softmax"
     with torch.no_grad(), compiler_logs(lambda: folder, compile, 0) as write, compiler_switches(compile):

@@ -1,5 +1,6 @@
-"""The three stages on a model: captured graphs, their operators, the kernels that come out, and where a step's time
-goes."""
+"""The three stages of compiling a model: captured graphs, their operators, the generated kernels; and the split of a
+step's time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import torch._inductor.config
 from torch._dynamo import utils as dynamo_utils  # private: no public records of compiles (pytorch/pytorch#115788)
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile traverses arguments this way
 from torch.utils._python_dispatch import TorchDispatchMode  # the only view of every operator (pytorch/pytorch#110073)
 
 from labs.explain.subject import Subject
@@ -34,53 +35,55 @@ from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.script import working
 
 TRIED = "2.13"
-"The torch that these were tried on."
+"The torch version that these were tested on."
 
 
 def _needed(owner: Any, name: str, where: str) -> Any:
     """Return a private attribute of torch.
 
     Raises:
-        ConfigError: this torch has none of that name.
+        ConfigError: this torch has no attribute of that name.
     """
     if not hasattr(owner, name):
         raise ConfigError(
-            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that "
-            "one, or leave --kernels and --labs out"
+            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: use that "
+            "version, or leave --kernels and --labs out"
         )
     return getattr(owner, name)
 
 
 def quiet_profiler() -> None:
-    """Leave out the two lines that Kineto prints for each profile as of torch 2.13 (USDT: profiler_start). Only without
-    a GPU, whose profiler's errors are wanted. Kineto reads the variable when the first profile begins."""
+    """Suppress the two lines that Kineto prints for each profile as of torch 2.13 (USDT: profiler_start). Only
+    without a GPU, whose profiler's errors are wanted. Kineto reads the variable when the first profile begins.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def kernels_in_profile() -> AbstractContextManager[None]:
-    """Have generated C++ marked, inside, around each kernel, so that a profile on a CPU shows them by name."""
+    """Mark each kernel in generated C++ within the context, so that a profile on a CPU shows kernels by name."""
     # Private: the option that marks generated kernels (pytorch/pytorch#89367).
     cpp = _needed(torch._inductor.config, "cpp", "torch._inductor.config")
     _needed(cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
-    # A patch of Inductor's settings, undone when the context is left.
+    # A patch of Inductor's settings, undone when the context ends.
     return torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
 
 
 def dispatch_keys(tensor: torch.Tensor) -> list[str]:
-    """Return the dispatch keys of a tensor, the first that is asked for a kernel first."""
-    # Private: torch has no public view of dispatch keys (pytorch/pytorch#26207). Its text lists the lowest priority
-    # first.
+    """Return the dispatch keys of a tensor in the order in which they are asked for a kernel."""
+    # Private: torch has no public view of dispatch keys (pytorch/pytorch#26207). Its text lists the lowest
+    # priority first.
     keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
     return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Return whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for
-    a dispatch key, or for the alias that AutogradCPU and its kin have in common."""
-    # Private: the public torch.library.get_kernel (pytorch/pytorch#158393) gives the kernel that would run, which may
-    # be registered for another key. Some overloads are known to Python alone, and asking about the keys of one of those
-    # is an error, so `known` is asked first.
+    """Return whether an overload of an operator such as aten::linear, except those with out=, has its own kernel for
+    a dispatch key, or for the alias that AutogradCPU and similar keys share.
+    """
+    # Private: the public torch.library.get_kernel (pytorch/pytorch#158393) returns the kernel that would run, which
+    # may be registered for another key. Some overloads exist only in Python, and asking for their keys is an error,
+    # so `known` is asked first.
     known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")
     asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
     space, _, name = operator.partition("::")
@@ -93,8 +96,9 @@ def has_kernel(operator: str, key: str) -> bool:
 MATRIX, ATTENTION, ELEMENTWISE, REDUCTION = "matrix products", "attention", "elementwise", "reductions"
 COPIES, COMMUNICATION, IDLE = "copies and lookups", "communication", "idle"
 KERNEL_KINDS = (MATRIX, ATTENTION, ELEMENTWISE, REDUCTION, COPIES, COMMUNICATION, IDLE)
-"""Kinds into which a step's time is split. idle: the GPU has nothing to do; on a CPU: between operators, in Python, the
-dispatcher and guards."""
+"""Kinds into which a step's time is split. idle: the GPU has no work; on a CPU: between operators, in Python, the
+dispatcher and guards.
+"""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -133,7 +137,7 @@ _DEVICE = (
     (COPIES, r"Memcpy|Memset|[Cc]opy|CatArray|index|gather|scatter|[Ee]mbedding|FillFunctor|arange"),
     (ELEMENTWISE, r"elementwise"),
 )
-"Kernels of a GPU, the first that fits."
+"Patterns of GPU kernel names; the first match counts."
 
 
 def kind_of_kernel(name: str) -> str:
@@ -142,12 +146,12 @@ def kind_of_kernel(name: str) -> str:
 
 
 def kind_of_operator(name: str, origins: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the kind of an event on a CPU; None: it computes nothing, but holds or arranges what does.
+    """Return the kind of an event on a CPU; None if it only contains or arranges computing events.
 
     Args:
-        origins: generated kernel -> the ATen operators that it came from.
+        origins: generated kernel -> its ATen operators.
     """
-    # Inductor puts the graph's number in front where a profile has several.
+    # Inductor prefixes the graph's number if a profile has several.
     name = re.sub(r"^graph_\d+_", "", name)
     if name.startswith("cpp_"):
         reduces = any(_plain(operator) in REDUCTIONS for operator in origins.get(name, ()))
@@ -176,16 +180,16 @@ def _plain(operator: str) -> str:
 
 PROFILED_STEPS = 3
 LISTED = 12
-"Kernels or operators that are listed."
+"Maximum number of listed kernels or operators."
 _BUSY = 1.5
-"From this median over quickest on, other work has taken much of the time."
+"From this ratio of median to fastest on, other work took much of the time."
 
 Step = Callable[[], object]
 Origins = Mapping[str, Sequence[str]]
 
 
 class Dispatched(TorchDispatchMode):
-    """A mode that counts what reaches the kernels of a backend: each call of an operator, forward and backward."""
+    """A mode that counts the operator calls that reach the kernels of a backend, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +211,7 @@ def dispatched(step: Step) -> Dispatched:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of calls. The quickest is least disturbed by whatever else a machine does."""
+    """Seconds of calls. The fastest is least disturbed by other work on the machine."""
 
     quickest: float
     median: float
@@ -221,18 +225,18 @@ class Timing:
 def alternately(
     eager: Step, compiled: Step, device: torch.device, calls: int, least_seconds: float = 0.0
 ) -> list[Timing]:
-    """Time two ways of the same in turn, so that what else the machine does disturbs both alike; the first two of each
+    """Time two ways alternately, so that other work on the machine disturbs both alike; the first two calls of each
     do not count.
 
     Args:
-        calls, least_seconds: of each way at least.
+        calls, least_seconds: minimum for each way.
 
     Returns:
-        of the eager and of the compiled way.
+        timings of the eager and of the compiled way.
     """
     found: tuple[list[float], list[float]] = [], []
     while len(found[0]) < calls + 2 or min(map(sum, found)) < least_seconds:
-        # One call of each in turn: a machine that slows down by its heat slows both.
+        # One call of each in turn: a machine that slows down as it heats up slows both.
         for seconds, step in zip(found, (eager, compiled), strict=True):
             started = time.perf_counter()
             step()
@@ -248,11 +252,11 @@ def finish(device: torch.device) -> None:
 
 
 def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, Any]:
-    """Profile some steps of something that was run before.
+    """Profile some steps of a function that has already run.
 
     Returns:
-        shares of a step's time under the profiler by kind, which add up to 1; launches of a step; top: the kernels, or
-        operators, that take most.
+        shares of a step's time under the profiler by kind, which add up to 1; launches of a step; top: the most
+        expensive kernels or operators.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
@@ -271,13 +275,13 @@ def _on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
     return [
         (event.name, kind_of_kernel(event.name), event.time_range.start, event.time_range.end)
         for event in events
-        # Annotations of the user are shown on the device too, around the kernels that they name.
+        # User annotations appear on the device too, around the kernels that they name.
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
 
 
 def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, float, float]]:
-    """Return the same of a CPU: the outermost operators and kernels that compute, with all inside them."""
+    """Return the same for a CPU: the outermost operators and kernels that compute, including everything inside them."""
     return [
         (event.name, kind, event.time_range.start, event.time_range.end)
         for event in events
@@ -287,14 +291,14 @@ def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, flo
 
 
 def callers(event: Any) -> Iterator[Any]:
-    """Yield the events on the CPU that an event is inside, the nearest first."""
+    """Yield the CPU events that enclose an event, the nearest first."""
     while (event := event.cpu_parent) is not None:
         yield event
 
 
 def kind_shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
-    """Return the shares of the wall time by kind, 0-1, in the order of KERNEL_KINDS. What overlaps counts where it
-    began first, and what is covered by nothing is idle.
+    """Return the shares of the wall time by kind, 0-1, in the order of KERNEL_KINDS. Overlapping time counts for the
+    event that began first, and uncovered time is idle.
 
     Args:
         work: (name, kind, start, end) in microseconds.
@@ -305,14 +309,14 @@ def kind_shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> d
     for _, kind, start, end in sorted(work, key=lambda one: one[2]):
         spent[kind] += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    # Events end after the host's clock was read, so their sum may be a little more.
+    # Events end after the host's clock was read, so their sum may be slightly larger.
     whole = max(wall, sum(spent.values()))
     spent[IDLE] = whole - sum(spent.values())
     return {kind: spent[kind] / whole for kind in KERNEL_KINDS if spent[kind] > 0}
 
 
 def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
-    """Return name, kind, launches and milliseconds of a step of those that take most."""
+    """Return name, kind, launches and milliseconds per step of the most expensive entries."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, start, end in work:
         found[name, kind].append(end - start)
@@ -324,35 +328,36 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
 
 
 TIMED_STEPS = 5
-"Steps of either way that are timed."
+"Number of timed steps of each way."
 
 
 def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> dict[str, Any]:
     """Measure a training step (forward and backward pass) in eager and compiled by Inductor, on this machine.
 
     Args:
-        compile: the recipe's, whose scope, mode and dynamic are taken; None: the module is compiled whole.
-        out: the compiler's logs go to out/compile, see docs/compile.md.
+        compile: compile section of the recipe, for scope, mode and dynamic; None: the module is compiled whole.
+        out: folder; the compiler's logs go to out/compile, see docs/compile.md.
     """
-    # Eager first, while nothing is compiled: a first step warms up, then operators are counted, then it is profiled.
+    # Eager first, before anything is compiled: a first step warms up, then operators are counted, then it
+    # is profiled.
     step, device = module_step(subject), next(subject.module.parameters()).device
     with working("a step in eager"):
         step()
         counted, eager = dispatched(step), profiled(step, device, {})
-    # Compiled the same way as a run of the recipe, with the compiler's own logs kept.
+    # Compiled in the same way as a run of the recipe, with the compiler's own logs kept.
     asked = compile or CompileConfig()
     compile = replace(asked, enabled=True, backend="inductor", debug=("graphs", "output_code", "perf_hints"))
     with working("Inductor writes kernels"), compiled(subject, compile, out) as watch:
         step()
     graphs = json.loads((compile_dir(out, 0).parent / SUMMARY).read_text())["graphs"]
-    # The logs say from which operators a kernel came, which on a CPU decides its kind.
+    # The logs list the operators of a kernel, which determine its kind on a CPU.
     origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
     with working("a step compiled"):
         fast = profiled(step, device, origins)
-        # Eager is the same step, of which the Python of the model is run.
+        # Eager runs the same step with the model's Python code.
         slow, quick = alternately(run_eagerly()(step), step, device, TIMED_STEPS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
-    # Written only where Inductor had any.
+    # Written only if Inductor had any.
     hints = compile_dir(out, 0) / "perf_hints.txt"
     return {
         "graphs": graphs,
@@ -374,15 +379,15 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
 
 @contextmanager
 def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[dict[str, float]]:
-    """Compile in place as a run of the recipe does; what is run inside is compiled and logged.
+    """Compile in place as a run of the recipe does; steps within the context are compiled and logged.
 
     Yields:
-        counters that are filled at the end with what CompileWatch.counts says
+        counters, filled at the end from CompileWatch.counts
     """
     counts: dict[str, float] = {}
-    # What this process compiled before must not be found again: the seconds are those of a first compile.
+    # Code compiled earlier in this process must not be reused: the seconds are those of a first compile.
     torch.compiler.reset()
-    # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
+    # Private: otherwise earlier captures would be in the summary, which lists everything that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()
     dynamic_layout = subject.trained is not None and subject.trained.dynamic_layout
     if subject.trained:
@@ -400,8 +405,7 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
 
 
 def module_step(subject: Subject) -> Step:
-    """Return a forward and backward pass; of a recipe with its objective, else from the sum of what the module
-    returns."""
+    """Return a forward and backward pass, with a recipe's objective, otherwise from the sum of the module's outputs."""
 
     def trained() -> None:
         assert subject.trained is not None

@@ -1,4 +1,4 @@
-"""explain.html: one file, no script, nothing from the network."""
+"""Render explain.html: one file, no script, nothing from the network."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Bar:
 
     name: str
     parts: Sequence[tuple[str, float, int]]
-    "(what it is, value, style 0 to 6), from left to right"
+    "(label, value, style 0 to 6), from left to right"
     text: str
-    "beside its end"
+    "text next to its end"
     span: tuple[float, float] | None = None
-    "marked across it: what was claimed"
+    "position of the line across it: the claim"
 
 
 def bars(rows: Sequence[Bar], label: str, styles: Sequence[tuple[str, int]] = ()) -> Html:
-    """Return a figure; each part says what it is when pointed at.
+    """Return a figure; each part shows its label under the pointer.
 
     Args:
-        label: what a screen reader says.
+        label: text for a screen reader.
         styles: (name, style) of the legend.
     """
     ends = [sum(value for _, value, _ in row.parts) for row in rows] + [row.span[1] for row in rows if row.span]
@@ -160,23 +160,22 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         "The smallest module at fault",
         html_table(["a module that", "which", "what was found", "confirmed", "script"], cells, text=(1, 2, 3, 4)),
         trees,
-        lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the "
-        "fault.",
+        lead="Searched from the top down: if the whole has the fault, each of its parts is tested, compiled alone.",
     )
 
 
 def _tree(row: dict[str, Any]) -> list[Html]:
-    """Return what was asked, and the script, both folded."""
+    """Return the list of tested modules and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
     title = f"{row['title']}: {counted(len(asked), 'module')} asked"
-    parts = [folded(title, html_table(["module, compiled by itself", "found"], asked, text=(1,)))]
+    parts = [folded(title, html_table(["module, compiled alone", "found"], asked, text=(1,)))]
     if row["text"]:
         parts.append(folded(f"{row['title']}: the script", el("pre", row["text"])))
     return parts
 
 
 def time(result: dict[str, Any]) -> Html:
-    """Return the section on where a step's time goes."""
+    """Return the section on the split of a step's time."""
     # The same step both ways, as bars of milliseconds by kind of work.
     eager, compiled = (result["profiles"][way] for way in ("eager", "compiled"))
     counts, rows = result["counts"], []
@@ -184,12 +183,12 @@ def time(result: dict[str, Any]) -> Html:
         milliseconds = 1e3 * profile["seconds"]
         parts = [(kind, milliseconds * share, STYLES[kind]) for kind, share in profile["shares"].items()]
         rows.append(Bar(way, parts, f"{milliseconds:.2f} ms"))
-    # Kinds that neither way has would be empty rows and entries of the legend.
+    # Kinds that occur in neither way would be empty rows and entries of the legend.
     used = [kind for kind in KERNEL_KINDS if kind in eager["shares"] or kind in compiled["shares"]]
     shares = [[kind, *(f"{way['shares'].get(kind, 0.0):.1%}" for way in (eager, compiled))] for kind in used]
     heads = ["kernel or operator", "kind", "launches a step", "ms a step"]
     longest = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in compiled["top"]]
-    # From Python to the device: what eager dispatches, what of it computes, what each way launches.
+    # From Python to the device: operators dispatched in eager, those of them that compute, and launches of each way.
     calls = (
         ("operators dispatched in eager", "operators", counts["dispatches"], 1),
         ("of them, views left out", "operators", counts["dispatches"] - counts["views"], 1),
@@ -244,7 +243,7 @@ def stages(result: dict[str, Any]) -> Html:
 
 
 def _pays(pays: dict[str, Any]) -> Html:
-    """Return when compiling helps, beside what is claimed."""
+    """Return the section on when compiling helps, next to the claims."""
     compared, cells = [], []
     for row in pays["rows"]:
         ratio = f"{row['speedup']:.2f}"
@@ -256,7 +255,7 @@ def _pays(pays: dict[str, Any]) -> Html:
     return section(
         "pays",
         "When does compiling help?",
-        bars(compared, "Times as fast as eager; the line across is what is claimed"),
+        bars(compared, "Times as fast as eager; the line across each bar is the claim"),
         el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
         html_table(heads, cells),
         lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
@@ -267,7 +266,7 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
     kernels = [
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in labs["softmax"]["kernels"]
     ]
-    keys = "keys with a kernel for it, in the order in which they are asked; autocast only where it is on"
+    keys = "keys with a kernel for it, in the order in which they are asked; autocast only if it is on"
     calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in labs["dispatch"]]
     broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in labs["breaks"]]
     losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in labs["loss"]]

@@ -1,4 +1,6 @@
-"""The command `sftkit explain`: its flags, what is written and printed. torch is imported once the words are right."""
+"""The command `sftkit explain`: its flags, and its written and printed results. torch is imported after the arguments
+are checked.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,27 @@ if TYPE_CHECKING:
     from labs.explain.bisect import BisectAnswer
     from labs.explain.subject import Subject
 
-DESCRIPTION = """What the compiler makes of a model: where its graph breaks and why, which module is to blame, which \
-kernels come out.
+DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is guilty, \
+which kernels it generates.
 
   sftkit explain recipes/default/base.yaml               breaks and recompiles, by three instruments
   sftkit explain recipes/default/base.yaml --bisect      the smallest module that breaks, recompiles or differs, as a \
 script
   sftkit explain recipes/default/base.yaml --kernels     graph, fused kernels, where a step's time goes
-  sftkit explain my_model.py:example                     the same of what example() returns: (module, args)
+  sftkit explain my_model.py:example                     the same for the result of example(): (module, args)
   sftkit explain --labs                                  small experiments on this machine
 
-The model has random weights and is fed random tokens in rows of the recipe's shape: no weights and no data are read. \
-What was
-found is written as a page, explain.html, and as explain.json. Exit code 1: a graph breaks, or a module is at fault."""
+The model has random weights and is fed random tokens in rows of the recipe's shape: no weights and no data are read.
+The results are written as a page, explain.html, and as explain.json.
+Exit code 1: a graph breaks, or a module is at fault."""
 
 
 def parse() -> tuple[Namespace, Config | None]:
-    """Return the words of the command line, and the recipe that they name; None: they name none. Prints problems of the
-    words and exits with code 2 if there are any.
+    """Return the parsed command line and the recipe that it names; None without a recipe. Print argument errors and
+    exit with code 2 if there are any.
 
     Raises:
-        ConfigError: the recipe is wrong, there is no such file, or TORCH_LOGS is set.
+        ConfigError: the recipe is invalid, the file does not exist, or TORCH_LOGS is set.
     """
     parser = Parser(DESCRIPTION, prog="sftkit explain")
     parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
@@ -79,10 +81,10 @@ def parse() -> tuple[Namespace, Config | None]:
 
 
 def refuse_torch_logs() -> None:
-    """Refuse an environment whose TORCH_LOGS torch would let win over what is listened to here.
+    """Reject an environment with TORCH_LOGS, which overrides the log settings here.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: it is set.
     """
     if "TORCH_LOGS" in os.environ:
         raise ConfigError(
@@ -91,15 +93,15 @@ def refuse_torch_logs() -> None:
 
 
 def is_file(subject: str | None) -> bool:
-    """Return whether the words name a function in a file."""
+    """Return whether the argument names a function in a file."""
     return subject is not None and ".py:" in subject
 
 
 def file_of(subject: str) -> Path:
-    """Return the file of FILE.py:FUNCTION, absolute.
+    """Return the file of FILE.py:FUNCTION as an absolute path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file does not exist.
     """
     file = subject.rpartition(":")[0]
     if not Path(file).is_file():
@@ -108,7 +110,7 @@ def file_of(subject: str) -> Path:
 
 
 def report_dir(args: Namespace) -> Path:
-    """Return where the result goes: --out, or a new folder named after recipe and time."""
+    """Return the folder of the results: --out, or a new folder named after recipe and time."""
     words = Path((args.subject or "labs").replace(".py:", "/")).with_suffix("").parts
     name = "-".join(words[-2:]) + "-encoder" * args.encoder
     return args.out or Path("runs/explain") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -130,8 +132,7 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
 
 
 def wrapped(line: str, width: int) -> Iterator[str]:
-    """Yield a line in so many columns, what follows the first indented; words, so paths and commands too, stay
-    whole."""
+    """Yield a line wrapped at this many columns with a hanging indent; words, and so paths and commands, stay whole."""
     indent = " " * (len(line) - len(line.lstrip(" ")) + 4)
     parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     yield from parts or [""]
@@ -182,7 +183,7 @@ def _kernels(result: dict[str, Any]) -> Iterator[str]:
         yield "  the machine did other work meanwhile: these times say little"
     for way in ("eager", "compiled"):
         profile = result["profiles"][way]
-        # Below half a percent a share would read 0 %.
+        # A share below half a percent would be printed as 0 %.
         shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
         yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
     for graph in result["graphs"]:
@@ -219,19 +220,19 @@ DATA, PAGE = "explain.json", "explain.html"
 
 
 def main() -> int:
-    """Explain what the words name, and return the exit code."""
-    args, cfg = parse()  # rejects mistakes in arguments and recipe before torch is imported
+    """Explain the subject of the arguments and return the exit code."""
+    args, cfg = parse()  # rejects invalid arguments and recipes before torch is imported
     return run_explain(args, cfg)
 
 
 def run_explain(args: Namespace, cfg: Config | None) -> int:
-    """Do what the flags ask for, and return the exit code: 1 where a graph breaks or a module is found guilty.
+    """Carry out the flags and return the exit code: 1 if a graph breaks or a module is found guilty.
 
     Args:
-        cfg: the recipe; None: what is looked at has none.
+        cfg: recipe; None: the subject has none.
 
     Raises:
-        ConfigError: what is wrong with the file or the model.
+        ConfigError: the file or the model is invalid.
     """
     import torch
 
@@ -245,7 +246,7 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
 
     out = report_dir(args)
     quiet_profiler()
-    # Before anything is compiled: the width is in the keys of compiled code only once it is named.
+    # Before compilation: the width is part of the keys of compiled code only once it is named.
     name_vector_width()
     with ExitStack() as stack:
         if cfg is not None:
@@ -272,12 +273,13 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
 
 
 def _asked(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
-    """Return the section on the smallest modules at fault; differences are looked for with the recipe's backend, all
-    else without generated code."""
+    """Return the section on the smallest modules at fault; differences are tested with the recipe's backend, all
+    other questions without generated code.
+    """
     from labs.explain.bisect import QUESTIONS, bisect, reproduce
 
     rows = []
-    # Where no other shape is known nothing can be asked about one.
+    # Without another known shape, questions about one cannot be asked.
     for question in (each for each in QUESTIONS if subject.other or each.name != "shapes"):
         used = backend if question.name == "differs" else "eager"
         with working(f"which module {question.title}?"):

@@ -1,5 +1,6 @@
-"""What is explained: a module with calls of it. The decoder or encoder of a recipe's model, or what a function of a
-user's file returns."""
+"""The subject of an explanation: a module with calls. It is the decoder or encoder of a recipe's model, or the return
+value of a function in a user's file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile traverses arguments this way
 from transformers import PretrainedConfig, PreTrainedModel
 
 from labs.explain.run import file_of
@@ -51,12 +52,12 @@ class ModuleCall:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     shape: str = ""
-    "in words: 8 x 128"
+    "shape as text: 8 x 128"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What of a tokenizer decides a new model."""
+    """The fields of a tokenizer that determine a new model."""
 
     num_tokens: int
     bos_token_id: int | None = None
@@ -69,17 +70,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """The rest of a recipe's step: what the profile runs."""
+    """The other parts of a recipe's step, for the profile."""
 
     model: ModelWithLoss
     batch: Batch
     dynamic_layout: bool
-    "row lengths vary freely"
+    "whether row lengths vary freely"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A module with calls of it, on the device that it runs on."""
+    """A module with calls of it, on its device."""
 
     name: str
     module: torch.nn.Module
@@ -87,18 +88,18 @@ class Subject:
     again: ModuleCall
     "the same shapes with other values"
     other: ModuleCall | None
-    "another shape; None: none is known"
+    "another shape; None: unknown"
     source: str
     "Python that makes `module`, for a reproduction"
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    "a context that every call is made in"
+    "context for every call"
     trained: ProfiledStep | None = None
-    "None: not a recipe's"
+    "None: not from a recipe"
     beside: str | None = None
-    "which part of the model is examined, in words; None: all of it"
+    "examined part of the model, in words; None: all of it"
 
     def run(self, call: ModuleCall) -> Any:
-        """Return what the module returns, as it is: compiled in place or eager."""
+        """Run the module in its current form, compiled in place or eager, and return its output."""
         with self.around():
             return self.module(*call.args, **call.kwargs)
 
@@ -108,16 +109,16 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     random tokens: neither weights nor data are read.
 
     Args:
-        layers: the first so many blocks only; None: all.
-        of_encoder: the encoder in place of the decoder.
+        layers: number of first blocks to keep; None: all.
+        of_encoder: whether to return the encoder instead of the decoder.
 
     Raises:
-        ConfigError: the config or tokenizer of the model is not here, it has fewer blocks or no encoder, or an option
-            of the compiler is unknown to this torch.
+        ConfigError: the model's config or tokenizer is missing, it has fewer blocks or no encoder, or this torch does
+            not know a compiler option.
     """
     check_options(cfg.compile)
-    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to
-    # all of max_length, which decide the slots and buckets that a recipe leaves to its data.
+    # Model, layout, attention and loss are those of the run. Document lengths are made up, from an eighth to all of
+    # max_length; they determine the slots and buckets that a recipe derives from its data.
     config = config_of(cfg.model, layers)
     encodes = config.is_encoder_decoder
     if of_encoder and not encodes:
@@ -135,7 +136,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     backend = choose_backend(cfg.attention.backend, orig_model, layout, rt, **execution).backend
     check_marked(cfg.compile, backend)
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
-    # Three batches: as the warm-up's, with other values of the same shape, and of another length.
+    # Three batches: like the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
     kinds = (row_length, None), (row_length, 1), (other_length(row_length), 1)
     batches = [batch_of(layout, orig_model, rows, columns, seed).to(rt.device) for columns, seed in kinds]
@@ -154,8 +155,8 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     )
     if not encodes:
         return subject
-    # What the encoder is given for another shape: whatever the length of rows, a picture has one size, and a text is
-    # padded to data.max_length, so only their number in a micro-batch may differ, from bucket to bucket.
+    # Another shape for an encoder: for any row length, a picture has one size and a text is padded to
+    # data.max_length, so only their number in a micro-batch may differ from bucket to bucket.
     others = [shape for shape in layout.shapes if of_encoder and shape[0] != rows][:1]
     found = [_calls(model, batch_of(layout, orig_model, *shape, 1).to(rt.device))[1] for shape in others]
     source = _source(config, cfg.model, orig_model, part=".get_encoder()")
@@ -165,10 +166,11 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
 def _with_encoder(
     subject: Subject, module: Any, calls: Sequence[ModuleCall | None], source: str, *, of_encoder: bool
 ) -> Subject:
-    """Return the subject of a model with an encoder: the decoder, or the encoder in its place.
+    """Return the subject of a model with an encoder: the decoder, or the encoder instead.
 
     Args:
-        module: the encoder. calls: of it, and of it with another shape if one is known. source: Python that makes it.
+        module: encoder. calls: its calls, the second with another shape if one is known. source: Python code that
+            makes it.
     """
     both = "--kernels measures a step of both"
     if not of_encoder:
@@ -188,7 +190,7 @@ def _with_encoder(
 
 
 def _flipped(value: Any) -> Any:
-    """Return a tensor with its values in another order; a mask, or what is no tensor, as it is."""
+    """Return a tensor with its values in another order; a mask, or a value that is not a tensor, unchanged."""
     return value.flip(-1) if torch.is_tensor(value) and value.dtype != torch.bool else value
 
 
@@ -196,10 +198,10 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
     """Return the config of a recipe's model, cut to the first blocks.
 
     Raises:
-        ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
+        ConfigError: it is missing, transformers rejects it, or it has fewer blocks.
     """
     if model.scratch is not None:
-        # A tokenizer that is still to be trained has so many tokens; which of them end a text decides no graph.
+        # A tokenizer that is not trained yet will have this many tokens; its end tokens do not change a graph.
         training = model.train_tokenizer
         tokenizer: Any = Tokens(training.vocab_size) if training else load_tokenizer(model)
         config = scratch_config(dict(model.scratch), tokenizer)
@@ -209,7 +211,7 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
             config = trained_config(start_config(path, load_options(path, model)))
     text = config.get_text_config()
     if layers is not None:
-        # Where one config has both, the plain name is that of the encoder.
+        # If one config has both, the plain name belongs to the encoder.
         name = "num_decoder_layers" if hasattr(text, "num_decoder_layers") else "num_hidden_layers"
         if layers > (blocks := getattr(text, name)):
             raise ConfigError(f"--layers: {layers}, but the model has {counted(blocks, 'block')}")
@@ -220,7 +222,7 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
 
 
 def _new_model(config: PretrainedConfig, model: ModelConfig, seed: int, rt: Runtime) -> PreTrainedModel:
-    """Return the model of a config with random weights in the run's precision, on the device, in training."""
+    """Return the model of a config with random weights in the run's precision, on the device, in training mode."""
     torch.manual_seed(seed)
     orig_model = from_config(config, DTYPES[rt.precision], trust_remote_code=model.trust_remote_code)
     return orig_model.to(rt.device).train()  # type: ignore[arg-type]
@@ -230,7 +232,8 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
     """Return a batch [rows, row_length] of random tokens, with noise for an encoder.
 
     Args:
-        seed: None: the warm-up's, with the longest documents; else other tokens, in documents of other lengths.
+        seed: None: the warm-up's batch, with the longest documents; otherwise other tokens, in documents of
+            other lengths.
     """
     longest = min(layout.max_doc_length, row_length)
     shape, vocabulary = layout.batch_shape(rows, row_length), vocab_size(orig_model)
@@ -244,13 +247,14 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
 
 
 def other_length(row_length: int) -> int:
-    """Return another length of rows: three quarters, a multiple of 8 where there is room."""
+    """Return another row length: three quarters, and a multiple of 8 if possible."""
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
 
 
 def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall | None]:
-    """Return the call of the decoder, with what the encoder, where there is one, has made of noise; and that
-    of the encoder."""
+    """Return the call of the decoder, with the encoder's output for noise if there is an encoder, and the call
+    of the encoder.
+    """
     of_encoder: list[ModuleCall] = []
 
     def listen(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -267,11 +271,11 @@ def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall |
 
 
 def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel, part: str | None = None) -> str:
-    """Return Python that makes the same decoder, or another part, from its config: by itself, or of code that comes
-    with the model from its folder.
+    """Return Python code that makes the same decoder, or another part, from its config: self-contained, or from the
+    model's folder if it comes with code.
 
     Args:
-        part: the other part, as an expression behind the model.
+        part: other part, as an expression after the model.
     """
     num_blocks = config.get_text_config().num_hidden_layers
     if model.trust_remote_code and model.path:
@@ -282,7 +286,7 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
-    # Some models wrap their decoder in another model, so that it is asked for twice.
+    # Some models wrap their decoder in another model, so it is asked for twice.
     part = part or ".get_decoder()" * (1 if orig_model.get_decoder() is decoder(orig_model) else 2)
     remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (
@@ -294,13 +298,15 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
 
 
 def of_file(words: str, device: torch.device) -> Subject:
-    """Return what a function in a file returns: (module, args) or (module, args, args of another shape).
+    """Return the subject from a function in a file, which returns (module, args) or (module, args, args of
+    another shape).
 
     Args:
         words: FILE.py:FUNCTION; the function takes no arguments.
 
     Raises:
-        ConfigError: no such function, it fails or returns something else, or its module does not run uncompiled.
+        ConfigError: the function does not exist, fails or returns something else, or its module does not
+            run uncompiled.
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
     with _failures_of(words, "importing the file"):
@@ -320,12 +326,12 @@ def of_file(words: str, device: torch.device) -> Subject:
     module = made[0].to(device)
     there = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(map(tuple, made[1:])))
     call, *more = (ModuleCall(args, shape=_shapes(args)) for args in there)
-    # What does not run in eager would otherwise end as an error of the compiler.
+    # A module that fails in eager would otherwise end as an error of the compiler.
     for each in (call, *more):
         doing = "calling the module uncompiled with its args"
         with _failures_of(words, doing), torch.random.fork_rng(), torch.no_grad():
             module(*each.args)
-    # The whole file goes into the reproduction, as text in a string, and is executed there.
+    # The reproduction contains the whole file as a string and executes it.
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
         f'import types\n\nSOURCE = """\\\n{text}"""\n'
@@ -338,7 +344,7 @@ def of_file(words: str, device: torch.device) -> Subject:
 
 @contextmanager
 def _failures_of(words: str, doing: str) -> Iterator[None]:
-    """Report an exception of the user's code as theirs, with its last line in their file."""
+    """Report an exception of the user's code as such, with its last line in their file."""
     try:
         yield
     except Exception as error:
@@ -354,9 +360,9 @@ def _shapes(args: Any) -> str:
 
 
 def _other_values(call: ModuleCall) -> ModuleCall:
-    """Return a call of the same shapes: floats reversed along the first axis and scaled, whole numbers as they are."""
+    """Return a call of the same shapes: floats reversed along the first axis and scaled, integers unchanged."""
 
-    # Whole numbers may be indices, for which not every value is allowed.
+    # Integers may be indices, which do not allow every value.
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 

@@ -1,2 +1,3 @@
-"""One small transformer through every layout of processes on this machine's CPU: what each rank holds, sends
-and waits for."""
+"""Run one small transformer in every layout of processes on this machine's CPU: what each rank holds, sends and
+waits for.
+"""

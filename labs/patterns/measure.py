@@ -1,12 +1,13 @@
-"""Run cases of `make patterns` on the ranks of this process group, through the engine that training has; the main rank
-writes what a rank holds in memory and exchanges with others, seen from outside: every operation of torch passes a
-dispatch mode.
+"""Run cases of `make patterns` on the ranks of this process group through the training engine. The main rank
+writes what a rank holds in memory and exchanges with others, observed from outside: a dispatch mode sees every
+operation of torch.
 
-One mode sees the collectives of DDP's reducer, of FSDP2, of DTensors (functional ones) and what a pipeline sends alike,
-and every tensor that is made. Counted bytes are those of the whole tensor that the ranks of a group end with or begin
-with; `sent` is what a ring makes of it on each rank.
+One mode sees the collectives of DDP's reducer, of FSDP2 and of DTensors (functional ones), the sends of a pipeline,
+and every new tensor. Counted bytes are those of the whole tensor that the ranks of a group start or end with; `sent`
+is each rank's share with a ring.
 
-python -m labs.patterns.measure OUT.json CASE ...      started by run.py, with a launcher for several ranks"""
+python -m labs.patterns.measure OUT.json CASE ...      started by run.py, with a launcher for several ranks
+"""
 
 from __future__ import annotations
 
@@ -58,18 +59,19 @@ _KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "broadcast_": ("broadcast", lambda args, out: args[0]),
     "send": ("send", lambda args, out: args[0]),
 }
-"Operation -> what it is called here, and its whole tensor among arguments and result."
+"Operation -> its name here, and its whole tensor among arguments and result."
 WITHOUT_BYTES = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
-"The other end of a send, and what moves nothing."
+"The receiving end of a send, and operations that move no data."
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"Of the operators of collectives: in place (DDP, FSDP2, send), functional (DTensor), and these with a backward pass."
+"Operators of collectives: in place (DDP, FSDP2, send), functional (DTensor), and the latter with a backward pass."
 OURS = "sftkit"
-"Of the operators of ops.gather_rows, inside which no mode looks."
+"Operators of ops.gather_rows, whose inside is invisible to a mode."
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """A mode that records, inside, what is exchanged and what is alive. Not for compiled code,
-    which dispatches nothing."""
+    """A mode that records collectives and live tensors within the context. It does not work for compiled code, which
+    dispatches nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class TrafficRecorder(TorchDispatchMode):
         self._there: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
 
     def begin_step(self) -> None:
-        """Forget the calls and the peak so far."""
+        """Reset the calls and the peak."""
         self.calls.clear()
         self.max_alive = self.alive
 
@@ -94,18 +96,18 @@ class TrafficRecorder(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The operator of a DTensor would be counted with the size of the whole tensor, of which this rank holds a part.
+        # A DTensor's operator would be counted with the size of the whole tensor, of which this rank holds a part.
         if DTensor in types:
-            return NotImplemented  # it comes again, as what DTensor makes of it
+            return NotImplemented  # it is dispatched again in the form that DTensor makes of it
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in NAMESPACES or (func.namespace == OURS and name in _KINDS):
             self._count(name, args, out)
         for tensor in _tensors(out):
-            # _cdata, the address of torch's own object, is private; of the Python objects nothing tells whether they
-            # are one storage (pytorch/pytorch#65950), and data_ptr would change when a storage is resized.
+            # _cdata, the address of torch's own object, is private; Python objects do not show whether they share a
+            # storage (pytorch/pytorch#65950), and data_ptr changes when a storage is resized.
             storage = tensor.untyped_storage()
-            # An argument that has this memory is what comes out, or what comes out is a view of it.
+            # An argument with this memory is the result itself, or the result is a view of it.
             known = any(each.untyped_storage()._cdata == storage._cdata for each in _tensors(args))
             if storage._cdata not in self._sizes and not known:
                 self.resized(storage, storage.nbytes())
@@ -114,15 +116,15 @@ class TrafficRecorder(TorchDispatchMode):
     def _count(self, name: str, args: Any, out: Any) -> None:
         if name in WITHOUT_BYTES:
             return
-        kind, whole = _KINDS[name]  # a KeyError names a collective that nobody has counted yet
+        kind, whole = _KINDS[name]  # a KeyError names a collective that is not counted yet
         size = sum(t.numel() * t.element_size() for t in _tensors(whole(args, out)))
         self.calls[kind, _ranks(args)].append(size)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Note a storage that is new, or has another size in bytes."""
+        """Record a storage that is new, or whose size in bytes changed."""
         key = storage._cdata
         if key not in self._sizes:
-            # A weak reference: counting must not keep alive what is counted.
+            # A weak reference: counting must not keep tensors alive.
             self._there[key] = weakref.KeyedRef(storage, self._freed, key)
         self.alive += size - self._sizes.get(key, 0)
         self._sizes[key] = size
@@ -135,8 +137,9 @@ class TrafficRecorder(TorchDispatchMode):
 
 @contextmanager
 def recording() -> Iterator[TrafficRecorder]:
-    """Yield a TrafficRecorder at work. FSDP2 frees and takes the memory of gathered weights by the size of their
-    storage, which is no operation."""
+    """Yield an active TrafficRecorder. FSDP2 frees and allocates the memory of gathered weights by the size of their
+    storage, which is not an operation.
+    """
     recorder, resize = TrafficRecorder(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -144,14 +147,14 @@ def recording() -> Iterator[TrafficRecorder]:
         recorder.resized(storage, size)
         return found
 
-    # Replaced on the class, as no dispatch mode sees it: it is no operator in eager (pytorch/pytorch#122434). Put back
-    # at the end.
+    # Replaced on the class, because no dispatch mode sees it: it is not an operator in eager
+    # (pytorch/pytorch#122434). Restored at the end.
     with mock.patch.object(torch.UntypedStorage, "resize_", resize_), recorder:
         yield recorder
 
 
 class Saved:
-    """The bytes of what forward passes keep for their backward passes, weights left out."""
+    """The bytes that forward passes save for their backward passes, without weights."""
 
     def __init__(self) -> None:
         self._users: dict[int, int] = defaultdict(int)
@@ -161,15 +164,15 @@ class Saved:
     def measuring(self) -> Iterator[None]:
         """Count saved tensors within the context until they are freed, with a new peak."""
         self.max_alive = self.alive
-        # What unpacks returns the tensor itself, so the backward pass computes the same.
+        # Unpacking returns the tensor itself, so the backward pass computes the same.
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> _Kept:
         storage = local(tensor).untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        # _base is private (pytorch/pytorch#32560): a view of a weight (a transposed one, say) names the weight there,
-        # and takes no memory of its own.
+        # _base is private (pytorch/pytorch#32560): a view of a weight (a transposed one, for example) refers to the
+        # weight there, and uses no memory of its own.
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return _Kept(tensor, lambda: None)
         self.alive += 0 if self._users[key] else size
@@ -183,7 +186,7 @@ class Saved:
 
 
 class _Kept:
-    """A tensor that is saved, and what is done when nobody needs it any more."""
+    """A saved tensor, with a callback for when it is freed."""
 
     def __init__(self, tensor: torch.Tensor, at_end: Callable[[], None]) -> None:
         self.tensor, self._at_end = tensor, at_end
@@ -199,17 +202,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """Return the ranks of the group among the arguments of a collective: an object, or a name where it is
-    a functional one."""
+    """Return the ranks of the group among a collective's arguments: an object, or a name for a functional one."""
     for arg in reversed(args):
-        # Private, but what functional collectives, whose groups are names (pytorch/pytorch#93173), resolve them with.
+        # Private, but functional collectives, whose groups are names (pytorch/pytorch#93173), resolve them with it.
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
             return tuple(
                 dist.get_process_group_ranks(
                     dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
                 )
             )
-        # A ScriptObject tells its class by _type alone (pytorch/pytorch#99542).
+        # A ScriptObject reveals its class only by _type (pytorch/pytorch#99542).
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     raise AssertionError("a collective without a group")
@@ -217,12 +219,13 @@ def _ranks(args: Any) -> tuple[int, ...]:
 
 LEARNING_RATE = 1e-2
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
-"""Seconds that a process's share of a micro-batch takes, its computing and a pause together: longer than the processes
-of this small model need, which share the cores of one machine. So the schedule alone decides who waits."""
+"""Seconds of a process's share of a micro-batch, computation and a pause together: longer than this small model's
+processes need, which share the cores of one machine. So only the schedule decides which rank waits.
+"""
 
 
 def recipe(case: TopologyCase, folder: Path) -> Config:
-    """Return the settings of a case; eager, so that each operation is seen."""
+    """Return the settings of a case; eager, so that each operation is visible."""
     return Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(scratch=MODEL, tokenizer="synthetic"),
@@ -235,7 +238,7 @@ def recipe(case: TopologyCase, folder: Path) -> Config:
             precision="fp32",
             engine="pipeline" if case.schedule else "blocks",
             pipeline_schedule=case.schedule or "1f1b",
-            # Layers are spread evenly, and not by times, which differ from run to run.
+            # Layers are spread evenly, not by times, which differ from run to run.
             pipeline_layers=(MODEL["num_hidden_layers"] // case.stages,) * case.stages if case.schedule else None,
         ),
         compile=CompileConfig(enabled=False),
@@ -243,21 +246,20 @@ def recipe(case: TopologyCase, folder: Path) -> Config:
 
 
 def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
-    """Return what this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes
-    of its stages."""
+    """Measure a case on this rank: losses, bytes held, bytes exchanged, passes of its stages."""
     rt.topology = case.topology
     cfg = recipe(case, folder)
     lengths = LognormalLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
     data = DataPlan(row_length=ROW_LENGTH, documents=lengths)
     objective = NextToken(cfg.loss)
     losses, norms, passes = [], [], list[TimelinePass]()
-    # From the making of the model on, so that the bytes alive are all of this case's.
+    # Starts before the model is made, so that all live bytes belong to this case.
     with recording() as recorder:
         orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
         documents = EncodedDocuments(synthetic_documents(data, MODEL["vocab_size"]), ROW_LENGTH // 2)
         batches = lay_out(cfg, rt, documents, objective)
-        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is
-        # what ranks of a GPU without room for more take.
+        # The plan takes the first entry that fits. On a CPU all fit, so only the leanest is offered: the choice of
+        # ranks on a GPU without room for more.
         lean = mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:])
         with lean if case.lean else nullcontext():
             engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
@@ -273,7 +275,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     if case.schedule:  # one more step
         with timed_passes(case.stages // case.topology.stages) as passes:
             for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
-                # All ranks begin together, or the wait for a late one would count as a bubble.
+                # All ranks begin together, otherwise the wait for a late one would count as a bubble.
                 dist.barrier()
                 engine.step(step, LEARNING_RATE)
     states = engine.optimizer.state.values()
@@ -297,7 +299,7 @@ def _gradients_at_update(optimizer: Any, orig_model: torch.nn.Module) -> list[in
     found: list[int] = []
     update: Callable[..., None] = optimizer.update
 
-    # Just before the update the gradients of all micro-batches are there.
+    # Just before the update the gradients of all micro-batches exist.
     def noted(*args: Any) -> None:
         found.append(_size(local(p.grad) for p in orig_model.parameters() if p.grad is not None))
         update(*args)
@@ -312,7 +314,7 @@ def _size(tensors: Iterator[torch.Tensor]) -> int:
 
 @contextmanager
 def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
-    """Have passes of this process's stages, inside, take equally long, and note them.
+    """Make passes of this process's stages within the context take equally long, and record them.
 
     Yields:
         the passes so far, in the order in which they ended.
@@ -325,7 +327,7 @@ def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
         def one_chunk(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
             found = plain(stage, micro_batch, *args, **kwargs)
-            # A pause up to a fixed time: what is measured is the schedule, not this machine's cores.
+            # A pause up to a fixed time: this measures the schedule, not the machine's cores.
             time.sleep(max(start + seconds / stages_per_process - time.monotonic(), 0.0))
             what = {"stage": stage.stage_index, "micro_batch": micro_batch, "forward": name.startswith("forward")}
             noted.append(what | {"start": round(start, 4), "end": round(time.monotonic(), 4)})
@@ -333,20 +335,20 @@ def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
 
         return mock.patch.object(PipelineStage, name, one_chunk)
 
-    # A stage has no hooks around its passes: its methods are replaced on the class, and put back.
+    # A stage has no hooks around its passes: its methods are replaced on the class and restored.
     with timed("forward_one_chunk", FORWARD_SECONDS), timed("backward_one_chunk", BACKWARD_SECONDS):
         yield noted
 
 
 def main(out: str, *keys: str) -> None:
-    """Measure all cases of these keys, one after the other, and write the file after each."""
+    """Measure all cases of these keys one after the other, and write the file after each."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1, precision="fp32"))
     found: dict[str, Any] = {"environment": environment(rt.device, rt.world_size), "cases": {}}
     for key in keys:
         (case,) = (case for case in TOPOLOGY_CASES if case.key == key)
         own = _measured(case, rt, Path(out).parent)
         found["cases"][key] = rt.gathered(own)
-        gc.collect()  # of this case's model, before the next one's
+        gc.collect()  # free this case's model before the next one's
         if rt.is_main:
             Path(out).write_text(json.dumps(found))
 

@@ -1,5 +1,6 @@
-"""The arithmetic of launch/layouts.py applied to published models, and beside what was measured on GPUs. No torch
-in this file."""
+"""Apply the arithmetic of launch/layouts.py to published models, and compare it with measurements on GPUs. No torch
+in this file.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ _ROW_LENGTH = 8192
 _ROWS = {8: 64, 64: 256, 1024: 2048}
 "GPUs -> rows of a step: 0.5, 2 and 17 million tokens."
 MICRO = (1, 2, 4)
-"Rows of a micro-batch, of which the fastest is taken."
+"Candidate rows of a micro-batch; the fastest is chosen."
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
 }
-"Of Llama 3.1, as published."
+"Sizes of Llama 3.1, as published."
 PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
     "ddp": lambda t: not t.partial,
     "fsdp2, hsdp": lambda t: t.sharded and t.ranks_per_row == t.stages == 1,
@@ -47,7 +48,7 @@ MEASURED = {
         *("h200_pipeline_1.7b", "h200_pipeline_8b", "h200_gpipe", "h200_tensor_8b", "h200_pipeline"),
     ),
 }
-"Folders of benchmarks, and the results in them of several GPUs."
+"Folders of benchmarks, and their result files for several GPUs."
 
 
 def shape(name: str) -> Shape:
@@ -59,12 +60,12 @@ def shape(name: str) -> Shape:
 
 @cache
 def worked(name: str, gpus: int) -> list[OnPaper]:
-    """Return every layout of a model that fits these GPUs."""
+    """Calculate every layout of a model that fits these GPUs."""
     return ways(shape(name), Machines(gpus), _ROWS[gpus], _ROW_LENGTH, MICRO)
 
 
 def chosen() -> Table:
-    """Return a table of what is taken for each model and number of GPUs, with what it takes."""
+    """Return a table of the chosen layout for each model and number of GPUs, with its costs."""
     cells = []
     for name, gpus in product(MODELS, _ROWS):
         way = choice(worked(name, gpus))
@@ -102,13 +103,13 @@ def families() -> Table:
 
 
 def _fastest(found: list[OnPaper]) -> list[OnPaper | None]:
-    """Return the fastest layout of each pattern; None: none fits."""
+    """Return the fastest layout of each pattern; None if none fits."""
     of_patterns = ([way for way in found if belongs(way.setup.topology)] for belongs in PAPER_MODELS.values())
     return [max(own, key=lambda way: way.share, default=None) for own in of_patterns]
 
 
 def _sizes(way: OnPaper) -> str:
-    """Return the sizes of the mesh that a reader could not know."""
+    """Return the sizes of the mesh that a reader could not infer."""
     t = way.setup.topology
     named = {"tp": t.tensor, "cp": t.context, "pp": t.stages, "copies": t.replicas if t.sharded else 1}
     sizes = ", ".join(f"{key} {size}" for key, size in named.items() if size > 1)
@@ -116,8 +117,9 @@ def _sizes(way: OnPaper) -> str:
 
 
 def beside_measured(benchmarks: Path) -> Table:
-    """Return a table of layouts measured on GPUs of one machine, and what the arithmetic says of them from the speed
-    of the run that they are relative to: on one GPU, or of shards where one GPU has no room."""
+    """Return a table of layouts measured on GPUs of one machine, and the calculated values from the speed of their
+    reference run: on one GPU, or sharded if one GPU has no room.
+    """
     cells = []
     for folder, names in MEASURED.items():
         alone = dict[tuple[str, str], dict[str, Any]]()  # by name and card
@@ -137,13 +139,13 @@ def beside_measured(benchmarks: Path) -> Table:
 
 
 def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: float, rows: int) -> OnPaper:
-    """Return a run of a bench on paper.
+    """Calculate a run of a bench.
 
     Args:
-        tokens_per_second: of a GPU of the run that it is relative to.
-        rows: of a step, of 16,384 positions each.
+        tokens_per_second: speed per GPU of the reference run.
+        rows: rows of a step, of 16,384 positions each.
     """
-    # A pipeline's stages are the recipe's, and each of them is a mesh of the other sizes.
+    # A pipeline's stages come from the recipe, and each is a mesh of the other sizes.
     pipelined = row["set"].get("train.engine") == "pipeline"
     stages = row["set"].get("train.pipeline_stages", row["world_size"]) if pipelined else 1
     mesh, gpus = row["mesh"], row["world_size"] // stages
@@ -156,7 +158,7 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     assert found is not None
     micro = row["set"].get("train.micro_batch_size", 1)
     layout = Layout("packed", (16384,), rows, micro, topology.row_ranks, 16384, 16384)
-    # One GPU repeats as much as the run's budget says, so its speed has it already.
+    # One GPU recomputes as much as the run's budget requires, so its speed includes it.
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
     if topology.stages > 1:
         schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
@@ -167,13 +169,13 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
 def _inputs(
     found: Shape, layout: Layout, topology: Topology, budget: float, optimizer: str = DEFAULT
 ) -> EstimateInputs:
-    """Return a compiled run in bf16 that keeps the activations that the budget says."""
+    """Return the inputs of a compiled bf16 run that keeps the budget's share of activations."""
     sizes = found, layout, optimizer, "bf16", 4096, budget
     return EstimateInputs(*sizes, compiled=True, checkpointing=False, topology=topology)
 
 
 def per_pattern() -> Table:
-    """Return a table of what a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
+    """Return a table of each pattern's traffic for 8B in a step of eight GPUs, 64 rows, and its time."""
     cells = []
     topologies = {
         "ddp": Topology(replicas=8),
@@ -194,8 +196,9 @@ def per_pattern() -> Table:
 
 
 def slow_links() -> Table:
-    """Return a table of the best of each pattern for 8B on eight machines with one GPU each, by the speed
-    of the network."""
+    """Return a table of the best layout of each pattern for 8B on eight machines with one GPU each, by the speed of
+    the network.
+    """
     cells = []
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
@@ -212,12 +215,13 @@ LLAMA_PAPER, MEGATRON = "https://arxiv.org/abs/2407.21783", "https://arxiv.org/a
 TITAN_8B = (6667, 6514)
 "Tokens per second and GPU of 8B on 8 and on 128 GPUs, FSDP with torch.compile: tables 1 and 3."
 TITAN_8B_FLOAT8 = 8532
-"The same on 8 GPUs with float8."
+"Tokens per second and GPU of 8B on 8 GPUs with float8."
 
 
 def published() -> Table:
-    """Return a table of what others have published of H100s with 400 Gb/s of network each, and what is said here
-    of the same."""
+    """Return a table of published results on H100s with 400 Gb/s of network each, next to the values
+    calculated here.
+    """
     few, many = TITAN_8B
     return ["model", "GPUs", "layout", "published", "here, on paper"], [
         [
@@ -267,8 +271,7 @@ def _at(name: str, gpus: int) -> str:
 
 
 def titan_70b_on_paper() -> float:
-    """Return the tokens per second and GPU of torchtitan's 70B on paper: 16 rows in a micro-batch, everything
-    recomputed."""
+    """Calculate the tokens per second and GPU of torchtitan's 70B: 16 rows in a micro-batch, everything recomputed."""
     found, topology = shape("70B"), Topology(shards=32, tensor=8, sharded=True)
     layout = Layout("packed", (_ROW_LENGTH,), 512, 16, 32, _ROW_LENGTH, _ROW_LENGTH)
     machines = Machines(256, flops=6 * shape("8B").parameters * TITAN_8B_FLOAT8)
@@ -277,7 +280,7 @@ def titan_70b_on_paper() -> float:
 
 
 def titan_on_paper() -> OnPaper:
-    """Return torchtitan's 8B on 128 GPUs on paper, from the speed that it has on 8."""
+    """Calculate torchtitan's 8B on 128 GPUs from its speed on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
     layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
     setup = _inputs(found, layout, topology, BUDGETS["speed"])

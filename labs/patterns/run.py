@@ -1,5 +1,5 @@
-"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, \
-sends, waits for.
+"""Train a small transformer on one, two and four processes of this CPU in every layout, and report what each rank \
+holds, sends and waits for.
 
 python -m labs.patterns [--out FILE.json] [--processes N ...]
 python -m labs.patterns --show FILE.json"""
@@ -33,33 +33,33 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-"Layers and heads that two and four ranks divide, in two stages on each of four ranks too."
+"Layers and heads, divisible by two and four ranks, and into two stages on each of four ranks."
 ROWS, ROW_LENGTH = 4, 128
-"Rows of an optimizer step, over all ranks, and their positions; a micro-batch is one row."
+"Rows of an optimizer step over all ranks, and their positions; a micro-batch is one row."
 TRAINED_STEPS = 2
 
 
 @dataclass(frozen=True)
 class TopologyCase:
-    """A layout, by the name that it has in the tables."""
+    """A layout, by its name in the tables."""
 
     name: str
     topology: Topology
     config: str
-    "the accelerate config, and what is set beside it; of a pipeline train.engine=pipeline too"
+    "accelerate config, and the settings changed in it; a pipeline also has train.engine=pipeline"
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
-    "of a pipeline"
+    "schedule of a pipeline"
     lean: bool = False
-    "weights are gathered for each pass and gradients exchanged after each micro-batch, as where memory is scarce"
+    "whether weights are gathered for each pass and gradients exchanged after each micro-batch, as with scarce memory"
 
     @property
     def processes(self) -> int:
-        """Return how many processes it takes."""
+        """Return its number of processes."""
         return self.topology.world_size
 
     @property
     def stages(self) -> int:
-        """Return how many stages there are; without a pipeline 1."""
+        """Return its number of stages; 1 without a pipeline."""
         return self.topology.stages * (2 if self.schedule == "interleaved" else 1)
 
     @property
@@ -100,25 +100,25 @@ TOPOLOGY_CASES: tuple[TopologyCase, ...] = (
 PatternResults = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 TimelinePass = dict[str, Any]
-"Of a stage with a micro-batch: stage, micro_batch, forward, start and end in seconds."
+"Pass of a stage with a micro-batch: stage, micro_batch, forward, start and end in seconds."
 HELD = ("weights", "gradients", "states", "activations", "most")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 pp, interleaved")
 
 
 def measured_cases(results: PatternResults) -> list[TopologyCase]:
-    """Return the cases of which there are numbers."""
+    """Return the cases with results."""
     return [case for case in TOPOLOGY_CASES if case.key in results["cases"]]
 
 
 def loss_difference(results: PatternResults, key: str) -> float:
-    """Return the most that a loss of a case differs from that of one process, in nats."""
+    """Return the largest difference of a case's loss from that of one process, in nats."""
     (own, *_), (alone, *_) = results["cases"][key], results["cases"]["1 one process"]
     return max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True))
 
 
 def holds(results: PatternResults) -> Table:
-    """Return a table of KiB on the rank that has most of it, and the losses beside those of one process."""
+    """Return a table of KiB on the rank that holds most, and the losses compared with one process."""
     cells = []
     for case in measured_cases(results):
         ranks = results["cases"][case.key]
@@ -129,12 +129,12 @@ def holds(results: PatternResults) -> Table:
 
 
 def exchanges(results: PatternResults) -> Table:
-    """Return a table of calls and KiB of whole tensors in a step, on the rank that sends most, and what it sends."""
+    """Return a table of calls and KiB of whole tensors in a step on the rank that sends most, and its sent bytes."""
     cells = []
     for case in measured_cases(results):
         if case.processes == 1:
             continue
-        # Of one rank, not the most of each kind: in a pipeline the ranks send different things.
+        # Values of one rank, not the maximum of each kind: in a pipeline the ranks send different tensors.
         exchanged = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
         by_kind = []
         for kind in _KINDS:
@@ -151,7 +151,7 @@ def sent(exchanged: Sequence[dict[str, Any]]) -> float:
 
 
 def bubbles(results: PatternResults) -> Table:
-    """Return a table of how long ranks of a pipeline wait, and by the formula."""
+    """Return a table of the ranks' waiting time in a pipeline, measured and by the formula."""
     cells = []
     for case in measured_cases(results):
         if case.schedule is None:
@@ -167,21 +167,22 @@ def bubbles(results: PatternResults) -> Table:
 
 
 def measured_bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
-    """Return the share of the ranks' time in which they wait, from the first pass of any of them to the last."""
+    """Return the share of the ranks' time spent waiting, from the first pass of any of them to the last."""
     passes = [each for rank in ranks for each in rank]
-    # From the first pass of any rank: the wait of the last stage for its first micro-batch is a part of the bubble.
+    # From the first pass of any rank: the last stage's wait for its first micro-batch is part of the bubble.
     span = max(each["end"] for each in passes) - min(each["start"] for each in passes)
     return 1.0 - sum(each["end"] - each["start"] for each in passes) / (span * len(ranks))
 
 
 def bubble_by_formula(stages: int, micro_batches: int, stages_per_process: int) -> float:
-    """Return the share that a process waits where all stages take equally long and sending takes no time."""
+    """Return the share of time that a process waits if all stages take equally long and sending takes no time."""
     return (stages - 1) / (stages_per_process * micro_batches + stages - 1)
 
 
 def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66) -> list[str]:
-    """Return a line for each rank: digits where a micro-batch goes forward, its letter where it goes back, points where
-    the rank waits."""
+    """Return a line for each rank: a digit for a micro-batch's forward pass, its letter for the backward pass, points
+    while the rank waits.
+    """
     passes = [each for rank in ranks for each in rank]
     first = min(each["start"] for each in passes)
     span = max(each["end"] for each in passes) - first
@@ -198,7 +199,8 @@ def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66)
 
 def timeline_pictures(results: PatternResults) -> str:
     """Return when the ranks of some pipelines compute: a digit is the micro-batch of a forward pass, a letter that of
-    a backward pass."""
+    a backward pass.
+    """
     parts = []
     for case in measured_cases(results):
         if case.key in PICTURED:
@@ -208,7 +210,7 @@ def timeline_pictures(results: PatternResults) -> str:
 
 
 def machine_line(results: PatternResults) -> str:
-    """Return what it was measured on."""
+    """Return a line about the machine of the measurement."""
     found = results["environment"]
     packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "transformers"))
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
@@ -242,13 +244,13 @@ def _plain(content: Table) -> str:
 
 
 _TIMEOUT_SECONDS = 3600
-"That all layouts of one number of processes may take together."
+"Total seconds that all layouts of one number of processes may take."
 # One thread each: processes that share the cores must not wait for each other's threads.
 _ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def main() -> int:
-    """Measure, or show earlier numbers, as the words say. Return the exit code: 1 if some could not be measured."""
+    """Measure, or show earlier results, as the arguments request. Return the exit code: 1 if a measurement failed."""
     prog = running(f"{program_path('python')} -m labs.patterns")
     words = Parser((__doc__ or "").partition("\n")[0], prog=prog)
     words.add_argument(
@@ -275,7 +277,7 @@ def main() -> int:
     }
     failed = False
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-patterns-") as folder:
-        for processes in sorted({1, *args.processes}):  # what one computes is what the others are compared with
+        for processes in sorted({1, *args.processes}):  # the results of one process are the reference for the others
             cases = [case for case in TOPOLOGY_CASES if case.processes == processes]
             started = time.perf_counter()
             found, problem = _measure(cases, Path(folder))
@@ -293,29 +295,32 @@ def main() -> int:
 
 
 def read_pattern_results(file: Path) -> dict[str, Any]:
-    """Return the raw numbers that `main` wrote.
+    """Read the raw numbers that `main` wrote.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the file has none.
     """
     try:
         results: dict[str, Any] = json.loads(file.read_text())
         results["cases"]["1 one process"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"--show: {file}: no raw numbers of this command ({type(error).__name__}: {error}): name what --out wrote"
+            f"--show: {file}: no raw numbers of this command ({type(error).__name__}: {error}): name the file "
+            "that --out wrote"
         ) from None
     return results
 
 
 def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return (what the processes wrote, why they failed or None) of layouts of the same number of processes."""
+    """Measure layouts with the same number of processes; return (the processes' results, the reason of a
+    failure or None).
+    """
     (processes,) = {case.processes for case in cases}
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     words = [*launcher, "-m", "labs.patterns.measure", str(out), *(case.key for case in cases)]
-    # Ctrl-C reaches this process alone, which then ends the ranks: those of a terminal would get it too,
-    # amid their imports.
+    # Ctrl-C reaches only this process, which then ends the ranks: ranks on the terminal would get it too, during
+    # their imports.
     with starting_processes():
         problem = run_logged([sys.executable, *words], log, _ENVIRONMENT, _TIMEOUT_SECONDS)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}

@@ -1,1 +1,3 @@
-"""Does compiling pay on this recipe, and does it change anything? Real runs, judged criterion by criterion."""
+"""Validate whether compiling a recipe makes it faster without changing its results: real runs, judged criterion
+by criterion.
+"""

@@ -1,4 +1,4 @@
-"""The criteria, each with its number: pure functions of what the files of the runs say."""
+"""The criteria, each with its number: pure functions of the contents of the runs' files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sftkit.rundir.names import (
 
 @dataclass(frozen=True)
 class Measured:
-    """One run, as its own files tell it."""
+    """One run, as recorded in its own files."""
 
     error: str | None
-    "why it did not finish; then the rest may be missing"
+    "why it did not finish; then other fields may be missing"
     lines: list[MetricsLine] = field(default_factory=list)
-    "metrics.jsonl"
+    "lines of metrics.jsonl"
     evals: MetricsLine = field(default_factory=dict)
     "the last evaluation, without step and time"
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Measured:
     rank_errors: list[str] = field(default_factory=list)
 
     def timed(self, warm_up: int) -> list[MetricsLine]:
-        """Return the windows after so many steps."""
+        """Return the windows after this many steps."""
         return [line for line in self.lines if line["step"] > warm_up]
 
     def speeds(self, warm_up: int) -> list[float]:
@@ -72,10 +72,10 @@ class Measured:
 
 
 def measure(folder: Path, error: str | None) -> Measured:
-    """Read what a run left in its folder.
+    """Read the results that a run left in its folder.
 
     Args:
-        error: how its process ended; None: well.
+        error: how its process ended; None: success.
     """
     evals = read_metric_rows(folder / EVALS)
     newest = max((folder / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
@@ -99,19 +99,19 @@ def format_spread(values: list[float], form: str) -> str:
     return f"{format(median(values), form)} ({format(min(values), form)} to {format(max(values), form)})"
 
 
-# What the criteria allow; labs/validate/README.md gives each in words.
+# Limits of the criteria; labs/validate/README.md explains each.
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1
 _LOSS = 0.05
 EVALUATION = 0.005
-"Relative difference of validation losses that is allowed where the two baseline seeds are closer than that."
+"Allowed relative difference of validation losses if the two baseline seeds are closer than that."
 SCALING = 0.85
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One criterion of one layout on so many processes."""
+    """One criterion of one layout on a number of processes."""
 
     layout: str
     processes: int
@@ -124,30 +124,32 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trio:
-    """The runs of one layout and number of processes that are judged together: eager, compiled, and what they
-    are held to."""
+    """The runs of one layout and number of processes that are judged together: eager, compiled, and
+    their references.
+    """
 
     layout: str
     processes: int
     eager: Measured
     compiled: Measured
     other_seed: Measured
-    "of the fewest processes that were run"
+    "run on the fewest processes"
     reference: Measured | None
-    """what the losses are compared with: the reference engine, each document alone in plain fp32, on the fewest
-    processes; None: it was not run, and the eager run stands in"""
+    """reference for the losses: the reference engine, each document alone in plain fp32, on the fewest processes;
+    None: it was not run, and the eager run replaces it
+    """
     logits: Mapping[str, Any]
-    "what loading the compiled run's checkpoint in another process gave: a row of proof.json's form"
+    "result of loading the compiled run's checkpoint in another process, in the form of a row of proof.json"
     warm_up: int
 
     @property
     def plain(self) -> tuple[str, Measured]:
-        """Return (name, run) of the run that the compiled run's losses are compared with."""
+        """Return (name, run) of the reference for the compiled run's losses."""
         return ("eager", self.eager) if self.reference is None else ("reference", self.reference)
 
 
 def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
-    """Return the runs that are compared, layout by layout, the fewest processes first."""
+    """Return the compared runs, layout by layout, the fewest processes first."""
     plan = result["plan"]
     fewest = plan["processes"][0]
     runs = {(run["layout"], run["processes"], run["kind"]): run for run in result["runs"]}
@@ -163,7 +165,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
                 eager=measured(layout, count, "eager"),
                 compiled=measured(layout, count, "compiled"),
                 other_seed=measured(layout, fewest, "eager, other seed"),
-                # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
+                # Results of earlier versions have none, and neither has a recipe with an unsupported optimizer.
                 reference=measured(layout, fewest, "reference") if (layout, fewest, "reference") in runs else None,
                 logits=runs.get((layout, count, "compiled"), {}).get("logits", {}),
                 warm_up=plan["warm_up"],
@@ -175,7 +177,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 
 def judge(trio: Trio) -> list[Verdict]:
-    """Return the verdicts on all criteria; a run that did not finish fails those that need it."""
+    """Return the verdicts on all criteria; an unfinished run fails those that need it."""
     ok, found = _finished(trio)
     wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
     verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
@@ -192,7 +194,7 @@ def trio_verdict(trio: Trio, criterion: str, actual: str, wanted: str, *, ok: bo
 
 
 def _finished(trio: Trio) -> tuple[bool, str]:
-    """Check that every process joined, agreed and ended well, and that no rank reported an error."""
+    """Check that every process joined and ended successfully, and that no rank reported an error."""
     for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
         status, ranks = run.status.get("status"), run.environment.get("world_size")
         if run.error or status != "finished" or run.rank_errors or ranks != trio.processes:
@@ -202,8 +204,9 @@ def _finished(trio: Trio) -> tuple[bool, str]:
 
 
 def constant_shapes(trio: Trio) -> tuple[bool, str]:
-    """Check, in the compiled run's proof, that all batches had declared shapes. Return (ok, what was found), as
-    every criterion does."""
+    """Check, in the compiled run's proof, that all batches had declared shapes. Return (ok, finding), as every
+    criterion does.
+    """
     row = trio.compiled.proof_row("Only declared shapes")
     return bool(row and row["ok"]), f"{row['found']} (declared {row['expected']})" if row else "no proof.json"
 
@@ -216,8 +219,8 @@ def compiled_model(trio: Trio) -> tuple[bool, str]:
 
 
 def recompiles_in_training(trio: Trio) -> tuple[bool, str]:
-    """Check that nothing was compiled again after the warm-up, by the proof and by the logged counter."""
-    # Both: the counter is of logged steps, the proof of the whole run.
+    """Check, by the proof and the logged counter, that nothing was compiled after the warm-up."""
+    # Both: the counter covers logged steps, the proof the whole run.
     row = trio.compiled.proof_row("No recompiles after the warm-up")
     count = trio.compiled.last("compile/recompiles")
     return count == 0 and bool(row and row["ok"]), row["found"] if row and not row["ok"] else f"{count or 0:.0f}"
@@ -230,8 +233,7 @@ def recompiles_in_evaluation(trio: Trio) -> tuple[bool, str]:
 
 
 def proof_passes(trio: Trio) -> tuple[bool, str]:
-    """Check that nothing failed that the runs checked of themselves; what was not checked does not count. Failed
-    rows by name."""
+    """Check that none of the runs' own checks failed; unchecked rows do not count. Failed rows are named."""
     failed, missing, count = [], [], 0
     for kind, run in (("eager", trio.eager), ("compiled", trio.compiled)):
         rows = run.proof.get("rows", [])
@@ -255,13 +257,14 @@ def faster(trio: Trio) -> tuple[bool, str]:
 
 
 def in_time(trio: Trio) -> Pays | None:
-    """Return what the ratio means in time, from the medians of the windows and what the warm-up of the compiled step
-    takes longer than the eager one's, which holds the same checks; None where a run failed or logged no seconds."""
+    """Convert the ratio to time, from the medians of the windows and the extra time of the compiled warm-up over the
+    eager one, which makes the same checks; None if a run failed or logged no seconds.
+    """
     eager, compiled = (run.step_seconds(trio.warm_up) for run in (trio.eager, trio.compiled))
     spent = trio.compiled.summary.get("warm_up_seconds")
     if trio.eager.error or trio.compiled.error or not eager or not compiled or spent is None:
         return None
-    # The eager warm-up runs the same checks; only what it does not have is the compiler's.
+    # The eager warm-up makes the same checks; only the additional time belongs to the compiler.
     without = trio.eager.summary.get("warm_up_seconds") or 0.0
     return pays(median(eager), median(compiled), max(spent - without, 0.0))
 
@@ -294,27 +297,29 @@ def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
 
 
 def loss_within_noise(trio: Trio) -> tuple[bool, str]:
-    """Check that the losses of the compiled run are no further from the plain ones than those of two eager seeds
-    from each other."""
+    """Check that the losses of the compiled run are no further from the reference than those of two eager seeds from
+    each other.
+    """
     name, plain = trio.plain
     noise = distances(trio.eager.losses(trio.warm_up), trio.other_seed.losses(trio.warm_up))
     found = distances(plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up))
     if plain.error or not noise or not found:
         return False, f"not measured: {name}: {plain.error}" if plain.error else "the runs logged no common steps"
-    # The mean tells a drift, the maximum a single step that went wrong.
+    # The mean shows a drift, the maximum a single wrong step.
     ok = mean(found) <= mean(noise) and max(found) <= max(noise)
     words = [f"{100 * mean(some):.3f} % apart on average, {100 * max(some):.3f} % at most" for some in (found, noise)]
     return ok, f"from {name} {words[0]}; two baseline seeds {words[1]}"
 
 
 def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """Return the relative difference at each step; none unless both have the same steps."""
+    """Return the relative difference at each step; empty unless both have the same steps."""
     return [abs(b[step] - a[step]) / abs(a[step]) for step in a] if a.keys() == b.keys() else []
 
 
 def _evaluations(trio: Trio) -> tuple[bool, str]:
-    """Check that validation losses are within the difference of two seeds, and task scores within the eager run's
-    95 % interval."""
+    """Check that validation losses are within the difference of two seeds, and task scores within the eager run's 95
+    % interval.
+    """
     values = {name: value for name, value in trio.eager.evals.items() if name.startswith("val/") and value is not None}
     wanted = {name: around(value, name, trio) for name, value in values.items()}
     got = dict(trio.compiled.evals)
@@ -327,7 +332,7 @@ def _evaluations(trio: Trio) -> tuple[bool, str]:
 def within_tolerance(
     wanted: Mapping[str, tuple[float, float, float]], got: Mapping[str, float | None]
 ) -> tuple[bool, str]:
-    """Return whether each value, by its name, is within its bounds, and what was found.
+    """Return whether each named value is within its bounds, and the finding.
 
     Args:
         wanted: name -> (the expected value, the lowest, the highest).
@@ -343,8 +348,9 @@ def within_tolerance(
 
 
 def around(value: float, name: str, trio: Trio) -> tuple[float, float, float]:
-    """Return (a validation loss, the lowest, the highest that the compiled run's may be): as far off as the two eager
-    seeds are apart."""
+    """Return (a validation loss, the lowest, the highest allowed for the compiled run): as far off as the two eager
+    seeds differ.
+    """
     first, other = trio.eager.evals.get(name), trio.other_seed.evals.get(name)
     seeds = abs(other - first) if first is not None and other is not None else 0.0
     room = max(seeds, EVALUATION * abs(value))
@@ -377,7 +383,7 @@ CRITERIA = (
 
 
 def scaling(trios: list[Trio]) -> Iterator[Verdict]:
-    """Yield verdicts on whether compiling pays on several processes as it does on the fewest."""
+    """Yield verdicts on whether compiling pays off on several processes as much as on the fewest."""
     first = trios[0]
     for trio in trios[1:]:
         ok, found = False, "not measured: a run failed"

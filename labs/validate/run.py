@@ -1,7 +1,8 @@
 """Train a recipe eagerly and compiled, in each layout, on one process and several, and have the runs judged. No torch
 in this process.
 
-python -m labs.validate.run RUN OUT.json      the logits of a finished run's checkpoint, by plain transformers"""
+python -m labs.validate.run RUN OUT.json      the logits of a finished run's checkpoint, by plain transformers
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ ONLY_WITH = {"data.row_length": "packed", "data.num_buckets": "bucketed", "data.
 ONLY_WITH |= {"data.pad_multiple": "dynamic"}
 "Settings that only go with one layout."
 AS_ADAMW = tuple(spec.name for spec in OPTIMIZERS.values() if spec.name == DEFAULT or spec.saves_memory)
-"Optimizers whose update is AdamW's."
+"Optimizers with AdamW's update."
 REFERENCE = [
     *("train.engine=reference", "train.precision=fp32", "train.memory=speed", f"optim.name={DEFAULT}"),
     "attention.backend=auto",
@@ -48,31 +49,31 @@ _SWITCHED_OFF = [
     *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]
-"What a recipe may have that no run of a validation does."
+"Settings that a recipe may have and no run of a validation keeps."
 _NO_PIPELINE = ["train.pipeline_stages=null", "train.pipeline_schedule=1f1b", "train.pipeline_layers=null"]
-"What a recipe with stages needs to be a reference."
+"Settings that turn a recipe with stages into a reference."
 _NO_GRAPH = ["graph.passes=[]", "graph.dump=false"]
-"What a recipe with passes needs to be eager."
+"Settings that turn a recipe with passes into an eager one."
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What a validation is asked to compare."""
+    """The comparisons that a validation makes."""
 
     recipe: str
     script: str
     layouts: tuple[str, ...]
     processes: tuple[int, ...]
-    "ascending; GPUs, or CPU processes on a machine without"
+    "ascending; GPUs, or CPU processes on a machine without GPUs"
     steps: int
     warm_up: int
-    "steps left out of every speed and of the loss trajectory"
+    "steps excluded from every speed and from the loss trajectory"
     window: int
     "steps between logged lines"
     overrides: tuple[str, ...]
     timeout_seconds: int
     reference: bool = True
-    "whether the reference engine runs where it can; else losses are held to the eager run"
+    "whether the reference engine runs if possible; otherwise the eager run is the reference for losses"
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,20 @@ class ValidationRun:
 
     @property
     def name(self) -> str:
-        """Return its name for people: `packed, 1 process, eager`."""
+        """Return its display name: `packed, 1 process, eager`."""
         return f"{self.layout}, {self.processes} process{'es' * (self.processes > 1)}, {self.kind}"
 
 
 def check_plan(
     plan: ValidationPlan, hardware: Hardware, train: TrainConfig, data: DataConfig, eval: EvalConfig
 ) -> None:
-    """Refuse a plan that cannot be judged.
+    """Reject a plan that cannot be judged.
 
     Raises:
         ConfigError: all problems, one a line.
     """
     problems = []
-    # Windows and warm-up begin and end at the same steps, so that no window is half warm-up; three make a median.
+    # Windows and warm-up share their boundaries, so that no window is half warm-up; a median needs three windows.
     if plan.window < 1 or plan.warm_up < 5 or plan.warm_up % plan.window or plan.steps % plan.window:
         problems.append("--warm-up must be 5 or more, and --warm-up and --steps multiples of --window")
     if plan.steps < plan.warm_up + 3 * plan.window:
@@ -111,14 +112,14 @@ def check_plan(
     problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
     rows = train.global_batch_size
     for count in plan.processes:
-        # Processes on a CPU may be more than its cores: they are slow then, but not wrong.
+        # There may be more processes than CPU cores: they are slow then, but correct.
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
         elif rows % max(count, 1) or count < 1:
             problems.append(f"--processes: {count} do not divide train.global_batch_size, {rows}")
     if train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
-    # Evaluations are compared too, so a recipe without any leaves a part of the validation empty.
+    # Evaluations are compared too, so a recipe without any would leave a part of the validation empty.
     if not data.val and not eval.tasks:
         problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
     if not Path(plan.script).is_file():
@@ -128,17 +129,19 @@ def check_plan(
 
 
 def cases(plan: ValidationPlan, cfg: Config, hardware: Hardware, needs: Needs, out: Path) -> list[ValidationRun]:
-    """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
-    seed, and the reference engine where it has the recipe's optimizer."""
+    """Return an eager and a compiled run for each layout and number of processes; with the fewest also a second eager
+    seed, and the reference engine if it supports the recipe's optimizer.
+    """
     made = []
     reference = ["reference"] if plan.reference and has_reference(cfg.optim, hardware, needs.replica) else []
     for layout, count in product(plan.layouts, plan.processes):
-        # How far two seeds differ is the measure for all others, and needs to be known once: it does not depend on the
-        # number of processes. Nor does the reference, which is slow.
+        # The difference of two seeds is the yardstick for all others, and is measured once: it does not depend on the
+        # number of processes. The same holds for the slow reference.
         fewest = count == plan.processes[0]
         kinds = ["eager", "eager, other seed", "compiled", *reference] if fewest else ["eager", "compiled"]
         for kind in kinds:
-            # Without needs no sharded start is chosen: the reference engine keeps the model whole.
+            # Chosen without the memory requirements that would select a sharded start: the reference engine keeps the
+            # model whole.
             launch = launch_of(count, cfg.train, hardware, Needs() if kind == "reference" else needs)
             slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
             folder = out / "runs" / slug
@@ -149,29 +152,31 @@ def cases(plan: ValidationPlan, cfg: Config, hardware: Hardware, needs: Needs, o
 
 
 def has_reference(optim: OptimConfig, hardware: Hardware, replica: Replica | None) -> bool:
-    """Return whether the reference engine computes what the recipe's optimizer does, which only differs in how it
-    stores, and whether a GPU has room for its fp32 weights, gradients and moments."""
+    """Return whether the reference engine has the recipe's optimizer, possibly with other storage, and whether a GPU
+    has room for its fp32 weights, gradients and moments.
+    """
     known = optim.name == "auto" or optim.name in AS_ADAMW
     needed = replica.parameters * OPTIMIZERS[DEFAULT].training_width("fp32") if replica else 0
     return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
 def launch_of(processes: int, train: TrainConfig, hardware: Hardware, needs: Needs) -> Launch:
-    """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
+    """Return how this many processes are started here: as `make` does on a machine with as many GPUs."""
     if hardware.gpus or processes == 1:
         return choose(replace(hardware, gpus=processes if hardware.gpus else 0), train.global_batch_size, {}, needs)
-    # Processes share the cores, where each would otherwise start a thread for all of them.
+    # Processes share the cores; by default each would start a thread for all of them.
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // processes)), "ACCELERATE_USE_CPU": "true"}
     return Launch(CONFIGS / "cpu_ddp.yaml", processes, "", threads)
 
 
 def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, str]:
-    """Return the environment variables of a run: compiler caches of its own, but the user's cache of the hub; and the
-    first GPUs of those that are visible."""
+    """Return the environment variables of a run: its own compiler caches, the user's cache of the hub, and the first
+    of the visible GPUs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(processes)]
-    # own_caches moves XDG_CACHE_HOME, below which the hub's cache is: without HF_HOME each run would
-    # download the model.
+    # own_caches moves XDG_CACHE_HOME, which contains the hub's cache: without HF_HOME each run would download
+    # the model.
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return {
         **own_caches(caches),
@@ -183,10 +188,10 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
 
 
 def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
-    """Return what a case changes of the recipe, after the user's own changes."""
+    """Return the settings that a case changes in the recipe, after the user's own changes."""
     compiled, graph = kind == "compiled", cfg.train.engine == "graph"
     words = [*plan.overrides]
-    # The recipe may hold settings of its own layout that another one refuses; those of its own layout stay.
+    # The recipe may hold settings of its own layout that another layout rejects; within its own layout they stay.
     words += [f"{key}=null" for key, owner in ONLY_WITH.items() if layout not in (owner, cfg.data.layout)]
     words += [
         f"data.layout={layout}",
@@ -201,13 +206,13 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     if kind == "reference":
         words += [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
         words += _NO_PIPELINE * (cfg.train.engine == "pipeline")
-    # A recompile is a finding of the validation, not its end.
+    # A recompile is a finding of the validation and must not end it.
     return words + ["compile.on_recompile=warn"] * compiled
 
 
 def typed_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the command as a person would type it: `accelerate launch` for our own start of it."""
-    # What comes before is our own start of accelerate, by the path of this Python.
+    # The first words are our own start of accelerate, by the path of this Python.
     start = words.index("--config_file")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     prefix = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
@@ -216,7 +221,7 @@ def typed_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def parse(description: str | None) -> Namespace:
-    """Return the words of the command line. Prints problems and exits with code 2 if there are any."""
+    """Parse the command line. Print errors and exit with code 2 if there are any."""
     parser = Parser(description)
     parser.add_argument("recipe", nargs="?", type=path_or_id, help="YAML of the stage that is trained")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
@@ -236,9 +241,7 @@ def parse(description: str | None) -> Namespace:
     parser.add_argument(
         "--ledger", type=path, metavar="FILE", help="earlier results (benchmarks/ledger.jsonl if there)"
     )
-    parser.add_argument(
-        "--record", action="store_true", help="append what was found to the ledger if everything passes"
-    )
+    parser.add_argument("--record", action="store_true", help="append the result to the ledger if everything passes")
     parser.add_argument("--out", type=path, help="a new folder (runs/validate/RECIPE-TIME)")
     args = parser.parse_intermixed_args()
     if (args.recipe is None) == (args.judge is None):
@@ -247,10 +250,10 @@ def parse(description: str | None) -> Namespace:
 
 
 def validation_plan(args: Namespace) -> ValidationPlan:
-    """Return the plan that the flags ask for.
+    """Return the plan that the flags request.
 
     Raises:
-        ConfigError: the recipe, or a setting behind it, is wrong.
+        ConfigError: the recipe, or a setting after it, is invalid.
     """
     cfg = read_config(args.recipe, args.overrides, world_size=1)
     return ValidationPlan(
@@ -268,7 +271,7 @@ def validation_plan(args: Namespace) -> ValidationPlan:
 
 
 def results_dir(args: Namespace) -> Path:
-    """Return where the result goes: --out, or a new folder named after recipe and time."""
+    """Return the folder of the results: --out, or a new folder named after recipe and time."""
     name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
     return args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -277,14 +280,14 @@ LOGITS_TIMEOUT_SECONDS = 600
 
 
 def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
-    """Run all cases in processes of their own and judge them, also by what the ledger has; write out/validation.json,
+    """Run all cases in separate processes and judge them, also against the ledger; write out/validation.json,
     .md and .html.
 
     Returns:
-        what validation.json holds.
+        contents of validation.json.
 
     Raises:
-        ConfigError: what is wrong with the recipe or the plan, before anything is run.
+        ConfigError: the recipe or the plan is invalid; raised before any run.
     """
     cfg, hardware = read_config(plan.recipe, plan.overrides, world_size=1), find_hardware()
     check_plan(plan, hardware, cfg.train, cfg.data, cfg.eval)
@@ -308,27 +311,27 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
         result["runs"].append(run_case(case, plan))
         (out / "validation.json").write_text(json.dumps(result, indent=1))
         print_text(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
-    # Compiled code of every run is gigabytes, and of no use to a later one: each begins with empty caches.
+    # The compiled code of a run takes gigabytes and is useless to later runs: each begins with empty caches.
     shutil.rmtree(out / "caches", ignore_errors=True)
     return _write(judged(result, ledger), out)
 
 
 def judge_again(path: Path, ledger: Ledger | None) -> dict[str, Any]:
-    """Judge the runs of an earlier validation.json by today's criteria, and write the pages next to it again.
+    """Judge the runs of an earlier validation.json by today's criteria, and rewrite the pages next to it.
 
     Raises:
-        ConfigError: the file is not there, or holds no finished runs.
+        ConfigError: the file is missing, or holds no finished runs.
     """
     result = read_object(path)
     if not result.get("runs") or not result.get("plan"):
-        raise ConfigError(f"--judge: {path} is no validation.json with runs")
+        raise ConfigError(f"--judge: {path} is not a validation.json with runs")
     return _write(judged(result, ledger), path.parent)
 
 
 def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, Any]:
     """Return the result with its verdicts."""
     found: list[Verdict] = []
-    times = []  # what each tokens/s ratio means in time, as data; none of runs that failed
+    times = []  # each tokens/s ratio in time, as data; none for failed runs
     for of_layout in trios(result):
         for trio in of_layout:
             found += [*judge(trio), *([as_in_ledger(trio, result, ledger)] if ledger else [])]
@@ -353,11 +356,11 @@ def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
-    """Run one training, and of a compiled one also the check of its checkpoint."""
+    """Run one training; for a compiled one, also check its checkpoint."""
     case.folder.parent.mkdir(parents=True, exist_ok=True)
     log = case.folder.with_suffix(".log")
     ended = run_logged(list(case.command), log, dict(case.environment), plan.timeout_seconds)
-    # Of several ranks the launcher's own last line says little: the first failing rank does.
+    # With several ranks the launcher's own last line is not informative: report the first failing rank.
     if ended and ended.startswith("ended"):
         ended = first_failure(log, None) if case.processes > 1 else ended
     measured = measure(case.folder, ended)
@@ -373,7 +376,7 @@ def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
 
 
 def logits_row(case: ValidationRun) -> dict[str, Any]:
-    """Return what loading the case's checkpoint with plain transformers in another process gives."""
+    """Return the result of loading the case's checkpoint with plain transformers in another process."""
     out = case.folder.with_name(case.folder.name + "-logits.json")
     words = [sys.executable, "-m", "labs.validate.run", str(case.folder), str(out)]
     ended = run_logged(words, out.with_suffix(".log"), {}, LOGITS_TIMEOUT_SECONDS)
@@ -394,7 +397,7 @@ def run_line(run: dict[str, Any], warm_up: int) -> str:
 
 
 def check_logits(run: Path, out: Path) -> None:
-    """Write the row that says whether the checkpoint's logits are those that the run recorded.
+    """Write the row on whether the checkpoint's logits equal those that the run recorded.
 
     Raises:
         FileNotFoundError: the run has no checkpoint.

@@ -1,5 +1,6 @@
-"""Where verdicts go: a page, the dashboard of the recipe, and the ledger of earlier commits, one JSON object a line,
-against which the next validation is compared."""
+"""Destinations of verdicts: a page, the dashboard of the recipe, and the ledger of earlier commits, one JSON object a
+line, against which the next validation is compared.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import resolve
 
 _CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"
-"What was found takes more room than the names of criteria."
+"The findings need more room than the names of criteria."
 
 
 def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -62,7 +63,7 @@ def criteria_passed(result: dict[str, Any]) -> str:
 
 
 def _facts(result: dict[str, Any]) -> list[str]:
-    """Return hardware, versions and how it was measured."""
+    """Return hardware, versions and the method of measurement."""
     env, plan = result["environment"], result["plan"]
     versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
     return [
@@ -78,7 +79,7 @@ RUN_COLUMNS = ("run", "tokens/s", "step p50 (s)", "MFU", "peak GiB", "last loss"
 
 
 def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
-    """Return a run in the table; a dash for what is not known."""
+    """Return a run's cells in the table; a dash for an unknown value."""
     measured = Measured(**run["measured"])
     if measured.error:
         return [run["name"], measured.error, *["-"] * (len(RUN_COLUMNS) - 2)]
@@ -112,7 +113,7 @@ def markdown_page(result: dict[str, Any]) -> str:
 
 
 def html(result: dict[str, Any]) -> str:
-    """Return the page; nothing in it is loaded from anywhere."""
+    """Return the page, which loads nothing from elsewhere."""
     title = el(
         "div", el("h1", "Does compiling pay?"), badge(criteria_passed(result), ok=result["passed"]), class_="title"
     )
@@ -135,11 +136,11 @@ SPEED_COLUMNS = (
 
 
 def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
-    """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Return what the person
-    should be told; None without a dashboard.
+    """Send a judged result to the dashboard of the recipe's `log`; never raise an error. Return a message for the
+    user; None without a dashboard.
 
     Args:
-        out: the folder of the result, which also takes what is kept offline.
+        out: folder of the result, which also receives offline files.
     """
     # torch comes with these, and is not needed before all runs are done
     from accelerate import Accelerator
@@ -154,7 +155,7 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     )
     from sftkit.tracking.dashboard.services import Ending, RunFile, record_table
 
-    # Asked first: without a dashboard neither torch's Accelerator nor a thread is needed.
+    # Checked first: without a dashboard neither torch's Accelerator nor a thread is needed.
     name = dashboard_name(config)
     if name is None:
         return None
@@ -183,8 +184,9 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
 
 
 def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the numbers that stand for the validation: criteria by verdict, and the speed-up of the first layout on
-    the fewest processes."""
+    """Return the numbers that summarise the validation: criteria by verdict, and the speed-up of the first layout on
+    the fewest processes.
+    """
     states = [verdict["ok"] for verdict in verdicts]
     counts = {"passed": states.count(True), "failed": states.count(False), "not_checked": states.count(None)}
     found = {f"validate/{name}": count for name, count in counts.items()}
@@ -192,7 +194,7 @@ def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict
 
 
 def speeds_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the speed-up of each layout and number of processes whose runs finished, with what it means in time."""
+    """Return the speed-up of each layout and number of processes whose runs finished, with its meaning in time."""
     every = {(trio.layout, trio.processes): trio for of_layout in trios(result) for trio in of_layout}
     return [{**time, "speedup": speedup(every[time["layout"], time["processes"]])} for time in result["times"]]
 
@@ -204,7 +206,7 @@ LEDGER = Path("benchmarks/ledger.jsonl")
 CRITERION = "evaluation as in the ledger"
 _WANTED = f"losses within two seeds, or {100 * EVALUATION:.1f} %, of the newest entry; tasks within its 95 % interval"
 KEY = ("recipe", "script", "overrides", "start", "layout", "processes", "steps", "hardware")
-"What two entries have in common that can be compared."
+"Fields that two comparable entries share."
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "date": (str,),
     "commit": (str, NoneType),
@@ -226,11 +228,11 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "val": (dict,),
     "tasks": (dict,),
 }
-"Name -> its types in JSON. An entry has all of these names and no others; labs/validate/README.md says what they hold."
+"Name -> its types in JSON. An entry has exactly these names; labs/validate/README.md describes them."
 _PACKAGES = ("torch", "transformers", "accelerate")
 _TASK = ("metric", "value", "low", "high")
 _MACHINE_PATH = re.compile(r"""(?:^|file://|[\s=\[{(:,'"])(?:~[\w-]*/|/[^/\s]|\.\./)""")
-"Absolute, in somebody's home, or above the repository; not the // of a URL."
+"Absolute paths, in a home folder, or above the repository; not the // of a URL."
 
 
 @dataclass(frozen=True)
@@ -241,14 +243,14 @@ class Ledger:
     entries: list[tuple[int, LedgerEntry]]
     "(number of the line, entry)"
     records: bool
-    "whether this validation is to be appended"
+    "whether to append this validation"
 
 
 def open_ledger(path: Path | None, *, records: bool) -> Ledger | None:
-    """Read the ledger that was named, or the repository's; None: none was named and the repository has none.
+    """Read the named ledger, or the repository's; None: none was named and the repository has none.
 
     Raises:
-        ConfigError: it is not there and not to be made, cannot be read, or a line is no entry.
+        ConfigError: it is missing and not to be created, cannot be read, or has an invalid line.
     """
     found = path or LEDGER
     if not found.exists() and not records:
@@ -261,10 +263,10 @@ def open_ledger(path: Path | None, *, records: bool) -> Ledger | None:
 
 
 def read_ledger(path: Path) -> list[tuple[int, LedgerEntry]]:
-    """Return (number of the line, entry) of each line; [] of a file that is not there.
+    """Return (number of the line, entry) of each line; [] for a missing file.
 
     Raises:
-        ConfigError: FILE:LINE and what is wrong there.
+        ConfigError: gives FILE:LINE and the error.
     """
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -277,17 +279,17 @@ def read_ledger(path: Path) -> list[tuple[int, LedgerEntry]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: no JSON: {error}; mend or delete the line") from error
+            raise ConfigError(f"{path}:{number}: not JSON: {error}; fix or delete the line") from error
         if problem := problem_of(entry):
-            raise ConfigError(f"{path}:{number}: no entry of a ledger: {problem}; mend or delete the line")
+            raise ConfigError(f"{path}:{number}: not an entry of a ledger: {problem}; fix or delete the line")
         entries.append((number, entry))
     return entries
 
 
 def problem_of(entry: Any) -> str | None:
-    """Return what keeps a value from being an entry; None: nothing."""
+    """Return why a value is not an entry; None if it is one."""
     if not isinstance(entry, dict):
-        return "no JSON object"
+        return "not a JSON object"
     for words, names in (("it lacks", _KINDS.keys() - entry.keys()), ("unknown:", entry.keys() - _KINDS.keys())):
         if names:
             return f"{words} {', '.join(sorted(names))}"
@@ -310,12 +312,11 @@ def problem_of(entry: Any) -> str | None:
 
 
 def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdict:
-    """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked where
-    there is none."""
+    """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked without one."""
     if trio.eager.error or trio.compiled.error or trio.other_seed.error:
         return trio_verdict(trio, CRITERION, "not measured: a run failed", _WANTED, ok=False)
     key, started = key_of(trio, result), result.get("started")
-    # Against itself, as runs that are judged again after they were recorded, everything would pass.
+    # Compared with itself, as when recorded runs are judged again, everything would pass.
     known = [(number, entry) for number, entry in ledger.entries if same(entry, key) and entry["date"] != started]
     if not known:
         where, names = in_repository(str(ledger.path)), f"{', '.join(KEY[:-1])} and {KEY[-1]}"
@@ -328,8 +329,9 @@ def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdi
 
 
 def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:
-    """Return whether validation losses are within the difference of two seeds or 0.5 %, and tasks within the entry's 95
-    % interval; and what was found."""
+    """Return whether validation losses are within the difference of two seeds or 0.5 %, and tasks within the entry's
+    95 % interval; and the finding.
+    """
     wanted = {name: around(value, name, trio) for name, value in entry["val"].items()}
     got = dict(trio.compiled.evals)
     for name, task in entry["tasks"].items():
@@ -339,9 +341,9 @@ def compared(trio: Trio, entry: LedgerEntry) -> tuple[bool, str]:
 
 
 def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
-    """Return what an entry must have in common with a trio to be compared with it."""
+    """Return the fields that an entry must share with a trio to be compared with it."""
     plan, device = result["plan"], str(trio.compiled.environment.get("device", "unknown"))
-    # The last of two words for a setting counts; their order says nothing else.
+    # The last of two words for a setting counts; their order has no other meaning.
     overrides = dict(word.partition("=")[::2] for word in plan["overrides"])
     return {
         "recipe": in_repository(plan["recipe"]),
@@ -356,11 +358,11 @@ def key_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
 
 
 def start_of(path: str | None) -> str | None:
-    """Return what stands for the checkpoint that training starts from: 16 digits of the sha256 of its manifest, so that
-    two runs with a base of the same recipe, but trained twice, are not compared; None: a new model, or one of others.
+    """Return an identifier of the start checkpoint: 16 digits of the sha256 of its manifest, so that two runs are not
+    compared if the base of the same recipe was trained twice. None for a new model, or a third-party one.
 
     Args:
-        path: model.path.
+        path: value of model.path.
     """
     found = digest(Path(resolve(path))) if path is not None else None
     return found[:16] if found else None
@@ -372,7 +374,7 @@ def same(entry: LedgerEntry, key: LedgerEntry) -> bool:
 
 
 def in_repository(path: str) -> str:
-    """Return a path as seen from here, where it leads to something below."""
+    """Return a path relative to this folder, if it leads to something below."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 
@@ -381,17 +383,17 @@ def in_repository(path: str) -> str:
 
 
 def record_validation(result: Mapping[str, Any], path: Path) -> str:
-    """Append a validation that passed, an entry for each layout and number of processes. Return what was
-    done, in words.
+    """Append a successful validation, with an entry for each layout and number of processes. Return a description of
+    what was done.
 
     Raises:
-        ConfigError: a path of this machine or a secret would be in it, its runs are of several commits, it lacks
-            something, or the file cannot be written.
+        ConfigError: an entry would contain a path of this machine or a secret, the runs are of several commits, a
+            field is missing, or the file cannot be written.
     """
     failed = [f"{v['criterion']} ({v['layout']}, {v['processes']})" for v in result["verdicts"] if v["ok"] is False]
     if failed:
         return f"--record: nothing was recorded in {path}: failed: {', '.join(failed)}"
-    # All refusals before the first byte is written: the file is in the repository.
+    # All checks precede the first written byte: the file is in the repository.
     check_portable(key_words(result["plan"]))
     check_one_commit(result)
     found = [entry_of(trio, result) for of_layout in trios(result) for trio in of_layout]
@@ -414,10 +416,10 @@ def record_validation(result: Mapping[str, Any], path: Path) -> str:
 
 
 def check_one_commit(result: Mapping[str, Any]) -> None:
-    """Refuse runs of several commits, between which the checkout was changed: an entry has one commit.
+    """Reject runs of several commits, between which the checkout changed: an entry has one commit.
 
     Raises:
-        ConfigError: the commits.
+        ConfigError: lists the commits.
     """
     environments = [run["measured"]["environment"] for run in result["runs"]]
     commits = dict.fromkeys(str(known["git"] or "unknown") for known in environments if "git" in known)
@@ -429,7 +431,7 @@ def check_one_commit(result: Mapping[str, Any]) -> None:
 
 
 def entry_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
-    """Return what is kept of a trio."""
+    """Return the entry of a trio."""
     environment, commit = trio.compiled.environment, trio.compiled.environment.get("git")
     eager, compiled = (median(run.speeds(trio.warm_up)) for run in (trio.eager, trio.compiled))
     return {
@@ -449,7 +451,7 @@ def entry_of(trio: Trio, result: Mapping[str, Any]) -> LedgerEntry:
 
 
 def seed_of(trio: Trio, result: Mapping[str, Any]) -> int | None:
-    """Return the seed that the compiled run was started with, which its command names."""
+    """Return the seed of the compiled run, from its command."""
     wanted = (trio.layout, trio.processes, "compiled")
     command = next(r["command"] for r in result["runs"] if (r["layout"], r["processes"], r["kind"]) == wanted)
     seeds = re.findall(r"\brun\.seed=(\d+)", command)
@@ -467,7 +469,7 @@ def key_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def check_portable(words: Iterable[str]) -> None:
-    """Refuse words that others cannot read or should not.
+    """Reject words that other users cannot read or must not see.
 
     Raises:
         ConfigError: the first word with an absolute path or with what looks like a secret.

@@ -1,8 +1,8 @@
-"""What passes between tests and program, and the program's end of it.
+"""Messages between tests and program, and the program's side of the exchange.
 
-The tests and the program run in two processes. Messages hold plain data: text that is rebuilt as values, and never code
+The tests and the program run in two processes. Messages hold plain data: text that is rebuilt as values, never code
 of the other side. `serve` runs in the program's process, where the program may change anything. That process holds no
-test, no expected value and no descriptor of the verdict: all it can say is what its functions return or raise.
+test, no expected value and no descriptor of the verdict: it can only send what its functions return or raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from os import read, write
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
-"The most bytes of a message that is read: the other side may be a program that tries to fill the memory."
+"Maximum bytes of a received message: the other side may be a program that tries to fill the memory."
 
 
 class Channel:
@@ -30,7 +30,7 @@ class Channel:
         self.of = of
 
     def send(self, message: bytes) -> None:
-        """Write a message. BrokenPipeError: nobody will read it."""
+        """Write a message. BrokenPipeError: the other side is gone."""
         rest = memoryview(len(message).to_bytes(8, "big") + message)
         while rest:
             rest = rest[write(self.to, rest) :]
@@ -81,15 +81,17 @@ NUMBERS = {
     "Decimal": ("decimal", lambda value: (str(value),)),
     "Fraction": ("fractions", lambda value: (value.numerator, value.denominator)),
 }
-"Name -> module, loaded when it is needed, and function to its parts. Both compare with int and float."
+"Name -> module, loaded on demand, and function to its parts. Both types compare with int and float."
 
 PLAIN_INTEGERS = 2**53
-"Larger ones travel in base 16: Python reads only 4,300 decimal digits."
+"Larger integers are sent in base 16: Python reads only 4,300 decimal digits."
 
 
 class RequestAndReply:
-    """One request and its answer. Containers have numbers, so that both sides have the same ones: shared, in a circle,
-    or changed in place by the program. What is not data stays in its process and is sent as the number of an object."""
+    """One request and its answer. Containers have numbers, so that both sides share the same ones, even if they are
+    referenced twice, form a cycle, or are changed in place by the program. A value that is not data stays in its
+    process and is sent as the number of an object.
+    """
 
     def __init__(self, number_of: Callable[[object], int], object_of: Callable[[int], object]) -> None:
         self.number_of = number_of
@@ -101,17 +103,19 @@ class RequestAndReply:
     def pack(self, *values: object) -> bytes:
         """Encode the values, with every container that is new or has changed."""
         encoded = [self.encode(value) for value in values]
-        # Encoding a container may meet others, which join the list that is being read.
+        # Encoding a container may find others, which are appended to the list during the loop.
         filled = [self._contents(container) for container in self.containers]  # grows while it is read
         # None: the other side has a container with the same contents
         changed = [None if repr(now) == repr(had) else now for now, had in zip_longest(filled, self.received)]
         return json.dumps({"values": encoded, "containers": changed}).encode()
 
     def unpack(self, data: bytes) -> list[Any]:
-        """Return the values of the other side's `pack`; ValueError, TypeError or another Exception if it is not one."""
+        """Return the values from the other side's `pack`; a malformed message raises ValueError, TypeError or
+        another Exception.
+        """
         message = json.loads(data)
         self.received = message["containers"]
-        # All empty ones first, so that a container may hold another one, or itself.
+        # First create all containers empty, so that one may hold another, or itself.
         for contents in self.received[len(self.containers) :]:
             self._add(MUTABLE[contents[0]][0]())
         for container, contents in zip(self.containers, self.received, strict=False):
@@ -121,11 +125,12 @@ class RequestAndReply:
         return [self.decode(value) for value in message["values"]]
 
     def encode(self, value: Any) -> Any:
-        """Return a value as JSON has it: constants, numbers and texts as they are, anything else as a name and parts.
-        Subclasses lose what they add."""
+        """Return a value in JSON form: constants, numbers and texts unchanged, anything else as a name and parts.
+        Additions of a subclass are lost.
+        """
         if value is None or isinstance(value, bool):
             return value
-        # By the type's own method: a subclass may have an __int__ that says something else.
+        # Uses the type's own method: a subclass may define an __int__ with another result.
         if isinstance(value, int):
             number = int.__int__(value)
             return number if abs(number) < PLAIN_INTEGERS else ["int", hex(number)]
@@ -136,17 +141,17 @@ class RequestAndReply:
         for name, (kind, parts, _) in IMMUTABLE.items():
             if isinstance(value, kind):
                 return [name, *map(self.encode, parts(value))]
-        # Registered before its parts are encoded: that ends the recursion of a list that holds itself.
+        # Registered before its parts are encoded, which ends the recursion of a list that contains itself.
         if isinstance(value, tuple(kind for kind, _, _ in MUTABLE.values())):
             return ["container", self.numbers[id(value)] if id(value) in self.numbers else self._add(value)]
         for name, (module, parts) in NUMBERS.items():
-            # A program that never imported decimal can have no Decimal; importing it here would cost every request.
+            # A program that never imported decimal has no Decimal; importing it here would slow every request.
             if module in sys.modules and isinstance(value, getattr(sys.modules[module], name)):
                 return [name, *map(self.encode, parts(value))]
         return ["object", self.number_of(value)]
 
     def decode(self, encoded: Any) -> Any:
-        """Return the value of what `encode` made."""
+        """Return the value of an `encode` result."""
         if not isinstance(encoded, list):
             return encoded
         name, *parts = encoded
@@ -185,17 +190,19 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
 }
-"What the tests may ask of an object. Comparing is not among them: it is done in the grader's process."
+"""Operations that the tests may request on an object. Comparison is not among them: it is done in the
+grader's process.
+"""
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests, the first of which is to run the program. EOFError: nobody asks any more."""
-    # python -S leaves these out, and programs use them
+    """Answer requests, the first of which runs the program. EOFError: the other side is gone."""
+    # python -S omits these, and programs use them
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
     module = types.ModuleType("solution")
-    # dataclasses look the module of a class up here
+    # dataclasses looks the module of a class up here
     sys.modules["solution"] = module
-    # Functions, classes and other objects that are no plain data; kept, so that no other gets the id of one.
+    # Functions, classes and other objects that are not plain data; kept, so that no other object gets the id of one.
     objects: dict[int, object] = {}
 
     def execute_program(source: str) -> None:
@@ -224,7 +231,7 @@ def serve(channel: Channel) -> None:
 
 
 def described(error: BaseException) -> tuple[str, str, str]:
-    """Return (class of an error, the nearest of its base classes that is Python's own, its text)."""
+    """Return (class of an error, its nearest built-in base class, its text)."""
     # __str__ of an error is the program's code, and may raise as well.
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:

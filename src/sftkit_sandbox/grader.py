@@ -1,7 +1,7 @@
-"""The grader's process: run the tests, which call the program through a pipe, and report what became of it.
+"""The grader's process: run the tests, which call the program through a pipe, and report the result.
 
-It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt
-here, or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
+The grader is in the sandbox too, but it never executes model-written code. Values from the program are plain data,
+rebuilt here, or a `Remote`, so comparisons use Python's own types and never an `__eq__` of the program.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sftkit_sandbox.exchange import Channel, RequestAndReply, read_exactly
 STARTED = b"S"
 NONCE_BYTES = 32
 MAX_REASON_BYTES = 300
-"The most bytes of an error's text that are reported."
+"Maximum bytes of an error's text that are reported."
 
 
 def _asks(operation: str) -> Any:
-    """Return a method that has the program's process do this with the object, by `Program.ask`."""
+    """Return a method that performs this operation on the object in the program's process, by `Program.ask`."""
     return lambda self, *values: self._program.ask(operation, self, *values)
 
 
@@ -39,7 +39,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call it in its process."""
+        """Call the object in its process."""
         return self._program.ask("call", self, args, kwargs)
 
     __getattr__ = _asks("get")
@@ -61,27 +61,27 @@ class Program:
         self.remotes: dict[int, Remote] = {}
 
     def ask(self, operation: str, *values: object) -> Any:
-        """Return what the program's process answers; what its code raises is raised here, as an error
-        of Python's own classes.
+        """Return the answer of the program's process; an exception of its code is raised here as a built-in
+        error class.
 
-        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it
-        for an error.
+        If the process is gone or its answer is not data, grading ends: no `except` of a test may handle that as
+        an error.
         """
-        # A new one for each request: numbers of containers of an earlier one would let the program name lists that it
-        # no longer has.
+        # A new exchange for each request: container numbers from an earlier one would let the program name lists that
+        # it no longer has.
         exchange = RequestAndReply(self._number_of, self._object_of)
         request = exchange.pack(operation, *values)
         try:
             self.channel.send(request)
             answer = self.channel.receive()
         except (EOFError, OSError):
-            # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
+            # until it has ended, or the time is over; pause() would keep sleeping if the signal came just before it
             while True:
                 time.sleep(0.01)
         except (ValueError, MemoryError) as error:
             self.end(f"its answer is too long: {error}")
         try:
-            # Whatever the program has sent is parsed here, so any exception is its doing, and no test's.
+            # The program's message is parsed here, so any exception is the program's fault and not a test's.
             done, value = exchange.unpack(answer)
             raised = None if done is True else rebuilt(*value)
         except Exception as problem:
@@ -91,7 +91,7 @@ class Program:
         return value
 
     def _number_of(self, value: object) -> int:
-        """Return the number of a Remote; refuses to send anything else that is not data."""
+        """Return the number of a Remote; reject any other value that is not data."""
         if not isinstance(value, Remote):
             raise TypeError(f"the tests give the program a {type(value).__name__}, which cannot be sent to its process")
         return value._number
@@ -104,29 +104,31 @@ class Program:
 
 
 def rebuilt(name: str, base: str, text: str) -> BaseException:
-    """Return an error of the program, of Python's own class of that name, or of a subclass of it
-    with the program's name."""
-    # By name from Python's own: the program chooses among real exceptions and cannot bring a class of its own.
+    """Return an error of the program as the built-in class of that name, or as a subclass of it with the
+    program's name.
+    """
+    # Looked up among the built-in classes: the program chooses among real exceptions and cannot provide a class of
+    # its own.
     kind = getattr(builtins, base)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise TypeError(base)
     try:
         return (kind if name == base else type(name, (kind,), {}))(text)
-    except TypeError:  # UnicodeDecodeError and its like are made of more than a text
+    except TypeError:  # UnicodeDecodeError and similar classes need more than a text
         return type(name, (Exception,), {})(text)
 
 
 def program_exit_code(status: int) -> int:
-    """Return what a shell would: 128 + signal for a process that a signal ended."""
+    """Return a shell's exit code: 128 + signal for a process ended by a signal."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
 
 
 def grade(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
-    """Run the program and its tests. The nonce, which is read only after them, proves that they passed."""
+    """Run the program and its tests. The nonce is read only after them, so it proves that they passed."""
 
     def end(reason: str) -> NoReturn:
-        """Write the verdict, and end at once: os._exit, as no test or finally may run any more."""
+        """Write the verdict and end at once: os._exit, because no test or finally clause may run any more."""
         os.write(verdict, reason.encode("utf-8", "replace")[:MAX_REASON_BYTES])
         os._exit(0)
 
@@ -136,10 +138,10 @@ def grade(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
         if ended:
             os._exit(program_exit_code(status))
 
-    # A program that ends early would leave the tests waiting for its answer. The handler is set for the whole process,
-    # which does nothing else.
+    # If a program ends early, the tests would wait for its answer. The handler applies to the whole process, which
+    # does nothing else.
     signal.signal(signal.SIGCHLD, on_sigchld)
-    # Only the length and the job are read: the nonce behind them stays unread until the tests are done.
+    # Only the length and the job are read: the nonce after them stays unread until the tests are done.
     job = json.loads(read_exactly(feed, int(read_exactly(feed, 12))))
     os.write(verdict, STARTED)
     try:
@@ -153,9 +155,8 @@ def grade(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 
 
 def _run(job: dict[str, Any], program: Program) -> None:
-    """Execute what the tests are given, the program in its process, and the tests; what any of them
-    raises is raised."""
-    # The preamble comes first, so that the program's own names replace those that it shares with it.
+    """Execute the preamble, the program in its process, and the tests; an exception of any of them is raised."""
+    # The preamble comes first, so that the program's own definitions replace equal names.
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["preamble"], "given", "exec"), names)
     program.ask("run", job["program"])

@@ -1,9 +1,10 @@
 """Build the isolation around a process, then start grader and program inside it; `programs` starts this module.
 
-Namespaces, a root of its own, no privileges, a filter of system calls and limits. Four processes: the launcher stays
-outside and waits; the first process of the new namespaces (pid 1) waits for the grader, and when pid 1 ends the kernel
-ends all that the program started; the grader runs the tests; the program is a child of the grader. If a protection
-cannot be built, the launcher writes an error to stderr before any code of a model runs.
+The isolation has namespaces, a separate root, no privileges, a filter of system calls, and limits. There are four
+processes: the launcher stays outside and waits; the first process of the new namespaces (pid 1) waits for the grader,
+and when pid 1 ends the kernel ends everything that the program started; the grader runs the tests; the program is a
+child of the grader. If a protection cannot be built, the launcher writes an error to stderr before any model-written
+code runs.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ CAPABILITY_VERSION = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 INSIDE_ID = 1000
 OWN_PROCESSES = 3
-"Launcher, pid 1 and grader: they count as processes of the program's user and control group."
+"Number of our own processes (launcher, pid 1, grader): they count against the program's user and control group."
 BOX = "/box"
-"Folder of the new root that becomes the program's: the kernel makes no user namespace for a process in a chroot."
+"""Folder of the new root that becomes the program's root: the kernel makes no user namespace for a
+process in a chroot.
+"""
 
-# By ctypes, as Python has no unshare before 3.12, nor mount, pivot_root, capset or seccomp.
+# Called by ctypes, because Python has no unshare before 3.12, nor mount, pivot_root, capset or seccomp.
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,22 +58,23 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def make_read_only(path: str, flags: int) -> None:
-    """Make a mount read-only (with AT_RECURSIVE: and those below it); needs Linux 5.12."""
+    """Make a mount read-only (with AT_RECURSIVE, also the mounts below it); needs Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
     _check(f"mount_setattr read-only {path}", result)
 
 
 def new_namespaces() -> bool:
-    """Give this process its own mounts, network, processes, IPC and host name; return whether it took a user namespace,
-    which root does without."""
+    """Give this process its own mounts, network, processes, IPC and host name; return whether it used a user
+    namespace, which root does not need.
+    """
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if os.geteuid() == 0 and libc.unshare(apart) == 0:
         return False
     uid = os.geteuid()
     gid = os.getegid()
     _check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
-    # setgroups is denied first: without that the kernel lets no unprivileged process write a gid_map.
+    # setgroups is denied first: otherwise the kernel lets no unprivileged process write a gid_map.
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
@@ -82,7 +86,7 @@ def _show(root: str, path: str) -> None:
     target = root + path
     if os.path.islink(path):
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        # Links stay links (/lib to usr/lib): what they lead to is shown by its own path.
+        # Links stay links (/lib to usr/lib): their targets are shown under their own path.
         os.symlink(os.readlink(path), target)
         return
     os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -94,8 +98,8 @@ def _show(root: str, path: str) -> None:
 
 
 def build_root(root: str, visible: list[str], mib: int) -> None:
-    """Build a file system in memory: what Python needs read-only, four devices, and /tmp, the one place to write."""
-    # First, or the mounts below would appear in the machine's own namespace too.
+    """Build a file system in memory: Python's files read-only, four devices, and /tmp, the only writable folder."""
+    # First, otherwise the mounts below would appear in the machine's own namespace too.
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755,size=1m")
     box = root + BOX
@@ -107,10 +111,10 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 
 
 def enter(root: str) -> None:
-    """Make `root` the whole file system: nothing outside it can be named any more."""
+    """Make `root` the whole file system: after this call no path leads outside it."""
     os.chdir(root)
-    # The old root is stacked on the new one by ".", and taken off at once: no folder is needed for
-    # it (pivot_root(2), NOTES).
+    # "." stacks the old root on the new one, and it is removed at once, so no folder is needed for it
+    # (pivot_root(2), NOTES).
     _check("pivot_root", libc.pivot_root(b".", b"."))
     _check("umount of the old root", libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
@@ -118,17 +122,19 @@ def enter(root: str) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace has done that)."""
-    # From the bounding set first, while there is the capability to do so; 64 is more than any kernel has, and an
+    """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace
+    already did that).
+    """
+    # First from the bounding set, while the capability for that exists; 64 is more than any kernel has, and an
     # unknown one fails alone.
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if user is not None:
         os.setgroups([])
-        # Groups before the user: afterwards there is no right to change them.
+        # Groups before the user: afterwards this process may not change them.
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    # After the change of user, which inside a user namespace has not happened and has dropped nothing.
+    # After the change of user, which did not happen inside a user namespace and so dropped nothing.
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
     _check("capset", libc.capset(header, none))
@@ -137,8 +143,9 @@ def drop_privileges(user: int | None) -> None:
 
 
 def install_filter() -> None:
-    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError:
-    it cannot be."""
+    """Put this process and all its descendants under the filter, for good; it needs no_new_privs. OSError: the filter
+    cannot be installed.
+    """
     code = system_calls.filter_of(os.uname().machine)
     steps = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(steps))
@@ -147,8 +154,9 @@ def install_filter() -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set the resource limits of grader and program: seconds of CPU and MiB for each process,
-    processes for all together."""
+    """Set the resource limits of grader and program: CPU seconds and MiB for each process, number of processes
+    in total.
+    """
     mib = 2**20
     processes = limits["processes"] + OWN_PROCESSES
     for what, soft, hard in (
@@ -159,7 +167,7 @@ def limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NOFILE, 64, 64),
         (resource.RLIMIT_CORE, 0, 0),
     ):
-        # A limit of the machine's own that is lower already cannot be raised, and setting it would be an error.
+        # The machine's own lower limit cannot be raised: setting it would be an error.
         allowed = resource.getrlimit(what)[1]
         if allowed != resource.RLIM_INFINITY:
             soft = min(soft, allowed)
@@ -171,8 +179,10 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Build the isolation, fork, wait. The program can import the standard library alone, wherever this package is."""
-    # The folder of this package, which `programs` has appended for this import.
+    """Build the isolation, fork, wait. The program can import only the standard library, wherever this package
+    is installed.
+    """
+    # The folder of this package, which `programs` appended for this import.
     sys.path.pop()
     sys.dont_write_bytecode = True
     try:
@@ -180,30 +190,30 @@ def main() -> None:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "")
         os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
-        # not sys.exit: nothing of Python's own shutdown is needed here, or may write to stderr
+        # not sys.exit: Python's own shutdown is not needed here, and could write to stderr
         os._exit(125)
 
 
 def launch(spec: dict[str, Any]) -> NoReturn:
-    """Run the process outside: build the namespaces and the root, start pid 1, wait for it."""
-    # The caller's umask may keep the sandbox's user out of the folders made below; this process ends, so nothing
-    # is put back.
+    """Run the outside process: build the namespaces and the root, start pid 1, wait for it."""
+    # The caller's umask could keep the sandbox's user out of the folders made below; this process ends, so
+    # nothing is restored.
     os.umask(0o022)
-    # If sftkit is killed, this process must not stay behind with a program in it.
+    # If sftkit is killed, this process must not survive with a program in it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Joined before any fork: children are born into the group, so that none is outside the limit.
+    # Joined before any fork: children are born into the group, so that none escapes the limit.
     if spec["group"]:
         with open(spec["group"] + "/cgroup.procs", "w") as processes:
             processes.write("0")
-    # The limit on processes counts by user, so that a user of its own keeps one sandbox from filling another's.
+    # The kernel counts processes by user, so a separate user stops one sandbox from using up another's limit.
     user = 20_000 + os.getpid() % 40_000
-    # The new namespace of processes holds for children alone, hence the fork below.
+    # The new process namespace applies only to children, hence the fork below.
     in_user_namespace = new_namespaces()
     build_root(spec["root"], spec["visible"], spec["limits"]["file_mib"])
     child = os.fork()
     if child == 0:
         first_process(spec, None if in_user_namespace else user)
-    # The kernel ends pid 1 when this process is gone, whatever the reason; asked to end, this process sees to it first.
+    # The kernel ends pid 1 when this process is gone for any reason; on a request to end, this process ends it first.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     _, status = os.waitpid(child, 0)
     os._exit(program_exit_code(status))
@@ -212,17 +222,18 @@ def launch(spec: dict[str, Any]) -> NoReturn:
 def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     """Run pid 1 of the namespaces: enter the root, drop privileges, start the grader, end with it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # In this order: entering needs privileges, and limits come last, since building takes more than a program may.
+    # In this order: entering needs privileges, and limits come last, because building needs more than a program
+    # may use.
     enter(spec["root"])
     drop_privileges(user)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
-    # the program, of the same user, may not look into this process and the grader
+    # the program has the same user and may not inspect this process or the grader
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     limit(spec["limits"])
     first = os.fork()
     if first == 0:
         grader_and_program()
-    # pid 1 inherits every orphan of the program; it has to wait for them, but ends with the grader alone.
+    # pid 1 inherits every orphan of the program and must wait for them, but it ends with the grader.
     while True:
         pid, status = os.wait()
         if pid == first:
@@ -230,8 +241,7 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
 
 
 def grader_and_program() -> NoReturn:
-    """Run the grader. The program, which gets two pipes and nothing else, is started before a
-    test or the nonce is read."""
+    """Run the grader. The program gets only two pipes, and starts before a test or the nonce is read."""
     # Away from 0 to 2, which become /dev/null: a print of the tests must not be read as a verdict.
     feed = os.dup(0)
     verdict = os.dup(1)
@@ -242,7 +252,7 @@ def grader_and_program() -> NoReturn:
     answers, answer = os.pipe()
     program = os.fork()
     if program == 0:
-        # A session of its own, so that a signal to its process group does not reach the grader.
+        # A separate session, so that a signal to its process group does not reach the grader.
         os.setsid()
         for descriptor in (feed, verdict, ask, answers, null):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A limit on the memory of all processes of one program together: a control group, where this user may make one."""
+"""Limit the memory of all processes of one program together with a control group, if this user may create one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ LIMITS = {
     "cgroup2": {"memory.max": "{bytes}", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "{processes}"},
     "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
 }
-"File system -> file -> its content. The first file must exist; the others only do where swap or processes are counted."
+"""File system -> file -> its content. The first file must exist; the others exist only if swap or
+processes are counted.
+"""
 _PATIENCE_SECONDS = 2.0
-"How long to wait until the kernel has released the ended processes of a group."
+"Longest wait for the kernel to release the ended processes of a group."
 
 
 @contextlib.contextmanager
 def group(mib: int, processes: int) -> Iterator[Path | None]:
-    """Make a control group with that much memory for the block, and remove it when its processes are gone; None
-    if none can be made here."""
+    """Create a control group with this much memory for the block, and remove it when its processes are gone; None if
+    none can be created.
+    """
     above = parent()
     folder = above and make(above, mib, processes)
     try:
@@ -37,16 +40,18 @@ def group(mib: int, processes: int) -> Iterator[Path | None]:
 
 @cache
 def parent() -> Path | None:
-    """Return the control group in which others can be made that limit memory and that a process can
-    join; None if there is none."""
+    """Return the control group in which this process can create and join groups that limit memory; None if
+    there is none.
+    """
     return next((folder for folder in candidates() if works(folder)), None)
 
 
 def candidates() -> Iterator[Path]:
-    """Yield the control group of this process, or the nearest one above it that divides its memory. Version 2 needs the
-    second: a group with processes in it cannot divide."""
-    # Where this process is (cgroup), and where those hierarchies are mounted (mountinfo): in a container the two differ
-    # by a prefix.
+    """Yield the control group of this process, or the nearest one above it that divides its memory. Version 2 needs
+    the second: a group with processes in it cannot divide.
+    """
+    # The location of this process (cgroup), and the mount points of those hierarchies (mountinfo): in a container the
+    # two differ by a prefix.
     groups = [line.split(":", 2)[1:] for line in _text_of(Path("/proc/self/cgroup")).splitlines()]
     for line in _text_of(Path("/proc/self/mountinfo")).splitlines():
         root, mounted = line.split(" ")[3:5]
@@ -66,13 +71,13 @@ def divides_memory(folder: Path) -> bool:
 
 
 def works(above: Path) -> bool:
-    """Try it, with a process that joins; return whether that worked."""
+    """Try to limit a process that joins; return whether that worked."""
     try:
         folder = make(above, 64, 8)
     except OSError:
         return False
     try:
-        # By a process that ends at once: this one must not leave the group it is in.
+        # With a process that ends at once: this one must not leave its group.
         join = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(folder)]
         return subprocess.run(join, stderr=subprocess.DEVNULL).returncode == 0
     finally:
@@ -80,11 +85,11 @@ def works(above: Path) -> bool:
 
 
 def make(above: Path, mib: int, processes: int) -> Path:
-    """Make a control group with limits on memory and on processes. OSError: it may not be made."""
+    """Create a control group with limits on memory and processes. OSError: this user may not."""
     folder = above / f"sftkit-sandbox-{secrets.token_hex(8)}"
     folder.mkdir()
     try:
-        # By the files that the kernel made in it, not by the mount, which may be of both versions.
+        # Decided by the files that the kernel created in it, because a mount may have both versions.
         limits = LIMITS["cgroup2" if (folder / "memory.max").exists() else "cgroup"]
         for name, value in limits.items():
             if name == next(iter(limits)) or (folder / name).exists():
@@ -96,7 +101,7 @@ def make(above: Path, mib: int, processes: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a control group whose processes have ended; warns if it is still in use."""
+    """Remove a control group whose processes have ended; warn if it is still in use."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

@@ -1,8 +1,9 @@
-"""Run programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
+"""Run model-written programs without network and without files of this machine, with limited memory, time
+and processes.
 
-Linux namespaces and a filter of system calls isolate them: docs/evaluation.md says what they hold and what they do not.
-On a machine without them nothing is run: there is no weaker mode. `check_sandbox` tries each protection before any code
-of a model runs.
+Linux namespaces and a filter of system calls isolate them: docs/evaluation.md lists what they protect and what they
+do not. On a machine without them nothing runs: there is no weaker mode. `check_sandbox` tries each protection before
+any model-written code runs.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from sftkit_sandbox.isolation import OWN_PROCESSES
 from sftkit_sandbox.system_calls import CLONE, MACHINES, REFUSED
 
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
-"Folder that the launcher's process imports this package from."
+"Folder from which the launcher's process imports this package."
 LAUNCH = f"import sys; sys.path.append({PACKAGE_FOLDER!r}); from sftkit_sandbox.isolation import main; main()"
-# The order of sets of strings is fixed: a program passes every time or never.
+# A fixed hash seed orders sets of strings, so that a program passes every time or never.
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 MAX_VERDICT_BYTES = 2048
@@ -41,57 +42,57 @@ GRACE_SECONDS = 5.0
 
 
 class SandboxError(Exception):
-    """Programs cannot be run safely on this machine; the text says why, and what to do."""
+    """Programs cannot run safely on this machine; the text has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """A program, and the tests that it has to pass."""
+    """A program and its tests."""
 
     program: str
     tests: str
     names: tuple[str, ...] = ()
-    "what the tests take from the program: its functions, classes and constants; all else is Python's own"
+    "names of the program that the tests use: functions, classes and constants; all other names are Python's own"
     preamble: str = ""
-    "code that the tests need besides and no model wrote: imports, helpers; `names` go before its names"
+    "code that the tests also need and no model wrote, such as imports and helpers; `names` override its names"
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use."""
+    """The limits of one program."""
 
     cpu_seconds: int = 10
-    "of each process"
+    "for each process"
     wall_seconds: float = 30.0
     memory_mib: int = 512
     "address space of each process"
     total_memory_mib: int = 1024
-    "of all processes and files together, where a control group can be made"
+    "for all processes and files together, if a control group can be created"
     processes: int = 8
-    "at a time, threads count"
+    "at the same time, counting threads"
     file_mib: int = 16
-    "of one file, and of all its files together"
+    "for one file, and for all its files together"
 
 
 @dataclass(frozen=True)
 class ProgramVerdict:
-    """What became of a program."""
+    """The result of a program."""
 
     passed: bool
     reason: str
-    "empty if it passed; else its error, the limit that it met, or that it ended before its tests did"
+    "empty if it passed; otherwise its error, the limit that it reached, or that it ended before its tests"
     seconds: float
-    "wall time, with the start of the sandbox (0.1 s)"
+    "wall time, including the start of the sandbox (0.1 s)"
 
 
 def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
-    The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard
-    library is all there is to import. The tests call its functions in its process, with copies of plain data (numbers,
-    texts, lists, tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too.
-    What is not plain data is there by its methods and attributes, but equal to nothing else. SandboxError: the sandbox
-    does not work here.
+    The program's `__name__` is "solution", its standard input is empty, its output is discarded, and it can import
+    only the standard library. The tests call its functions in its process with copies of plain data (numbers, texts,
+    lists, tuples, sets, dicts, ...); changes to lists, sets and dicts are applied to those of the tests too. Other
+    values are available by their methods and attributes, but equal nothing else. SandboxError: the sandbox does not
+    work here.
     """
     for left in reversed(range(STARTS)):
         try:
@@ -110,7 +111,7 @@ def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> Program
 def run_many(
     jobs: Sequence[ProgramTests], workers: int | None = None, limits: ProgramLimits | None = None
 ) -> list[ProgramVerdict]:
-    """Run every job, `workers` at a time (None: one for each CPU core). Returns the verdicts in order."""
+    """Run every job, `workers` at a time (None: one for each CPU core). Return the verdicts in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda job: run_tests(job, limits), jobs))
 
@@ -118,15 +119,14 @@ def run_many(
 SANDBOX_ADVICE = (
     "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user "
     "namespaces that are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN "
-    "--security-opt apparmor=unconfined). Evaluate in a virtual machine or container that has them, or leave humaneval "
-    "and mbpp out"
+    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN --security-opt "
+    "apparmor=unconfined). Evaluate in a virtual machine or container that has them, or leave humaneval and mbpp out"
 )
 
 
 def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
-    """Attempt `run_tests` once; OSError if a protection could not be built, and no code of a model has run."""
-    # Known to this process and the grader alone: printed after the tests, it proves that they ended.
+    """Attempt `run_tests` once; OSError if a protection could not be built, before any model-written code ran."""
+    # Known only to this process and the grader: printed after the tests, it proves that they ended.
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
     with (
@@ -138,9 +138,9 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             data = json.dumps(asdict(job)).encode()
             feed.write(b"%012d" % len(data) + data + nonce)
             feed.seek(0)
-            # A file as stdin, not a pipe: a large job would fill a pipe before the launcher reads it.
+            # stdin is a file, not a pipe: a large job would fill a pipe before the launcher reads it.
             process = subprocess.Popen(
-                # no user packages, no site, and no folder of the script on the search path
+                # no user packages, no site, and not the script's folder on the search path
                 [python(), "-s", "-S", "-P", "-c", LAUNCH, specification(root, group, limits)],
                 stdin=feed,
                 stdout=subprocess.PIPE,
@@ -155,7 +155,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
         finally:
             kill(process)
         seconds = time.monotonic() - began
-        # Nothing of the model has run before STARTED, so that a failure here may be tried again.
+        # No model-written code has run before STARTED, so a failure here may be retried.
         if not said.startswith(STARTED):
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
@@ -166,9 +166,10 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
 
 
 def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
-    """Return the launcher's instructions as JSON: where to build, what to show of this machine,
-    the control group to join."""
-    # Read-only in the sandbox: the interpreter, its standard library, and what they are linked with.
+    """Return the launcher's instructions as JSON: where to build, which files of this machine to show, the control
+    group to join.
+    """
+    # Read-only in the sandbox: the interpreter, its standard library, and their shared libraries.
     executable = python()
     prefix = os.path.realpath(sys.base_prefix)
     own = (executable, f"{prefix}/lib", f"{prefix}/lib64") if prefix != "/usr" else (executable,)
@@ -177,15 +178,17 @@ def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
 
 
 def python() -> str:
-    """Return the interpreter below a virtual environment, whose packages stay outside."""
+    """Return the interpreter behind a virtual environment, whose packages stay outside."""
     # Python has no public name for it: python/cpython#114476 asks for one.
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """Return (what arrives until the pipe is closed or too much came, whether that was before `deadline`)."""
+    """Return the data that arrives until the pipe closes or exceeds the limit, and whether that was
+    before `deadline`.
+    """
     said = b""
-    # poll and not select(2), which fails for descriptors from 1024 on, as a process with many workers has.
+    # poll instead of select(2), which fails for descriptors from 1024 on: a process with many workers has them.
     arrivals = select.poll()
     arrivals.register(pipe, select.POLLIN)
     while len(said) <= MAX_VERDICT_BYTES:
@@ -200,7 +203,7 @@ def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher. Asked to, it first waits until everything in its namespaces is gone."""
+    """End the launcher. On request, it first waits until all processes in its namespaces are gone."""
     for seconds, ending in ((0.1, process.terminate), (GRACE_SECONDS, process.kill)):
         try:
             process.wait(seconds)
@@ -212,18 +215,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def failure_reason(output: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
-    """Return why a program did not pass, for the per-example output."""
+    """Return the reason why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"
-    # The kernel does not say which limit it was: SIGKILL comes from the group's memory as from the hard limit on CPU.
+    # The kernel does not report which limit it was: both the group's memory and the hard limit on CPU cause SIGKILL.
     if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):
         return f"ended by the kernel: more than {limits.cpu_seconds} s of CPU, or no memory left"
-    return output[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"
+    return output[:300].decode(errors="replace") or f"ended before its tests (exit code {code})"
 
 
 # ---- does it work here? ----------------------------------------------------------------------------------------------
 
-# Without its protection each of these calls would succeed, or fail otherwise.
+# Without the protection each of these calls would succeed, or fail with another error.
 PROBE = """
 import ctypes, errno, os, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -273,11 +276,11 @@ else:
 
 @cache
 def check_sandbox() -> str | None:
-    """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
+    """Return the reason why programs cannot run safely on this machine, with a remedy; None if they can."""
     sandbox = "the sandbox for model-written code"
     if sys.platform != "linux":
         return f"{sandbox} is made of Linux namespaces, this is {sys.platform}; {SANDBOX_ADVICE}"
-    # On a machine that is not known the filter itself refuses, with a message, before these numbers matter.
+    # On an unknown machine installing the filter fails with a message before these numbers matter.
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
     try:

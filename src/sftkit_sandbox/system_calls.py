@@ -1,4 +1,4 @@
-"""Which system calls nothing in the sandbox may make, as a seccomp filter: a program of the kernel's classic BPF."""
+"""A seccomp filter of the system calls that are forbidden in the sandbox: a program in the kernel's classic BPF."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import struct
 
 REFUSED = {
-    # other processes, and what they hold
+    # other processes and their contents
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -26,7 +26,7 @@ REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # large parts of the kernel that no such program needs
+    # large parts of the kernel that such programs do not need
     "socket": (41, 198),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
@@ -100,18 +100,19 @@ REFUSED = {
 "Name -> its number on x86_64 and on aarch64, which lacks some. The answer is EPERM."
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"Machine -> its place in REFUSED, and what the kernel calls it (AUDIT_ARCH_*)."
+"Machine -> its index in REFUSED, and the kernel's name for it (AUDIT_ARCH_*)."
 
 CLONE, SOCKETPAIR = (56, 220), (53, 199)
 FIRST_NEW = 424
-"""Calls from here on, the same on all machines (io_uring, clone3, ...), do not exist, as on an older kernel, but for
-NEW."""
+"""Calls from this number on, the same on all machines (io_uring, clone3, ...), fail as on an older kernel, except
+those in NEW.
+"""
 NEW = {"close_range": 436, "faccessat2": 439}
 X32 = 0x40000000
-"Bit of the numbers of x86_64's second, 32-bit table."
+"Bit that marks numbers of x86_64's second, 32-bit table."
 
 NEW_NAMESPACES = 0x7E020000
-"CLONE_NEW* that clone takes: mounts, control groups, host name, IPC, users, processes, network."
+"CLONE_NEW* flags of clone: mounts, control groups, host name, IPC, users, processes, network."
 AF_UNIX = 1
 
 LOAD, EQUALS, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -120,7 +121,7 @@ ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Return one instruction; for a comparison also how many instructions to skip."""
+    """Return one instruction; a comparison also has a number of instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -130,19 +131,20 @@ def answered(number: int, answer: int) -> bytes:
 
 
 def filter_of(machine: str) -> bytes:
-    """Return the filter for a machine. OSError: its numbers are not known here."""
+    """Return the filter for a machine. OSError: its call numbers are unknown."""
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}, only for {', '.join(MACHINES)}")
     place, kernels_name = MACHINES[machine]
     no = REFUSE | errno.EPERM
     unknown = REFUSE | errno.ENOSYS
-    # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then the refused ones.
+    # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then come the
+    # rejected calls.
     steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, CALL_NUMBER)]
     steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, ALLOW) for number in NEW.values()]
     steps += [step(AT_LEAST, FIRST_NEW, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, no) for number in (numbers[place] for numbers in REFUSED.values()) if number is not None]
-    # two calls are refused by their first argument alone
+    # two calls are rejected only for some values of their first argument
     for numbers, comparison, value, if_true, if_false in (
         (CLONE, HAS_BITS, NEW_NAMESPACES, no, ALLOW),
         (SOCKETPAIR, EQUALS, AF_UNIX, ALLOW, no),

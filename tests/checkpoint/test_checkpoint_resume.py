@@ -66,7 +66,7 @@ def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() ->
         ConfigError, match=r'model\.path: "runs/a/base" in the checkpoint, "org/b" in this run'
     ) as refused:
         check_recipe(there, here, (), "here")
-    assert "(model.path: its weights are not loaded: those of the checkpoint are)" in str(refused.value)
+    assert "(model.path: its weights are not loaded: the checkpoint's are)" in str(refused.value)
     (line,) = check_recipe(there, here, ("model.path",), "here")
     assert line.startswith('model.path is now "org/b" (was "runs/a/base"): its weights are not loaded')
 

@@ -368,7 +368,7 @@ def test_a_parameter_without_a_gradient_of_its_own_is_measured_against_its_block
     rounding = {"a.bias": (1e-14, 1e-14, 0.0), "a.weight": (1e-13, 1.0, 1.0), "b.weight": (0.0, 0.0, 0.0)}
     found = largest(rounding, blocks_of)
     assert found == GradientDifference(pytest.approx(1e-5), "a.bias", pytest.approx(1.0), below=1, parameters=3)
-    assert "1 of 3 too small beside their block" in gradients_check(GradientCheck(found, None), FP32, "").found
+    assert "1 of 3 too small next to their block" in gradients_check(GradientCheck(found, None), FP32, "").found
     assert largest({"b.weight": (1e-9, 0.0, 0.0)}, blocks_of).relative == float("inf")
     nan = largest({"a.weight": (float("nan"), 1.0, 1.0), "b.weight": (0.0, 1.0, 1.0)}, blocks_of)
     assert gradients_check(GradientCheck(nan, None), FP32, "").ok is False
@@ -395,7 +395,7 @@ def test_a_wrong_scale_of_all_gradients_fails_though_it_is_less_than_roundings_o
     said = float(check.found.split("scale ")[1].split(",")[0])
     assert said == pytest.approx(scale, abs=5e-3)
     assert check.expected.endswith("in every parameter, 1e-02 of the scale")
-    assert ("roundings alone" in check.found) is (scale != 1.0), "measured where a limit is passed"
+    assert ("rounding noise alone" in check.found) is (scale != 1.0), "measured where a limit is passed"
 
 
 def sensitive_llama() -> PreTrainedModel:
@@ -426,7 +426,7 @@ def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attent
     monkeypatch.setattr(proof, "limits", lambda *_, **__: RoundingLimits(0.05, 0.015, 0.002))
     engine, _ = engine_with(tmp_path, sensitive_llama(), compile=EAGER)
     check = warm(engine)[GRADIENTS]
-    assert "roundings alone" in check.found
+    assert "rounding noise alone" in check.found
     assert check.ok is (scaling == 1.0), check
 
 

@@ -376,7 +376,7 @@ def test_dropout_of_an_encoder_is_seen() -> None:
 
 def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
     examples = replace(captions(made(CAPTIONER), [4]), encoder_sources=["a.png"])
-    with pytest.raises(DataError, match=r"llama has no encoder for a.png: take a model with one"):
+    with pytest.raises(DataError, match=r"llama has no encoder for a.png: choose a model with an encoder"):
         CausalLM().with_inputs(tiny_llama(), None, examples, 32, DataConfig(train=()))  # type: ignore[arg-type]
 
 
@@ -388,8 +388,12 @@ def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
             TrainConfig(),
             r"trained as replicas: start it with accelerate_configs/ddp.yaml",
         ),
-        (Topology(context=2, sharded=True), TrainConfig(), r"not with FSDP2, tensor or context parallelism,"),
-        (Topology(stages=2), TrainConfig(engine="pipeline"), r"ddp.yaml.* train.engine=blocks, not with .* a pipeline"),
+        (Topology(context=2, sharded=True), TrainConfig(), r"FSDP2, tensor and context parallelism and pipelines"),
+        (
+            Topology(stages=2),
+            TrainConfig(engine="pipeline"),
+            r"ddp.yaml.* train.engine=blocks; .* and pipelines do not support it",
+        ),
         (Topology(), TrainConfig(fp8="rowwise"), r"train.fp8=rowwise: vision-encoder-decoder has an encoder"),
     ],
 )
@@ -453,8 +457,7 @@ def test_the_image_processor_of_a_model_of_the_hub_is_asked_for_at_the_same_comm
     monkeypatch.setattr(vision, "hub_answers", lambda: False)
     assert vision.pixels_of(beside("some/captioner").config).mean == (0.5, 0.5, 0.5)
     assert (
-        "some/captioner: no preprocessor_config.json there, so pixels are normalised with mean and std 0.5"
-        in caplog.text
+        "some/captioner has no preprocessor_config.json, so pixels are normalised with mean and std 0.5" in caplog.text
     )
 
 

@@ -104,7 +104,7 @@ def test_help_lists_every_command_and_a_wrong_one_names_its_neighbour(talk) -> N
     assert told.startswith(repl.HELP)
     for command in ("/help", "/clear", "/new", "/system", "/save", "/exit", "quit", "bye", "Ctrl-D", "Ctrl-C"):
         assert command in repl.HELP
-    assert "/hlep is no command. Did you mean /help? /help lists them" in told
+    assert "/hlep is not a command. Did you mean /help? /help lists them" in told
     assert "needs a space before it" in told
 
 
@@ -244,7 +244,7 @@ def test_flags_are_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPa
         (("--temperature", "1", "--top-p", "0"), "more than 0 and at most 1"),
         (("--top-p", "0.9"), "--top-p needs --temperature"),
         (("--max-new-tokens", "0"), "must be 1 or more"),
-        (("--template-arg", "enable_thinking"), "expected NAME=VALUE, say enable_thinking=false"),
+        (("--template-arg", "enable_thinking"), "expected NAME=VALUE, such as enable_thinking=false"),
         (("--template-arg", "a=[1]"), "expected NAME=VALUE"),
     ):
         monkeypatch.setattr(sys, "argv", ["chat.py", *words])

@@ -151,8 +151,8 @@ def test_what_the_bench_fills_in_cannot_be_set(tmp_path: Path) -> None:
     ("run", "said"),
     [
         ({"model": "big"}, '"big" is not one of tiny'),
-        ({"model": "tiny", "baseline": "frist"}, '"frist" is no run. Did you mean "first"?'),
-        ({"model": "tiny", "warm_from": "second"}, '"second" is no earlier run'),
+        ({"model": "tiny", "baseline": "frist"}, '"frist" is not a run. Did you mean "first"?'),
+        ({"model": "tiny", "warm_from": "second"}, '"second" is not an earlier run'),
         ({"model": "tiny", "steps": {"total": 7, "warm_up": 2, "window": 2}}, "multiples of window"),
         ({"model": "tiny", "steps": {"total": 4, "warm_up": 4, "window": 2}}, "one window is timed"),
         ({"model": "tiny", "worker": "gone.py"}, "no such file"),
@@ -192,7 +192,7 @@ def test_ablations_change_the_settings_of_their_run_and_compare_with_it(tmp_path
     ]
     assert [(j.config.optim.lr, j.config.compile.enabled) for j in jobs] == [(0.5, True), (0.5, False), (0.25, True)]
     assert problems(write_plan(tmp_path, ablations={"of": "x", "each": {}})) == [
-        f'{tmp_path}/plan.yaml: ablations.of: "x" is no run. Runs: first'
+        f'{tmp_path}/plan.yaml: ablations.of: "x" is not a run. Runs: first'
     ]
 
 

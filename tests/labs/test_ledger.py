@@ -239,8 +239,8 @@ def test_appending_leaves_every_line_as_it_was_also_one_without_an_end(ledger: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda entry: "{", "no JSON"),
-        (lambda entry: "[1]", "no JSON object"),
+        (lambda entry: "{", "not JSON"),
+        (lambda entry: "[1]", "not a JSON object"),
         (lambda entry: json.dumps({k: v for k, v in entry.items() if k != "steps"}), "it lacks steps"),
         (lambda entry: json.dumps(entry | {"speed": 1}), "unknown: speed"),
         (lambda entry: json.dumps(entry | {"steps": "30"}), 'steps must be int, not "30"'),
@@ -332,7 +332,7 @@ def test_the_command_records_what_passes_and_holds_the_next_to_it(tmp_path: Path
     assert "nothing was recorded" in worse.stdout
     ledger.write_text("{\n")
     broken = command()
-    assert (broken.returncode, f"error: {ledger}:1: no JSON" in broken.stderr) == (2, True)
+    assert (broken.returncode, f"error: {ledger}:1: not JSON" in broken.stderr) == (2, True)
 
 
 def test_the_ledger_of_the_repository_can_be_read() -> None:

@@ -276,7 +276,7 @@ def test_every_architecture_gets_a_plan(model_type: str, sizes: dict[str, Any]) 
     assert plan.optim.name == "adamw"
     if model_type == "mamba":  # no attention heads, so no sizes that the formula knows
         assert (plan.setup, plan.estimate) == (None, None)
-        assert plan.line.endswith("peak unknown: the model's config does not name its sizes")
+        assert plan.line.endswith("peak unknown: the model's config lacks sizes")
         assert against_measured(plan, 3.0) == "memory: peak 3.0 GiB measured in the warm-up"
     else:
         assert plan.estimate is not None
@@ -320,7 +320,7 @@ def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it(
 @pytest.mark.parametrize(
     ("topology", "optimizer", "gpu_gib", "ways"),
     [
-        (Topology(), "adamw", 80, "Take optim.name=adamw_sr, or optim.name=adamw8bit"),
+        (Topology(), "adamw", 80, "Use optim.name=adamw_sr, or optim.name=adamw8bit"),
         (Topology(), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
         (Topology(replicas=8), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
         (Topology(shards=2, sharded=True), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
@@ -396,7 +396,7 @@ def test_what_a_resumed_run_keeps_is_not_offered_for_it() -> None:
 
 def test_an_automatic_optimizer_has_to_be_named_on_resume() -> None:
     resume = explanation(recipe(), qwen3("0.6B"), packed(rows=64))[-1]  # it fits with less: auto is adamw then
-    assert resume.endswith("together with optim.name=adamw_sr, as auto may now mean another")
+    assert resume.endswith("together with optim.name=adamw_sr (auto may now mean another)")
 
 
 def test_settings_in_use_are_not_offered_again() -> None:
@@ -406,7 +406,7 @@ def test_settings_in_use_are_not_offered_again() -> None:
         loss=LossConfig(chunk_tokens=64),
     )
     assert explanation(cfg, qwen3("1.7B"), packed(1024))[-1].endswith(
-        "Every setting that saves memory is in use: take a smaller model or a larger GPU"
+        "Every setting that saves memory is in use: choose a smaller model or a larger GPU"
     )
     _, *settings, _ = explanation(cfg, qwen3("1.7B"), packed(rows=4))
     assert [setting.split("=")[0].split()[0] for setting in settings] == [
@@ -455,7 +455,7 @@ def test_an_unknown_model_is_told_the_settings_without_numbers() -> None:
     model = on_meta("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=128)
     text = "\n".join(explanation(recipe(), model, packed(128)))
     assert text.endswith(
-        "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
+        "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start from scratch with train.memory=low or "
         "optim.name=adamw_sr"
     )
 

@@ -76,7 +76,7 @@ def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None
     captioner = {"encoder": {"model_type": "vitt"}, "decoder": {"model_type": "gpt2"}}
     with pytest.raises(ConfigError, match=r'^model\.scratch: encoder\.model_type: "vitt" .* Did you mean "vit"\?$'):
         from_scratch({"model_type": "vision-encoder-decoder", **captioner}, tokenizer, 0)
-    with pytest.raises(ConfigError, match=r"refuses this config: .*'num_hidden_layers' expected int, got str"):
+    with pytest.raises(ConfigError, match=r"rejects this config: .*'num_hidden_layers' expected int, got str"):
         from_scratch({**FIELDS, **HEADS, "num_hidden_layers": "two"}, tokenizer, 0)
 
 

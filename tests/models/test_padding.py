@@ -50,7 +50,7 @@ def test_padding_is_zeros_behind_the_tokens_and_in_no_logit(kind: str) -> None:
         assert not whole[ROWS:].any()
     ids = torch.randint(3, ROWS, (2, 9))
     torch.testing.assert_close(padded(ids).logits, plain(ids).logits)
-    assert describe_padding(padded) == "vocabulary padded from 70 to 96 rows: zeros, out of logits and files"
+    assert describe_padding(padded) == "vocabulary padded from 70 to 96 rows: zeros, not in logits and files"
     assert describe_padding(plain) is None
     assert output_projection(padded).out_features == PADDED
 

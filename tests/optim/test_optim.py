@@ -123,7 +123,7 @@ def test_states_in_blocks_are_refused_for_a_weight_of_two_stages() -> None:
     model = tiny_llama()
     holders = {"model.embed_tokens.weight": (0, 1), "model.norm.weight": (1,)}
     model._stages = Stages((1, 1), None, holders, None)  # type: ignore[assignment, arg-type]
-    with pytest.raises(ConfigError, match=r"adamw8bit: its random numbers .* take optim\.name=adamw_sr"):
+    with pytest.raises(ConfigError, match=r"adamw8bit: its random numbers .* use optim\.name=adamw_sr"):
         make("adamw8bit", model)
 
 

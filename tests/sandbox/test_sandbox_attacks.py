@@ -379,7 +379,7 @@ def test_the_other_two_tables_of_system_calls_are_closed() -> None:
         f"code.write({getpid_32!r})\n"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()\n"
     )
-    assert run(program).reason == "ended before its tests did (exit code 159)"
+    assert run(program).reason == "ended before its tests (exit code 159)"
 
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}

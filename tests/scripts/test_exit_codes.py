@@ -51,7 +51,7 @@ MISTAKES = {
         "x.py: no such file",
     ),
     "a plan": (("-m", "labs.bench", "DIR/lost.yaml"), "DIR/lost.yaml: no such file"),
-    "results": (("-m", "labs.bench", "--report", "DIR/rows.jsonl"), "no results of this bench"),
+    "results": (("-m", "labs.bench", "--report", "DIR/rows.jsonl"), "not results of this bench"),
 }
 
 

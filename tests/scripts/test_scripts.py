@@ -134,7 +134,7 @@ def test_chat_says_who_answers_and_what_it_has_learned(runs: Path) -> None:
     done = run("scripts/chat.py", str(runs / "sft"))  # at the end of its input
     assert (done.returncode, done.stdout) == (0, "")
     assert f"\n{runs}/sft/step-000003 answers: " in done.stderr
-    assert "Small tasks are among what it has learned, each in a few wordings." in done.stderr
+    assert "The model was trained on small tasks, each in a few wordings." in done.stderr
 
 
 @pytest.mark.slow

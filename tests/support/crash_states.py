@@ -1,13 +1,12 @@
-"""Every folder that a power failure may leave, from the file operations of a program: the way ALICE tests databases
-(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
+"""Every folder that a power failure may leave, derived from the file operations of a program: ALICE's method for
+testing databases (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
 
-`Recording` notes what is done below a folder, `states` says what of it may be on the disk after a crash at any moment,
-and `unrecovered` gives each of these folders to a check of the recovery.
+`Recording` records the operations below a folder, `states` derives what may be on the disk after a crash at any
+moment, and `unrecovered` passes each of these folders to a check of the recovery.
 
-What is recorded: Python's calls that flush or that change names are intercepted, and the folder is read before and after
-each of them. Between two of these calls nothing is ordered on any disk, so the content that is found is all there is to
-know of the writes between, whoever made them: Python, safetensors, torch or numpy. A flush that native code makes is not
-seen, which only adds states.
+The recording intercepts Python's calls that flush or change names, and reads the folder before and after each of
+them. Between two of these calls no disk guarantees an order, so the content found describes all writes in between,
+whether by Python, safetensors, torch or numpy. A flush in native code is not seen, which only adds states.
 """
 
 from __future__ import annotations
@@ -41,12 +40,13 @@ from sftkit.runtime.start import Runtime
 
 FileSystem = Literal["journal", "weak"]
 """journal: names change in the order of the calls, any flush makes all earlier names durable, and a file that was not
-flushed has lost an end of what was written (ext4 with data=ordered, XFS). weak: what POSIX promises, a flush keeps the
-content of its file, or the names in its folder, and nothing else; all else is kept or lost in any order, a block of a
-file may be zeros."""
+flushed has lost an end of what was written (ext4 with data=ordered, XFS). weak: POSIX's promise only: a flush keeps
+the content of its file, or the names in its folder. Everything else is kept or lost in any order, and a block of a
+file may be zeros.
+"""
 
 Name = tuple[int, str]
-"A number of a folder, and a name in it."
+"Number of a folder, and a name in it."
 ROOT = 0
 
 
@@ -89,7 +89,7 @@ class Flushed:
 
 @dataclass(frozen=True)
 class Promised:
-    """The program says that something is durable from here on."""
+    """The program reports that something is durable from here on."""
 
     what: Any
 
@@ -104,12 +104,12 @@ class State:
     files: dict[str, bytes | None]
     "path -> content; None: a folder"
     promised: tuple[Any, ...]
-    "what the program had promised by then"
+    "the program's promises up to then"
     how: str
     "when it crashed and what was lost, in words"
 
     def write(self, folder: Path) -> None:
-        """Make this folder, which is not there."""
+        """Create this folder, which does not exist yet."""
         folder.mkdir(parents=True)
         for path, content in self.files.items():
             if content is None:
@@ -120,13 +120,13 @@ class State:
 
 @dataclass
 class Recording:
-    """The operations below a folder inside the `with`; what is there before is durable."""
+    """The operations below a folder inside the `with`; earlier content is durable."""
 
     root: Path
     operations: list[Operation] = field(default_factory=list)
     base: dict[Name, int] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
-    "of all files that ever were there, as they were at first; empty of those that were made later"
+    "original content of every file that ever existed; empty for files made later"
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(ROOT + 1)
@@ -152,13 +152,13 @@ class Recording:
         self._look()
 
     def promise(self, what: Any) -> None:
-        """Note that the program says so from here on."""
+        """Record that the program promises this from here on."""
         with self._lock:
             self._look()
             self.operations.append(Promised(what))
 
     def files(self) -> dict[str, bytes | None]:
-        """Return what is there now, as no crash would leave it."""
+        """Return the current files, as without a crash."""
         return _tree(self._names, self._now)
 
     def _intercept(self, call: str, by: Callable[..., Any]) -> None:
@@ -183,7 +183,7 @@ class Recording:
                 self.operations.append(Flushed(node, _paths(self._names)[node]))
 
     def _look(self) -> None:
-        """Note what has changed since the last look."""
+        """Record changes since the last look."""
         nodes: dict[tuple[int, int], int] = {}
         names: dict[Name, int] = {}
         now: dict[int, bytes] = {}
@@ -197,7 +197,7 @@ class Recording:
                 if source is not None:
                     gone.pop(source)
                 self.operations.append(Named(name, node, after[node], source))
-        # The content of a folder goes before the folder, which was walked first.
+        # The content of a folder is removed before the folder, which was walked first.
         for name, node in reversed(gone.items()):
             self.operations.append(Unnamed(name, node, before[node]))
         for node, content in now.items():
@@ -228,22 +228,22 @@ class Recording:
                 continue
             nodes[inode] = node
             content, known = path.read_bytes(), self._now.get(node, b"")
-            # The same object for the same content: it is then hashed once.
+            # The same object for the same content, so that it is hashed once.
             now[node] = known if known == content else content
 
 
 def states(recording: Recording, file_system: FileSystem, limit: int, seed: int = 0) -> Iterator[State]:
-    """Yield what a crash may leave, each folder once with the most that was promised by then.
+    """Yield the possible states after a crash, each folder once with the most that was promised by then.
 
-    A crash at another moment than before a flush or at the end leaves what a crash at the next such moment may leave
-    too, so these are all. From each moment all combinations of what may be lost are yielded where they are at most
-    `limit`; else everything kept, everything lost, each prefix in time, each single loss and each single survivor, pairs
-    of losses, and random ones, up to `limit`.
+    Crash moments just before a flush or at the end are enough: a crash at another moment leaves a folder that the
+    next such moment can leave too. Each moment yields all combinations of possible losses if they are at most
+    `limit`; otherwise everything kept, everything lost, each prefix in time, each single loss and each single
+    survivor, pairs of losses, and random ones, up to `limit`.
     """
     moments = [at for at, operation in enumerate(recording.operations) if isinstance(operation, Flushed)]
     seen: set[int] = set()
     chosen = random.Random(seed)
-    # Backwards: of moments that leave the same folder the last one has promised the most.
+    # Backwards: of moments that leave the same folder, the last promised the most.
     for moment in reversed([*moments, len(recording.operations)]):
         crash = _Crash(recording, moment, file_system)
         for choice in _choices(crash.sizes, limit, chosen):
@@ -255,15 +255,16 @@ def states(recording: Recording, file_system: FileSystem, limit: int, seed: int 
 
 
 def combinations(recording: Recording, file_system: FileSystem) -> int:
-    """Return the largest number of combinations of losses at one moment: `states` leaves out none up to this limit."""
+    """Return the largest number of combinations of losses at one moment: `states` omits none up to this limit."""
     operations = recording.operations
     moments = [at for at, operation in enumerate(operations) if isinstance(operation, Flushed)]
     return max(math.prod(_Crash(recording, at, file_system).sizes) for at in [*moments, len(operations)])
 
 
 class _Crash:
-    """What may be lost at a moment, as axes, the newest first: on each 0 is what the program did, and the other numbers
-    are losses."""
+    """The possible losses at a moment as axes, newest first: 0 on an axis keeps the program's operation, other
+    numbers are losses.
+    """
 
     def __init__(self, recording: Recording, moment: int, file_system: FileSystem) -> None:
         self.recording, self.moment, self.file_system = recording, moment, file_system
@@ -273,16 +274,16 @@ class _Crash:
         last_flush = max(flushes.values(), default=-1)
         self.changes = [(at, one) for at, one in enumerate(operations) if isinstance(one, Named | Unnamed)]
         self.pending: list[int] = []
-        "where in `changes` those are that may be lost"
+        "indices in `changes` of the operations that may be lost"
         for number, (at, one) in enumerate(self.changes):
-            # A rename is durable with the folder that it went into.
+            # A rename is durable together with its target folder.
             if at > (last_flush if file_system == "journal" else flushes.get(one.name[0], -1)):
                 self.pending.append(number)
         self.contents = dict(recording.contents)
         unflushed: dict[int, list[Written]] = {}
         axes: list[tuple[int, int | Written, int]] = []
         self.possible: dict[int, list[bytes]] = {}
-        "of each file that was not flushed, what it may hold"
+        "possible contents of each file that was not flushed"
         for at, one in enumerate(operations):
             if isinstance(one, Written) and at < flushes.get(one.node, -1):
                 self.contents[one.node] = one.after
@@ -306,7 +307,7 @@ class _Crash:
         self.sizes = [size for _, _, size in axes]
 
     def _within_reach(self) -> set[int]:
-        """Return the files and folders that some choice leaves a name for: what happened to the others shows in none."""
+        """Return the files and folders that keep a name in some choice: the state of the others is invisible in all."""
         may_be: dict[Name, set[int]] = {name: {node} for name, node in self.recording.base.items()}
         pending = set(self.pending)
         for number, (_, one) in enumerate(self.changes):
@@ -326,7 +327,7 @@ class _Crash:
         return within
 
     def _lost_names(self, choice: Sequence[int]) -> set[int]:
-        """Return where in `changes` those are that a choice loses."""
+        """Return the indices in `changes` that a choice loses."""
         lost: set[int] = set()
         for axis, at in zip(self.axes, choice, strict=True):
             if isinstance(axis, int) and at:
@@ -353,7 +354,7 @@ class _Crash:
         return _tree(names, contents)
 
     def describe(self, choice: Sequence[int]) -> str:
-        """Return when this crash is and what it loses."""
+        """Describe when this crash happens and what it loses."""
         operations = self.recording.operations
         when = f"before {_words(operations[self.moment])}" if self.moment < len(operations) else "at the end"
         parts = [f"lost: {_words(self.changes[number][1])}" for number in sorted(self._lost_names(choice))]
@@ -381,22 +382,22 @@ def _words(operation: Operation) -> str:
 
 
 def _contents(writes: Sequence[Written], file_system: FileSystem) -> list[bytes]:
-    """Return what a file may hold that was written and not flushed since: first all of it, then less."""
+    """Return the possible contents of a file written and not flushed since: first all of it, then less."""
     last, found = writes[-1], [writes[-1].after]
     for one in reversed(writes):
         found += _torn(one.before, one.after, file_system)
         found.append(one.before)
-    # In this order and each once; the same object as what was written, whose hash is known.
+    # In this order and each once; the same object as the written content, whose hash is known.
     return list({content: content for content in [last.after, *found]})
 
 
 def _torn(before: bytes, after: bytes, file_system: FileSystem) -> list[bytes]:
-    """Return contents between two: an end that is missing and, on a weak file system, a part that reads as zeros."""
-    kept = before if after.startswith(before) else b""  # else it was truncated and written again
+    """Return contents between two: a missing end and, on a weak file system, a part that reads as zeros."""
+    kept = before if after.startswith(before) else b""  # otherwise it was truncated and written again
     tail = after[len(kept) :]
     half = len(tail) // 2
-    # Inside a page too: a disk that loses power in a sector is rare, a file on a network is not. Inside a character of
-    # several bytes too, where there is one.
+    # Also inside a page: a local disk rarely loses power within a sector, but a file on a network can. Also inside a
+    # multi-byte character, if there is one.
     in_character = next((at for at, byte in enumerate(tail) if 0x80 <= byte < 0xC0), 1)
     cuts = dict.fromkeys((len(tail) - 1, half, in_character, 1, 0))
     found = [kept + tail[:cut] for cut in cuts if 0 <= cut < len(tail)]
@@ -406,14 +407,14 @@ def _torn(before: bytes, after: bytes, file_system: FileSystem) -> list[bytes]:
             kept + tail[:half] + bytes(len(tail) - half),
             kept + bytes(half) + tail[half:],
         ]
-        if not kept and len(before) > 1:  # written over in place
+        if not kept and len(before) > 1:  # overwritten in place
             middle = min(half, len(before) // 2)
             found += [after[:middle] + before[middle:], before[:middle] + after[middle:]]
     return found
 
 
 def _choices(sizes: Sequence[int], limit: int, chosen: random.Random) -> Iterator[tuple[int, ...]]:
-    """Yield combinations of losses, at most `limit`: all, if they are so few."""
+    """Yield combinations of losses, at most `limit`: all, if there are so few."""
     if math.prod(sizes) <= limit:
         yield from itertools.product(*map(range, sizes))
         return
@@ -437,7 +438,7 @@ def _ordered_choices(sizes: Sequence[int], chosen: random.Random) -> Iterator[tu
 
 
 def _paths(names: dict[Name, int]) -> dict[int, str]:
-    """Return a path of each node from the root."""
+    """Return a path from the root for each node."""
     paths = {ROOT: "."}
     above = {node: name for name, node in names.items()}
 
@@ -453,7 +454,7 @@ def _paths(names: dict[Name, int]) -> dict[int, str]:
 
 
 def _tree(names: dict[Name, int], contents: dict[int, bytes]) -> dict[str, bytes | None]:
-    """Return path -> content of what can be reached from the root, folders before what is in them."""
+    """Return path -> content of everything reachable from the root, folders before their contents."""
     inside: dict[int, list[tuple[str, int]]] = {}
     for (folder, name), node in names.items():
         inside.setdefault(folder, []).append((name, node))
@@ -463,7 +464,7 @@ def _tree(names: dict[Name, int], contents: dict[int, bytes]) -> dict[str, bytes
         for name, node in sorted(inside.get(folder, ())):
             path = prefix + name
             if node in above:
-                continue  # no file system keeps a folder inside itself
+                continue  # no file system stores a folder inside itself
             if node in contents:
                 files[path] = contents[node]
             else:
@@ -481,21 +482,21 @@ def unrecovered(
     file_systems: Sequence[FileSystem] = ("journal", "weak"),
     enough: int = 20,
 ) -> list[str]:
-    """Give each state to a check, which makes its folder, recovers it and asserts what must hold then.
+    """Pass each state to a check, which creates its folder, recovers it and asserts the invariants.
 
     Args:
-        limit: of the combinations of losses at one moment.
-        enough: of what is not recovered, after which no more is looked for.
+        limit: maximum combinations of losses at one moment.
+        enough: number of failures after which the search ends.
 
     Returns:
-        what is not recovered, with how the state came about.
+        failures, with a description of the state.
     """
     found: list[str] = []
-    # In memory where it may be: thousands of small files take a disk minutes.
+    # In memory if possible: thousands of small files take minutes on a disk.
     memory = Path("/dev/shm")
     in_memory = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**26
     with tempfile.TemporaryDirectory(dir=memory if in_memory else None) as work, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)  # what is made here is thrown away
+        patch.setattr(os, "fsync", lambda _: None)  # its output is thrown away
         for file_system in file_systems:
             for number, state in enumerate(states(recording, file_system, limit)):
                 folder = Path(work) / f"{file_system}-{number}"
@@ -510,7 +511,7 @@ def unrecovered(
 
 
 def after_reboot(folder: Path) -> None:
-    """Let the locks that lie in a folder be of a boot before this one."""
+    """Make the locks in a folder belong to a boot before this one."""
     for path in folder.rglob(LOCK):
         with suppress(ValueError):
             holder = json.loads(path.read_text()) | {"machine": "another boot", "started": psutil.boot_time() - 100}
@@ -524,7 +525,7 @@ RECIPE = "run: {seed: 0}\n"
 
 @contextmanager
 def started(run_dir: Path, resume: str | None = "auto") -> Iterator[Runtime]:
-    """A start that has done its first step, without a look at what is installed."""
+    """A start that has done its first step, without a look at installed packages."""
     with pytest.MonkeyPatch.context() as patch, closing(cpu_runtime()) as rt:
         for name in ("environment", "recipe_identity"):
             patch.setattr(run_opening, name, lambda *_: {})
@@ -538,7 +539,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def save_small(run_dir: Path, step: int, keep: int = 2) -> None:
-    """Publish a step directory of one small file, as the writer does."""
+    """Publish a step directory of one small file, like the writer."""
     sweep(run_dir)
     temporary = being_written(step_dir(run_dir, step), "next")
     (temporary / TRAINING_STATE).parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Forks of a test's process: what they exit with, and the ends that they are given."""
+"""Forks of a test's process: their exit codes, and ways to end them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from sftkit.errors import ConfigError
 
 
 def in_fork(do: Callable[[], object]) -> int:
-    """Exit code of a fork that does it: 0, 3 where it is refused, or minus the number of the signal that ends it."""
+    """Exit code of a fork that calls this function: 0, 3 if it is rejected, or minus the number of the signal that
+    ends it.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -27,7 +29,7 @@ def in_fork(do: Callable[[], object]) -> int:
 
 
 def kill_before(left: int, *operations: tuple[ModuleType, str]) -> None:
-    """Kill this process before the first of these operations after so many more."""
+    """Kill this process before the first of these operations that follows this many of them."""
     numbers = iter(range(left))
     for module, name in operations:
         original = getattr(module, name)

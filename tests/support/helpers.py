@@ -44,14 +44,15 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 @contextmanager
 def scalar_kernels() -> Iterator[None]:
-    """Let Inductor write kernels for a CPU of scalar code within the context, without headers compiled ahead: those and
-    vectors take longer to compile than the kernels themselves."""
+    """Make Inductor write scalar CPU kernels within the context, without headers compiled ahead: those and vectors
+    take longer to compile than the kernels themselves.
+    """
     with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
         yield
 
 
 def tiny_recipe(folder: Path | str, **sections: Any) -> Config:
-    """The recipe of a run of a tiny model on data that the test itself makes: AdamW and what `sections` say."""
+    """The recipe of a run of a tiny model on data that the test itself makes: AdamW and the values of `sections`."""
     own = {"model": ModelConfig(path="unused"), "data": DataConfig(train=()), "optim": OptimConfig(name="adamw")}
     return Config(run=RunConfig(dir=str(folder)), **(own | sections))
 
@@ -64,14 +65,14 @@ def scratch_recipe(folder: Path, more: str = "") -> Path:
 
 
 def problems_of(folder: Path, words: Sequence[str]) -> list[str]:
-    """What is refused of a recipe with these words of the command line."""
+    """The problems of a recipe with these words of the command line."""
     with pytest.raises(ConfigError) as refused:
         read_config(scratch_recipe(folder), words)
     return str(refused.value).splitlines()
 
 
 def before_each_step(batches: Batches, do: Callable[[int, StepBatches], object]) -> None:
-    """Call a function with the number of each step and what it will take, when the loop asks for it."""
+    """Call a function with the number of each step and its micro-batches when the loop asks for it."""
     steps = batches.steps
 
     def told(first: int, last: int) -> Iterator[StepBatches]:
@@ -96,7 +97,7 @@ def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0
 
 
 def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """A model of a config in fp32, two layers of width 32 unless `fields` says otherwise."""
+    """A model of a config in fp32, with two layers of width 32 unless `fields` changes that."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": VOCAB_SIZE,
@@ -132,13 +133,13 @@ def make_layout_of(
 
 
 def make_batch(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int) -> Batch:
-    """Documents in rows, with slots enough."""
+    """Documents in rows, with enough slots."""
     slots = sum(map(len, rows)) + len(rows)
     return collate(examples, rows, BatchShape(row_length, max_docs=slots, max_doc_length=row_length))
 
 
 def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Negative log-likelihood of each target from whole logits, 0 where there is none: fp32 [B, T]."""
+    """Negative log-likelihood of each target from full logits, 0 at other positions: fp32 [B, T]."""
     use_document_attention(orig_model)
     logits = orig_model(
         **batch.inputs,
@@ -150,7 +151,7 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def full_parameters(orig_model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter by name, from whichever rank holds it, or shards of it; every rank calls it."""
+    """Every parameter by name, from the rank or shards that hold it; every rank calls it."""
     stages = stages_of(orig_model)
     for name, p in orig_model.named_parameters():
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
@@ -171,9 +172,10 @@ def cpu_runtime() -> Runtime:
 
 
 def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: bool = False) -> None:
-    """Run a file of tests/workers/ on so many ranks, gloo or each with a GPU, as under torchrun. Ranks that wait for each
-    other for good fail."""
-    # What cuBLAS needs to give the same bits, where a worker asks for them.
+    """Run a file of tests/workers/ on some ranks, with gloo or a GPU each, as under torchrun. Ranks that
+    deadlock fail.
+    """
+    # cuBLAS needs this setting to give the same bits, for workers that ask for determinism.
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpus else {"ACCELERATE_USE_CPU": "true"}
     env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", **device}
     done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout, forked=not gpus)

@@ -32,7 +32,7 @@ WORKER = "tests/workers/faults_worker.py"
 
 
 class Terminal:
-    """A pseudo-terminal on which somebody reads along, until it is closed."""
+    """A pseudo-terminal with an open reader until it is closed."""
 
     def __init__(self, columns: int = 80) -> None:
         self.text = ""
@@ -46,11 +46,11 @@ class Terminal:
     def _read(self) -> None:
         while not self._closed.is_set():
             if select.select([self._reads], [], [], 0.05)[0]:
-                with suppress(OSError):  # nobody has it open
+                with suppress(OSError):  # no process has it open
                     self.text += os.read(self._reads, 1 << 16).decode(errors="replace")
 
     def close(self) -> None:
-        """Hang up, as a window that is closed or a connection that breaks."""
+        """Hang up, like a closed window or a broken connection."""
         self._closed.set()
         self._thread.join()
         os.close(self.device)
@@ -58,12 +58,14 @@ class Terminal:
 
 
 def own_terminal() -> None:
-    """In a new process that leads a session: its standard input is the terminal of the session."""
+    """Make the standard input of a new process, which leads a session, the terminal of that session."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class LaunchedRun:
-    """A process tree: a launcher, its ranks and theirs, in a session of its own; ranks and torch's compilers leave it."""
+    """A process tree in its own session: a launcher, its ranks and their children; ranks and torch's compilers
+    leave it.
+    """
 
     process: subprocess.Popen[str] | preloaded.Process
 
@@ -71,8 +73,8 @@ class LaunchedRun:
         self, dir: Path, words: list[str], forked: int = 0, terminal: Terminal | None = None, **env: str
     ) -> None:
         """Args:
-        words: a launcher's command line; with `forked`, a script's, of which so many ranks are forked without one.
-        terminal: where it runs, in the foreground; None: nowhere.
+        words: command line of a launcher; with `forked`, of a script whose ranks are forked without a launcher.
+        terminal: terminal in whose foreground it runs; None: no terminal.
         """
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
@@ -105,7 +107,7 @@ class LaunchedRun:
         self.until(lambda: bool(self.steps()) and self.steps()[-1] >= step)
 
     def until_marked(self, *names: str) -> None:
-        """Wait until the worker has touched these files beside the run directory."""
+        """Wait until the worker has touched these files next to the run directory."""
         self.until(lambda: all(Path(f"{self.dir}.{name}").exists() for name in names))
 
     def steps(self) -> list[int]:
@@ -117,11 +119,11 @@ class LaunchedRun:
         return int(Path(f"{self.dir}.pid{rank}").read_text())
 
     def weights(self) -> list[dict[str, float]]:
-        """Of both ranks, as they were at the end."""
+        """Weights of both ranks at the end."""
         return [json.loads(Path(f"{self.dir}.weights{rank}").read_text()) for rank in (0, 1)]
 
     def end(self, timeout: float = 100) -> int:
-        """Wait for the launcher and check that nothing of the session is left. Returns its exit code."""
+        """Wait for the launcher and check that no process of the session is left. Returns its exit code."""
         self.output = self._written(timeout)
         deadline = time.monotonic() + 10
         while (left := self.alive()) and time.monotonic() < deadline:
@@ -130,7 +132,7 @@ class LaunchedRun:
         return self.process.returncode
 
     def _written(self, timeout: float) -> str:
-        """Everything it wrote, when it has ended."""
+        """All its output after it has ended."""
         return "".join(filter(None, self.process.communicate(timeout=timeout)))
 
     def _look(self) -> None:
@@ -138,7 +140,7 @@ class LaunchedRun:
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def alive(self) -> list[tuple[int, str]]:
-        """Processes of the session and all others that were seen to come from the launcher: id and command line."""
+        """Id and command line of the session's processes and of all others known to come from the launcher."""
         self._look()
         found = []
         for process in psutil.process_iter():
@@ -158,12 +160,14 @@ class LaunchedRun:
         return found
 
     def check_left_nothing(self, number: str) -> None:
-        """The run has ended before its first step, said so, and left no directory."""
+        """Check that the run ended before its first step, reported it, and left no directory."""
         assert f"{number}: ended before the first step" in self.output, self.output[-3000:]
         assert not self.dir.exists()
 
     def check_stopped(self, status: str, number: str, checkpoints: int = 1) -> int:
-        """The run has ended as told, with whole checkpoints, the newest at its last step. Returns the step."""
+        """Check that the run ended on request with complete checkpoints, the newest at its last step. Returns
+        the step.
+        """
         step = self.check_ended(status, number)["step"]
         folders = step_dirs(self.dir)
         assert len(folders) == checkpoints, folders
@@ -176,8 +180,9 @@ class LaunchedRun:
 
 
 class Launcher:
-    """Starts runs of the worker, two ranks unless told otherwise, in subfolders of one folder. A run that is `forked` has
-    no launcher: for tests in which none has a part."""
+    """Start runs of the worker, with two ranks by default, in subfolders of one folder. A `forked` run has no
+    launcher, for tests that do not involve one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -209,7 +214,7 @@ class Launcher:
 
 @contextmanager
 def launching(folder: Path, tokenizer: str) -> Iterator[Launcher]:
-    """A Launcher; what it started and still runs is killed in the end."""
+    """A Launcher; its remaining processes are killed at the end."""
     (folder / "tokenizer.json").write_text(tokenizer)
     launcher = Launcher(folder)
     try:
@@ -223,7 +228,7 @@ def launching(folder: Path, tokenizer: str) -> Iterator[Launcher]:
 
 @contextmanager
 def small_file_system(disk: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at `disk`."""
+    """A separate file system at `disk`."""
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
@@ -233,7 +238,7 @@ def small_file_system(disk: Path, size: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """A file that leaves so many bytes free."""
+    """A file that leaves this many bytes free."""
     filler = disk / "filler"
     filler.write_bytes(b"\0" * (free_bytes(disk) - leave))
     return filler

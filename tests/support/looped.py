@@ -1,4 +1,4 @@
-"""A run of the loop in this process: a tiny model on documents that are made here."""
+"""A run of the loop in this process: a tiny model on documents made here."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(
     steps: int = 20,
     skipped: Sequence[str] = (),
 ) -> Trained:
-    """So many steps of a tiny model; `disturb` hands the step one batch of a shape that was not declared."""
+    """Run some steps of a tiny model; `disturb` passes one batch of an undeclared shape to the step."""
     torch._dynamo.reset()
     cfg = tiny_recipe(
         folder,

@@ -29,13 +29,13 @@ OWN_POSITIONS |= {
     "max_position_embeddings": 64,
     "dropout": 0.0,
 }
-"Sizes of translators whose decoders number the positions of a row by themselves: BART, Marian."
+"Sizes of translators whose decoders number the positions of a row themselves: BART, Marian."
 TEXT_LENGTH = 12
-"Positions of the texts that the encoder of a translator reads."
+"Number of positions of the texts that a translator's encoder reads."
 
 
 class Words:
-    """What of a tokenizer decides a new model."""
+    """The fields of a tokenizer that determine a new model."""
 
     bos_token_id, eos_token_id, pad_token_id = None, 0, 1
 
@@ -44,7 +44,9 @@ class Words:
 
 
 def made(fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A new model, as load_model makes it; scores of cross attention are made to differ, as new ones hardly do."""
+    """A new model from load_model; its cross-attention scores are spread out, because those of new models
+    hardly differ.
+    """
     orig_model = from_scratch(fields, Words(), seed)  # type: ignore[arg-type]
     kind_of(orig_model.config).prepare(orig_model, Words())  # type: ignore[arg-type]
     with torch.no_grad():
@@ -55,7 +57,9 @@ def made(fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 
 
 def captions(orig_model: PreTrainedModel, lengths: Sequence[int], shared: bool = False) -> Examples:
-    """Documents of these lengths with something to encode for each; `shared`: two after each other have the same."""
+    """Documents of these lengths with an encoder input for each; with `shared`, two successive documents have
+    the same.
+    """
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(lengths), TEXT_LENGTH)
     assert inputs is not None
     if shared:

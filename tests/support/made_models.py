@@ -1,4 +1,4 @@
-"""Small models of several architectures, and a count of what goes through one."""
+"""Small models of several architectures, and a recorder of a model's forward passes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers import (
 )
 
 SIZES = {
-    "vocab_size": 67,  # neither two nor three nor four ranks divide it
+    "vocab_size": 67,  # not divisible by two, three or four ranks
     "hidden_size": 48,
     "intermediate_size": 66,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 2,  # its norms are shorter than three ranks
+    "head_dim": 2,  # its norms have fewer elements than three ranks
     "max_position_embeddings": 128,
 }
 
@@ -64,7 +64,7 @@ def tiny_gemma2() -> PreTrainedModel:
 
 
 def odd_llama(dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """Its vocabulary of 67 is not a multiple of what fast matrix products need; answers of different prompts differ."""
+    """A vocabulary of 67, not a multiple of what fast matrix products need; answers to different prompts differ."""
     sizes = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=67, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, **sizes)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def odd_llama(dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTra
 
 @contextmanager
 def passes(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """(rows, positions) of each forward pass meanwhile."""
+    """(rows, positions) of each forward pass within the context."""
     seen: list[tuple[int, int]] = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))  # type: ignore[union-attr, arg-type]
     yield seen

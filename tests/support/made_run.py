@@ -1,4 +1,4 @@
-"""A run directory as training leaves it, written by hand: what the tests of the report read."""
+"""A handwritten run directory in the form that training leaves: input for the tests of the report."""
 
 from __future__ import annotations
 

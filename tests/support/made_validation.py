@@ -1,4 +1,4 @@
-"""The runs of a validation as their files tell them, written by hand: what the tests of the judge and the ledger read."""
+"""Handwritten run files of a validation: input for the tests of the judge and the ledger."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def trio(processes: int = 1, **changes: Any) -> Trio:
 
 
 def result_of(one: Trio, error: str | None = None) -> dict[str, Any]:
-    """A result as it is written before it is judged."""
+    """A result before it is judged."""
     runs = {"eager": one.eager, "eager, other seed": one.other_seed, "compiled": replace(one.compiled, error=error)}
     runs |= {} if one.reference is None else {"reference": one.reference}
     return {

@@ -1,4 +1,4 @@
-"""Memory that nobody has written yet, filled with NaN: what a result takes from it shows."""
+"""Uninitialized memory filled with NaN: a result that reads it is visibly wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_flatten
 
 @contextmanager
 def planted(fill: bool = True) -> Iterator[None]:
-    """Inside, fresh memory holds NaN, of integers the largest; with `fill` False, what was there, all else being equal.
+    """Inside the context, fresh memory holds NaN, or the largest integer; with `fill` False it keeps its old content,
+    all else being equal.
 
-    torch does this itself while its algorithms are deterministic, on every device: torch.empty, empty_like, new_empty,
-    empty_strided, resize_ and Module.to_empty, pinned or not, also where an operator of torch takes its result so. numpy
-    is patched. Not reached: what Inductor's code takes for itself.
+    torch does this itself in deterministic mode on every device: torch.empty, empty_like, new_empty, empty_strided,
+    resize_ and Module.to_empty, pinned or not, also if an operator of torch allocates its result this way. numpy is
+    patched. Allocations of Inductor's code are not covered.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = deterministic.fill_uninitialized_memory
@@ -36,7 +37,7 @@ def planted(fill: bool = True) -> Iterator[None]:
 
 
 def _filled(allocate: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """np.empty or np.empty_like, with NaN or the largest integer in what it returns."""
+    """np.empty or np.empty_like, whose result holds NaN or the largest integer."""
 
     def allocate_and_fill(*args: Any, **kwargs: Any) -> np.ndarray:
         array = allocate(*args, **kwargs)
@@ -50,11 +51,12 @@ def _filled(allocate: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def same_when_planted(compute: Callable[[], Any], tolerance: float = 0.0) -> Any:
-    """What `compute` returns, after asserting that it is finite and the same, bit for bit, in planted memory.
+    """Assert that the result of `compute` is finite and the same, bit for bit, in planted memory, and return it.
 
     Args:
-        compute: makes its own inputs from a seed; returns tensors and plain values, in tuples, lists and dicts.
-        tolerance: of the norm of a tensor, for kernels whose sums depend on who comes first.
+        compute: function that makes its own inputs from a seed; returns tensors and plain values, in tuples, lists
+            and dicts.
+        tolerance: relative to the norm of a tensor, for kernels whose summation order varies.
     """
     with planted(fill=False):
         plain = compute()

@@ -35,8 +35,9 @@ class Net(nn.Module):
 
 
 class Chain(nn.Module):
-    """A product and a chain of elementwise operators. All sizes are multiples of 8: Inductor has nothing to pad, which it
-    would decide by a measurement."""
+    """A product and a chain of elementwise operators. All sizes are multiples of 8, so that Inductor does not pad,
+    which it would decide by a measurement.
+    """
 
     def __init__(self):
         super().__init__()

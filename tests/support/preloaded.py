@@ -1,9 +1,10 @@
-"""Processes that begin with everything imported, for tests of what ranks and scripts do and not of how they are started.
+"""Start processes with everything imported, for tests of the behaviour of ranks and scripts rather than of
+their start.
 
-A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them and
-forks the others, each in a session of its own, with arguments, environment, standard streams and an end like those of
-`python script.py`, or of so many ranks under torchrun. Where forking is not safe once torch is loaded, and with GPUs, each
-starts anew.
+A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them
+and forks the others, each in its own session, with the arguments, environment, standard streams and exit of `python
+script.py`, or of several ranks under torchrun. If forking is unsafe once torch is loaded, and with GPUs, each process
+starts from scratch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("src", "", "tests/support", "tests/workers")  # "": labs
 PYTHONPATH = os.pathsep.join([*(str(ROOT / name) for name in FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-"For a process that imports the package, or what stands in the folders beside the tests, of this checkout."
+"For a process that imports the package, or the folders next to the tests, of this checkout."
 FORKS = sys.platform == "linux"
 PRELOADED = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
@@ -49,7 +50,7 @@ PASSED_ON = (
 
 
 class Process:
-    """A script, or several ranks of one, as subprocess.Popen shows them. Its id is also that of its session."""
+    """A script, or several ranks of one, with the interface of subprocess.Popen. Its id is also that of its session."""
 
     returncode: int | None = None
     _written: tuple[str, str] | None = None
@@ -64,12 +65,12 @@ class Process:
         forked: bool = True,
     ) -> None:
         """Args:
-        words: what comes after `python`: a script, -m and a module, or -c and code; then its arguments.
-        ranks: how many processes; one is told nothing of ranks.
-        env: the whole environment; None: that of this process.
-        terminal: the device that it writes to, and that hangs up on it; None: files.
-        forked: False: a new Python starts, as CUDA needs: it cannot be used in a process forked from one that has
-            looked for GPUs.
+        words: words after `python`: a script, -m and a module, or -c and code; then its arguments.
+        ranks: number of processes; a single one gets no rank variables.
+        env: whole environment; None: that of this process.
+        terminal: device that it writes to, and that hangs up on it; None: files.
+        forked: whether to fork; False starts a new Python, as CUDA needs: it does not work in a fork of a process
+        that has looked for GPUs.
         """
         assert forked or terminal is None
         self._forked = FORKS and forked
@@ -91,7 +92,7 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float = 200) -> tuple[str, str]:
-        """Wait until it has ended. Returns what it wrote to stdout and to stderr; after the timeout it is killed."""
+        """Wait until it has ended. Returns its stdout and stderr; after the timeout it is killed."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -127,10 +128,11 @@ def run(
 
 
 class Server:
-    """The process that has imported everything, seen from the one that runs tests."""
+    """The process with everything imported, seen from the process that runs tests."""
 
     def __init__(self) -> None:
-        # Both are read once: memory that is freed goes back at once, so what a test measures is in use; no hub is there.
+        # Both variables are read once: freed memory is returned at once, so that tests measure memory in use; there
+        # is no hub.
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "HF_ENDPOINT": "http://127.0.0.1:9"}
         self._codes: dict[int, int] = {}
         self._process = subprocess.Popen(
@@ -139,7 +141,7 @@ class Server:
         atexit.register(self.close)
 
     def start(self, order: dict[str, Any]) -> int:
-        """Returns the id of the process that does it."""
+        """Return the id of the process that runs the order."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -148,7 +150,7 @@ class Server:
         return pid
 
     def code(self, pid: int) -> int | None:
-        """Exit code of one that has ended."""
+        """Exit code of a process that has ended."""
         while pid not in self._codes and select.select([self._process.stdout], [], [], 0)[0]:
             self._hear()
         return self._codes.get(pid)
@@ -181,12 +183,12 @@ def server() -> Server:
 
 
 def serve() -> dict[str, Any]:
-    """Import, then fork a process for each line of stdin. Returns in these alone, with what they have to do."""
+    """Import, then fork a process for each line of stdin. Returns only in the forks, with their orders."""
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # datasets: local files are read without it
+        with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is shared with the processes that are forked stays where it is, also when a run has ended
+    gc.freeze()  # memory shared with the forks stays in place, also when a run has ended
     gc.freeze = gc.unfreeze = lambda: None
     running: set[int] = set()
     heard = b""
@@ -221,7 +223,9 @@ def tell(what: dict[str, int]) -> None:
 
 
 def launch(order: dict[str, Any]) -> dict[str, str]:
-    """As a launcher: fork the ranks, pass signals on, end all if one fails. Returns in these, with their variables."""
+    """Act as a launcher: fork the ranks, pass signals on, end all if one fails. Returns only in the ranks, with
+    their variables.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -258,10 +262,10 @@ def launch(order: dict[str, Any]) -> dict[str, str]:
 
 
 def become(order: dict[str, Any]) -> None:
-    """Be the script of the order, with its arguments, environment and streams."""
+    """Become the script of the order, with its arguments, environment and streams."""
     if order.get("streams"):
         for number, path in zip((0, 1, 2), (os.devnull, *order["streams"]), strict=True):
-            # To read too: a terminal is then that of the session, which has none.
+            # Open for reading too: the terminal then becomes that of the session, which has none.
             file = os.open(path, os.O_RDONLY if number == 0 else os.O_RDWR | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)

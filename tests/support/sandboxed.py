@@ -1,4 +1,4 @@
-"""What the tests of the sandbox share: whether it works here, and one program with its tests."""
+"""Shared parts of the sandbox tests: whether the sandbox works here, and one program with its tests."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from sftkit_sandbox import programs
 from sftkit_sandbox.programs import ProgramLimits, ProgramTests, ProgramVerdict
 
 try_it = programs.check_sandbox.__wrapped__
-"`check_sandbox`, whatever was found out before."
+"Run `check_sandbox`, ignoring earlier results."
 MISSING = programs.check_sandbox()
 works = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 SHORT = ProgramLimits(cpu_seconds=1, wall_seconds=60)
 AWAKE = ProgramLimits(wall_seconds=1.5)
-"For programs that sleep: nothing else ends them."
+"For programs that sleep: no other limit ends them."
 
 
 def run(program: str, tests: str = "", *names: str, limits: ProgramLimits | None = None) -> ProgramVerdict:
-    """The verdict on a program whose tests take `names` from it."""
+    """The verdict on a program whose tests use its `names`."""
     return programs.run_tests(ProgramTests(program, tests, names), limits)
 
 
 def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str, str]) -> None:
-    """Start sandboxes from a copy of the sources with changes: module, text that is there, text in its place."""
+    """Start sandboxes from a copy of the sources with changes: module, old text, new text."""
     package = folder / "sftkit_sandbox"
     source = Path(programs.PACKAGE_FOLDER) / package.name
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What wandb's own reader finds in the file of an offline run."""
+"""The contents of an offline run's file, read by wandb's own reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Offline:
-    """The only offline run in a run directory, or that of its own folder."""
+    """The only offline run in a run directory, or in its own folder."""
 
     def __init__(self, run_dir: Path) -> None:
         (file,) = [*run_dir.glob("wandb/offline-run-*/*.wandb"), *run_dir.glob("*.wandb")]
@@ -33,7 +33,7 @@ class Offline:
         return next(record["run"] for record in self.records if record["type"] == "run")
 
     def summary_keys(self) -> set[str]:
-        """With those of nested values, as wandb's columns have them."""
+        """Summary keys including nested values, like wandb's columns."""
         found = set()
         for name, value in self.summed["summary"].items():
             found |= {f"{name}.{key}" for key in value} | {name} if isinstance(value, dict) else {name}

@@ -66,10 +66,10 @@ def test_another_global_batch_is_refused_until_it_is_named_and_then_keeps_the_pl
         start(cut, tokenizer, resume="auto", layout="fixed", batch=4)
     text = str(refused.value)
     assert "  train.global_batch_size: 8 in the checkpoint, 4 in this run\n" in text
-    assert "the documents that this epoch still has to take make batches of that size" in text
+    assert "the remaining documents of this epoch make batches of that size" in text
     assert text.endswith("or allow the change with train.resume_changes=[train.global_batch_size]")
     now = start(cut, tokenizer, resume="auto", layout="fixed", batch=4, changes=("train.global_batch_size",))
-    assert "train.global_batch_size is now 4 (was 8): the documents" in capsys.readouterr().out
+    assert "train.global_batch_size is now 4 (was 8): the remaining documents" in capsys.readouterr().out
     before = [i for step in range(1, SAVE_EVERY + 1) for i in taken[step].documents]
     assert len(before) == 8 * SAVE_EVERY
     after = [i for of_step in now.values() if of_step.epoch == 0 for i in of_step.documents]

@@ -1,5 +1,6 @@
-"""Checkpoints: a step directory that loads in plain transformers, copied in a moment, written in the background,
-verified by a manifest, renamed when complete; and the way back from one into a live run."""
+"""Save and restore a run. A checkpoint is a step directory that plain transformers loads: copied in a moment, written
+in the background, verified by a manifest, and renamed when complete.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Saves and restores everything that a run needs to continue exactly. Every rank has one and calls
-    the same methods."""
+    """Save and restore everything that a run needs to continue exactly. Every rank has an instance and calls
+    the same methods.
+    """
 
     run_dir: Path
     config: CheckpointConfig
@@ -47,10 +49,9 @@ class Checkpoints:
     tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     recipe: str
-    "resolved, as YAML; checkpoints hold it, and a resume compares it"
+    "resolved recipe as YAML; stored in checkpoints and compared when resuming"
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not
-    resumed"""
+    """model, tokenizer and data of the run as nested JSON values; a checkpoint of another identity is rejected"""
     resumed_from: Path | None = field(default=None, init=False)
     skipped_checkpoints: Sequence[str] = field(default=(), init=False)
     "why newer checkpoints were not resumed"
@@ -62,25 +63,25 @@ class Checkpoints:
 
     @property
     def last_save(self) -> dict[str, float]:
-        """Return block_seconds of the last save, and write_seconds and bytes of the last one that was published."""
+        """Return block_seconds of the last save, and write_seconds and bytes of the last published save."""
         return {**self._blocked, **self._writer.figures}
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
-        """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
+        """Copy the state to host memory and write step-NNNNNN/ from there in the background.
 
-        An earlier save that is still being written is waited for. A save that fails (a full disk) is in `ended_saves`:
-        what was there stays, training goes on and the next save tries again.
+        An earlier save in progress is finished first. `ended_saves` reports a failed save (a full disk): older
+        checkpoints stay, training continues, and the next save tries again.
 
         Args:
-            state: JSON values that `resume` gives back.
-            wait: return when the checkpoint is published on all ranks.
+            state: JSON values that `resume` returns.
+            wait: whether to return only when the checkpoint is published on all ranks.
 
         Raises:
-            CheckpointError: with `wait`, on every rank: it could not be written.
+            CheckpointError: on every rank with `wait`, if the checkpoint could not be written.
         """
         began = time.perf_counter()
-        # One at a time: host memory has room for one snapshot, and the writers of all ranks take part in
-        # the same exchanges.
+        # One save at a time: host memory has room for one snapshot, and the writers of all ranks take part in the
+        # same collectives.
         self._writer.finish()
         folder = rundir.step_dir(self.run_dir, step)
         if step != self._writer.published:  # a published directory is never rewritten
@@ -89,22 +90,23 @@ class Checkpoints:
             self._writer.finish()
             if self._writer.failure is not None:
                 raise CheckpointError(
-                    f"{folder} could not be written: {self._writer.failure}. What was saved before is in {self.run_dir}"
+                    f"{folder} could not be written: {self._writer.failure}. Earlier checkpoints are in {self.run_dir}"
                 )
         self._blocked = {"block_seconds": time.perf_counter() - began}
         return folder
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any; how it ended is in `ended_saves`."""
+        """Wait for a save in progress; `ended_saves` then reports its result."""
         self._writer.finish()
 
     def ended_saves(self) -> list[SaveEnd]:
-        """Return how saves ended, of those that ended since the last call."""
+        """Return the results of the saves that ended since the last call."""
         return [self._writer.ended.get() for _ in range(self._writer.ended.qsize())]
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Take the metrics of an evaluation: the checkpoint of that step is kept if it is the best
-        so far (checkpoint.best)."""
+        """Record the metrics of an evaluation: the checkpoint of that step is kept if it is the best so
+        far (checkpoint.best).
+        """
         metric = self.config.best
         value = values.get(metric) if metric else None
         if metric and values and metric not in values and self.rt.is_main:
@@ -116,18 +118,19 @@ class Checkpoints:
 
     @torch.no_grad()
     def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
-        """Copy what this rank writes to host memory. Shards are gathered here, in the main thread: the background
-        thread has no part in training's process group."""
+        """Copy this rank's part to host memory. Shards are gathered here, in the main thread, because the background
+        thread may not use training's process group.
+        """
         rank, world_size = self.rt.rank, self.rt.world_size
-        # A failure is noted, not raised: the other ranks are on their way into the gathers below and would wait for
-        # this one. The writers then fail together.
+        # Record a failure without raising: the other ranks are about to enter the gathers below and would wait for
+        # this rank. The writers then fail together.
         problem = None
         if self.rt.is_main and not self._small_files:
             try:
                 self._small_files = self._unchanging_files(
                     rundir.being_written(rundir.step_dir(self.run_dir, step), "small")
                 )
-            except Exception as error:  # a full disk is no OSError in what is written in Rust
+            except Exception as error:  # Rust code reports a full disk by another exception than OSError
                 problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
         # saved with the checkpoint: generate pads batches with it
         generation = self.orig_model.generation_config
@@ -137,7 +140,7 @@ class Checkpoints:
         weights = snapshot_weights(self.orig_model, rank, world_size)
         named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
         among = (rank, world_size)
-        # of a pipeline each stage writes its own states, shared among the ranks that hold the same layers
+        # each stage of a pipeline writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
             named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
             among = stages.replica
@@ -155,14 +158,14 @@ class Checkpoints:
         return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files, problem)
 
     def _unchanging_files(self, folder: Path) -> dict[str, bytes]:
-        """Return the files that are the same in every checkpoint: name -> content. Made once, in the main thread: a
-        tokenizer that encodes in one thread cannot be saved in another.
+        """Return the files that are the same in every checkpoint: name -> content. They are made once in the main
+        thread, because a tokenizer that encodes in one thread cannot be saved in another.
 
         Args:
-            folder: where they lie for a moment, on the disk that checkpoints need anyway; another could be full.
+            folder: temporary location, on the disk that checkpoints use: another disk could be full.
         """
         try:
-            # In the main thread: "Already borrowed" (tokenizers #537) where another thread encodes meanwhile.
+            # In the main thread: saving raises "Already borrowed" (tokenizers #537) while another thread encodes.
             self.tokenizer.save_pretrained(folder)
             make_tokenizer_portable(folder / "tokenizer_config.json")
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -177,21 +180,21 @@ class Checkpoints:
         }
 
     def check_space(self, estimated_bytes: float, *, new_run: bool = False) -> None:
-        """Refuse to start a run whose checkpoints the disk cannot hold; every rank calls it.
+        """Reject a run whose checkpoints do not fit on the disk; every rank calls it.
 
         Args:
-            estimated_bytes: of one checkpoint: weights and optimizer states.
-            new_run: the checkpoints that are in the directory are of an earlier run, which this one will not prune.
+            estimated_bytes: size of one checkpoint: weights and optimizer states.
+            new_run: whether checkpoints in the directory belong to an earlier run, which this run will not prune.
 
         Raises:
-            ConfigError: too little free space, with both numbers.
+            ConfigError: too little free space; names both sizes.
         """
         self.rt.from_main(lambda: self._check_space(estimated_bytes, new_run=new_run))
 
     def _check_space(self, estimated_bytes: float, *, new_run: bool) -> None:
         if not new_run:
             sweep(self.run_dir)
-        # While the newest one is written, those that are kept are still there.
+        # The kept checkpoints stay on disk while the newest is written.
         at_once = self.config.keep + 1 if self.config.every else 1
         there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
         needed = estimated_bytes * max(at_once - there, 1)
@@ -207,16 +210,16 @@ class Checkpoints:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
 
         Args:
-            checkpoint: the checkpoint, or a setting (train.resume) by which it is found.
-            changes: keys of the recipe that may differ although a resumed run keeps them (train.resume_changes).
+            checkpoint: the checkpoint, or the setting that finds it (train.resume).
+            changes: recipe keys that may differ although a resumed run normally keeps them (train.resume_changes).
 
         Returns:
             the state given to `save`, with "step"; {"step": 0} for a new start.
 
         Raises:
-            ConfigError: the named directory, or none that is there, verifies, or it belongs to another model, data,
-                optimizer or recipe.
-            CheckpointError: what is there cannot be read.
+            ConfigError: the named directory does not verify, no checkpoint verifies, or it belongs to another model,
+                data, optimizer or recipe.
+            CheckpointError: the checkpoint cannot be read.
         """
         if not isinstance(checkpoint, ResumeCheckpoint):
             checkpoint = find_checkpoint(self.run_dir, checkpoint, self.rt)
@@ -224,9 +227,10 @@ class Checkpoints:
         if folder is None:
             return state
         self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
-        # Before anything is loaded: a checkpoint of another run leaves this one as it was.
+        # Checked before loading: a checkpoint of another run must not change this one.
         lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
-        # Weights, then states, which are named after them; random states last, as what comes before may draw numbers.
+        # Weights, then optimizer states, which are named after them. Random states come last, because earlier steps
+        # may draw numbers.
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
@@ -239,7 +243,7 @@ class Checkpoints:
         return state
 
     def _check_fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str]:
-        """Refuse a checkpoint of another run; return lines to print about what was changed."""
+        """Reject a checkpoint of another run; return lines about changed settings."""
         prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
         if checkpoint.state["optimizer"] != here:
             raise ConfigError(
@@ -248,50 +252,53 @@ class Checkpoints:
             )
         if not (folder / rundir.OPTIMIZER).is_dir():
             raise ConfigError(
-                f"{prefix} has no {rundir.OPTIMIZER}/, so it is of an earlier version: use it as model.path"
+                f"{prefix} has no {rundir.OPTIMIZER}/, so an earlier version wrote it: use it as model.path"
             )
         check_identity(checkpoint.state.get("identity"), self.identity, prefix)
         return check_recipe((folder / rundir.RECIPE).read_text(), self.recipe, changes, prefix)
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
-        """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from
-        run.seed, step and rank."""
-        # A random state belongs to a rank and to what that rank computed; with other ranks there is none to go on from.
+        """Load this rank's random state if processes and topology match the checkpoint; otherwise seed it from
+        run.seed, step and rank.
+        """
+        # A random state belongs to a rank and its work; other ranks have no state to continue from.
         there = (state["world_size"], state["topology"])
         if there == (self.rt.world_size, self.rt.topology.describe()):
             file = rundir.random_state_file(folder, self.rt.rank)
             try:
                 restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
-            except Exception as error:  # of torch, of zip files, of states of another form
+            except Exception as error:  # errors of torch, of zip files, of states in another form
                 raise ConfigError(f"{file}: {describe_error(error)}; resume from another checkpoint") from None
             return
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
         # 63 bits: a non-negative int64
         seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
         self.rt.print(
-            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
-            "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
+            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) from {there[0]} "
+            f"({there[1]}): optimizer states are redistributed, random states derived from seed, step and rank"
         )
 
     def archive_later_steps(self, step: int) -> None:
-        """Archive checkpoints of steps after `step`, which this run trains again, so that neither pruning nor
-        the next resume sees them."""
+        """Archive checkpoints of steps after `step`, which this run trains again, so that neither pruning nor the
+        next resume sees them.
+        """
         if not self.rt.is_main:
             return
         folder = rundir.step_dir(self.run_dir, step)
-        if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
+        if folder.is_dir():  # first, so that LATEST always names an existing directory
             replace_text(self.run_dir / rundir.LATEST, f"{folder.name}\n")
         best = read_best(self.run_dir)
         for later in rundir.step_dirs(self.run_dir):
             if rundir.step_number(later) > step:
-                log.warning("%s is past the resumed step: it is now %s", later, archive(later))
+                log.warning("%s is past the resumed step: renamed to %s", later, archive(later))
                 if best is not None and best.folder == later.name:
                     (self.run_dir / rundir.BEST).unlink()
 
 
 def make_tokenizer_portable(config_file: Path) -> None:
-    """Rewrite tokenizer_config.json for servers built on transformers 4: version 5 writes a class and a field that
-    version 4 refuses (huggingface/transformers#47553), and both read these."""
+    """Rewrite tokenizer_config.json for servers with transformers 4: version 5 writes a class and a field that
+    version 4 rejects (huggingface/transformers#47553), and both versions read the rewritten file.
+    """
     config = json.loads(config_file.read_text())
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

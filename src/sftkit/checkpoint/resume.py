@@ -1,5 +1,6 @@
-"""Find the checkpoint from which a start resumes, before anything depends on it, and check what may differ between the
-two runs."""
+"""Find the checkpoint that a start resumes from before anything depends on it, and check what may differ between the
+two runs.
+"""
 
 from __future__ import annotations
 
@@ -34,31 +35,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumeCheckpoint:
-    """What train.resume means."""
+    """The checkpoint that train.resume refers to."""
 
     setting: str | None
     folder: Path | None = None
-    "a step directory whose every file verifies; None: a new start"
+    "step directory in which every file verifies; None: a new start"
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0})
-    "what was given to `save`, and the step"
+    "state given to `save`, and the step"
     segments: Sequence[PlanSegment] = ()
-    "how the global batches of its steps were made, in order"
+    "segments of its steps in order: how their global batches were made"
     skipped_checkpoints: Sequence[str] = ()
-    "why newer checkpoints are not resumed"
+    "why newer checkpoints were skipped"
 
 
 NO_CHECKPOINT = ResumeCheckpoint(None)
 
 
 def find_checkpoint(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCheckpoint:
-    """Return the checkpoint that `setting` means, the same on all ranks; every rank calls it.
+    """Return the checkpoint that `setting` refers to, the same on all ranks; every rank calls it.
 
     Args:
-        setting: null starts anew; "auto" takes the newest directory whose manifest verifies; else a directory.
+        setting: null starts a new run; "auto" chooses the newest directory whose manifest verifies;
+            otherwise a directory.
 
     Raises:
-        ConfigError: the one that is named does not verify, or none of those that are there does.
-        CheckpointError: what is on the disk cannot be read.
+        ConfigError: the named checkpoint does not verify, or none of the existing ones does.
+        CheckpointError: the disk cannot be read.
     """
     return rt.from_main(lambda: _find(run_dir, setting))
 
@@ -71,31 +73,31 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
             return ResumeCheckpoint(setting)
         state, segments = _read_state(folder)
         return ResumeCheckpoint(setting, folder, state, segments, skipped)
-    # A disk that cannot be read is not an empty one: a new start would put the run aside that is there.
+    # An unreadable disk is not an empty one: a new start would archive the run that is there.
     except OSError as error:
         raise CheckpointError(
-            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what "
-            "can be resumed is not known. Nothing was changed: start again when the disk can be read, or name "
+            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so the "
+            "checkpoints in it are unknown. Nothing was changed: start again when the disk can be read, or name "
             "another step directory"
         ) from None
 
 
 def _problem(folder: Path) -> str | None:
-    """Return why a step directory cannot be resumed; None: its files verify, and its state can be read."""
+    """Return the reason why a step directory cannot be resumed; None if its files verify and its state can be read."""
     if (problem := verify(folder)) is not None:
         return problem
     try:
         _read_state(folder)
-    except (*UNREADABLE, yaml.YAMLError) as error:  # hashes that fit say that nothing was damaged, not who wrote it
-        return f"{folder / TRAINING_STATE}: no state of a run ({type(error).__name__}: {str(error)[:100]})"
+    except (*UNREADABLE, yaml.YAMLError) as error:  # matching hashes show that nothing was damaged, not who wrote it
+        return f"{folder / TRAINING_STATE}: not the state of a run ({type(error).__name__}: {str(error)[:100]})"
     return None
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment]]:
-    """Return the state of a checkpoint, and the segments of the steps before it."""
+    """Return the state of a checkpoint and the segments of the steps before it."""
     state = json.loads((folder / TRAINING_STATE).read_text())
     if not isinstance(state["step"], int):
-        raise TypeError("step is no whole number")
+        raise TypeError("step is not a whole number")
     return state, _segments(state, folder)
 
 
@@ -111,23 +113,24 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         if problem is None:
             return folder
         log.warning("checkpoint skipped: %s", problem)
-        # Noted too: the run writes down why it went back further than its newest checkpoint.
+        # Recorded even if an older one verifies: the run explains why it does not resume from its newest checkpoint.
         skipped.append(f"checkpoint skipped: {problem}")
-    # None verifies although some are there: what to give up is for a person to decide.
+    # Checkpoints exist but none verifies: a person must decide what to give up.
     if skipped:
         lines = "\n  ".join(skipped)
         raise ConfigError(
-            f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName one that is whole "
-            "(train.resume=PATH), or start anew with train.resume=null: this run is then renamed, not overwritten"
+            f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName a complete one "
+            "(train.resume=PATH), or start a new run with train.resume=null: this one is then renamed, not overwritten"
         )
     return None
 
 
 def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
-    """Return the segments of the steps before the checkpoint. A checkpoint of a version that kept none has one,
-    which its identity tells."""
-    # The key is the word that files have for segments. A segment that began at this step has made no batch yet: this
-    # start makes its own.
+    """Return the segments of the steps before the checkpoint. A checkpoint of a version without segments has one,
+    derived from its identity.
+    """
+    # The key is the name of segments in files. A segment that began at this step has made no batch yet, so this start
+    # makes its own.
     if "stretches" in state:
         kept = [PlanSegment(**segment) for segment in state["stretches"]]
         return [segment for segment in kept if segment.after_step < state["step"]]
@@ -139,39 +142,42 @@ def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
 
 
 _NO_KEY = object()
-"Stands for the value of a key that only one of the two has."
+"Placeholder for the value of a key that only one side has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
     *("model.path", "model.revision"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
-"Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
+"""Keys of optim that are not compared: the states show whether optim.name fits; the others only choose how it
+is computed.
+"""
 LENGTH = ("train.max_steps", "train.epochs")
 CHANGED = {
-    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the "
-    "learning rate follows the schedule of the steps that there are now",
-    "run.seed": "the documents that this epoch still has to take come in another order",
-    **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
+    "train.global_batch_size": "the remaining documents of this epoch make batches of that size, and the learning "
+    "rate follows the schedule for the new number of steps",
+    "run.seed": "the remaining documents of this epoch come in another order",
+    **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: the checkpoint's are"),
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }
-"What a change of such a key does, where that is not plain."
+"Effects of changing a key, if they are not obvious."
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
-"Fields of a transformers config that differ between places and versions, or that the run sets by itself."
+"Fields of a transformers config that differ between places and versions, or that the run sets itself."
 _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
-"Values of each encoder input that are compared, from its middle."
+"Number of values compared of each encoder input, from its middle."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Fields of checkpoints written before plan segments were kept; they may change."
+"Fields that may change if the checkpoint is older than plan segments."
 
 
 def run_identity(
     orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Examples, layout: Layout
 ) -> dict[str, Any]:
-    """Return what optimizer states and position in the data belong to, at any number of ranks: model,
-    tokenizer, template, data, rows."""
-    # With the defaults, which the short form leaves out: they are part of the model, and change between versions.
+    """Return the identity that optimizer states and data position belong to, at any number of ranks: model,
+    tokenizer, template, data, rows.
+    """
+    # Includes the defaults, which the short form omits: they are part of the model and change between versions.
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
     if padding_rows(orig_model):  # optimizer states have those rows too
         model["padding_rows"] = padding_rows(orig_model)
@@ -190,9 +196,10 @@ def run_identity(
 
 
 def _encoder_sources(examples: Examples) -> dict[str, str]:
-    """Return digests of an encoder's inputs; empty if the model has none, as in checkpoints of versions without
-    encoders. One is of the texts, or of the pictures' file names without their folders, which may move; one of the
-    middle of each input, as a file may have been replaced under its name."""
+    """Return digests of an encoder's inputs; empty without an encoder, as in checkpoints of versions without
+    encoders. One digest covers the texts, or the pictures' file names without their folders, which may move; the
+    other covers the middle of each input, because a file may be replaced under its name.
+    """
     from sftkit.models.vision import PIXELS
 
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
@@ -200,7 +207,7 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     digests = {"given": _digest("\0".join(names).encode())} if names else {}
     if examples.encoder_inputs is not None:
         rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
-        # From the middle: pictures and sounds begin and end alike, with borders and silence.
+        # The middle, because pictures and sounds begin and end alike, with borders and silence.
         starts = [max(0, (row.shape[1] - _MIDDLE) // 2) for row in rows]
         middles = [row[:, start : start + _MIDDLE] for row, start in zip(rows, starts, strict=True)]
         digests["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
@@ -208,20 +215,20 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
 
 
 def _sample_digest(examples: Examples) -> str:
-    """Return a digest of all lengths and of up to 16 million tokens, evenly spread, with their target flags."""
-    # Ceiling division, so that at most 2^24 are left.
+    """Return a digest of all lengths and of up to 16 million evenly spread tokens with their target flags."""
+    # Ceiling division, so that at most 2^24 tokens remain.
     every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
     arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
     return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
 
 
 def _digest(*parts: bytes) -> str:
-    # 64 bits tell apart what was mistaken for one another; it is no signature.
+    # 64 bits detect a mix-up; the digest is not a signature.
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _shortened(value: Any) -> str:
-    """Format a value for a message; the middle of a long one is left out."""
+    """Format a value for a message, leaving out the middle of a long one."""
     if value is _NO_KEY:
         return "(none)"
     text = json.dumps(value, ensure_ascii=False, sort_keys=True)
@@ -229,24 +236,23 @@ def _shortened(value: Any) -> str:
 
 
 def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
+    """Map the dotted key of every leaf that differs to (value in the checkpoint, value in this run)."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 
 def check_identity(there: Any, here: Any, prefix: str) -> None:
-    """Refuse a checkpoint of another model, tokenizer, template or data than this run's.
+    """Reject a checkpoint of another model, tokenizer, template or data.
 
     Raises:
-        ConfigError: a line for each key that differs.
+        ConfigError: has a line for each key that differs.
     """
     different = {key: values for key, values in _differences(there, here).items() if key not in STRETCHES}
     if there and different:
         raise ConfigError(
-            f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n"
-            f"{_lines(different)}\n"
-            "Resume with what it was trained on, or start a new run from its weights with model.path"
+            f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n{_lines(different)}\nResume "
+            "with the original ones, or start a new run from its weights with model.path"
         )
 
 
@@ -254,19 +260,19 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
     """Compare the resolved recipes of the checkpoint and of this run.
 
     Args:
-        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them
-            (train.resume_changes).
+        there, here: resolved recipes as YAML. allowed: dotted keys that may differ although a resumed run normally
+            keeps them (train.resume_changes).
 
     Returns:
-        lines to print about what changed.
+        lines about the changes.
 
     Raises:
-        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a
-            recipe.
+        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` has a key that no
+            recipe has.
     """
     _check_keys(allowed)
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
-    # A key of one side alone came or went with a version of sftkit: that is no change of the recipe.
+    # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
     kept = {key: values for key, values in sorted(changed.items()) if key in _FIXED or key in optim}
@@ -277,7 +283,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
             + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )
-    # The length may change without being allowed; as the learning rate follows it, it is told.
+    # The length may change without permission, but it is reported because the learning rate follows it.
     kept |= {key: changed[key] for key in LENGTH if key in changed}
     return [
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
@@ -286,7 +292,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
 
 
 def _check_keys(keys: Sequence[str]) -> None:
-    """Refuse train.resume_changes that name no key of a recipe."""
+    """Reject keys in train.resume_changes that no recipe has."""
     for key in keys:
         if key not in key_table():
             hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""

@@ -1,8 +1,8 @@
-"""Step directories on disk: manifest, publishing by rename, pruning, BEST and LATEST, and the background save.
+"""Manage step directories on disk: manifest, publishing by rename, pruning, BEST and LATEST, and the background save.
 
-A thread on every rank writes a snapshot; all of it is published, or nothing. The ranks agree over a gloo group of
-their own, never over training's group: two threads may not share one, and on a full disk no file could carry the
-message that it is full.
+A thread on every rank writes a snapshot; either all of it is published or nothing. The ranks agree over a separate
+gloo group, never over training's group: two threads may not share a group, and a full disk has no room for a message
+in a file.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sftkit.runtime.start import Runtime
 LOWER_IS_BETTER = re.compile(
     r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
 )
-"Metrics of tasks that measure an error; lm_eval may add the name of a filter to them."
+"Task metrics that measure an error; lm_eval may append the name of a filter."
 
 Entries = dict[str, dict[str, Any]]
 """File name relative to the step directory -> {"bytes": size, "sha256": hex}."""
 
 
 def entries(folder: Path, files: Iterable[Path]) -> Entries:
-    """Return size and sha256 of files. Each is flushed to the disk first, so that the hash is of what stays."""
+    """Return size and sha256 of files. Each is flushed to the disk first, so that the hash covers what is stored."""
     paths = sorted(files)
     for path in paths:
         flush(path)
@@ -60,7 +60,7 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
     """Write manifest.json, which lists every other file.
 
     Raises:
-        OSError: the folder holds other files than those that the ranks say they wrote.
+        OSError: the folder's files differ from those that the ranks report.
     """
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if present != set(files):
@@ -69,44 +69,44 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a flushed directory: readers see a whole checkpoint or none, also after a power failure."""
+    """Rename a flushed directory: readers see a complete checkpoint or none, even after a power failure."""
     flush(temporary / rundir.MANIFEST)
-    # Names of files are in their directories: without this a power failure could leave the rename, and not
-    # what was renamed.
+    # Directories hold the names of files: without this flush a power failure could keep the rename and
+    # lose the files.
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
-    if final.exists():  # the same step, of an earlier start whose later steps were given up
+    if final.exists():  # the same step of an earlier start, whose later steps were archived
         archive(final)
     os.rename(temporary, final)
     flush(final.parent)
 
 
 def flush_lines(run_dir: Path) -> None:
-    """Write what was logged so far to the disk: a run that resumes a checkpoint has the lines of all steps before."""
+    """Flush the log files to the disk: a run that resumes from a checkpoint has the lines of all earlier steps."""
     for name in (rundir.METRICS_FILE, rundir.EVALS, rundir.SAMPLES, rundir.EVENTS):
-        with suppress(OSError):  # most are not there yet; a disk that has no room for lines costs lines, not the save
+        with suppress(OSError):  # most do not exist yet; a full disk loses lines, not the save
             flush(run_dir / name)
     flush(run_dir)
 
 
 def remove(folder: Path) -> None:
-    """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
+    """Delete a step directory; it is renamed first, so that no reader finds it half deleted."""
     doomed = rundir.being_deleted(folder, secrets.token_hex(4))
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(run_dir: Path) -> None:
-    """Delete what a killed process left half-written or half-deleted."""
+    """Delete the partial files that a killed process left, half written or half deleted."""
     for pattern in rundir.UNFINISHED:
         for folder in run_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
+    """Delete all checkpoints except the newest `keep`, the best, the pinned ones and the one that LATEST names."""
     latest, best = run_dir / rundir.LATEST, read_best(run_dir)
-    # LATEST and BEST name directories, which have to be there at any moment, however old they are.
+    # LATEST and BEST name directories that must always exist, regardless of their age.
     spared = {latest.read_text().strip() if latest.exists() else None, best and best.folder}
     for folder in rundir.step_dirs(run_dir)[:-keep]:
         if not (folder / rundir.PINNED).exists() and folder.name not in spared:
@@ -122,12 +122,13 @@ class Best(NamedTuple):
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """Return what the file BEST says (the directory's name, then metric and value on a line of their own);
-    None if it cannot be read, or its directory is gone."""
+    """Return the content of the file BEST (directory name, then metric and value on a second line); None if it cannot
+    be read or the directory is gone.
+    """
     try:
         folder, line = (run_dir / rundir.BEST).read_text().splitlines()[:2]
         metric, value = line.rsplit(" ", 1)
-        # A start that ended while it put later steps aside may have left the name of one.
+        # A start that was interrupted while archiving later steps may have left the name of an archived checkpoint.
         return Best(folder, metric, float(value)) if (run_dir / folder).is_dir() else None
     except (OSError, ValueError):
         return None
@@ -139,14 +140,16 @@ def write_best(run_dir: Path, best: Best) -> None:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a larger value of a metric is better: for metrics of tasks (eval/<task>/<metric>), unless lm_eval
-    has it as a measure of error, such as perplexity. All others are losses."""
+    """Return whether a larger value of a metric is better. It is for metrics of tasks (eval/<task>/<metric>), except
+    measures of error in lm_eval, such as perplexity. All other metrics are losses.
+    """
     return metric.startswith("eval/") and not LOWER_IS_BETTER.search(metric.rpartition("/")[2])
 
 
 def is_better(new: Best, old: Best | None) -> bool:
-    """Return whether a value beats the best one so far. NaN is never better, and a value of
-    another metric does not count."""
+    """Return whether a value beats the best so far. NaN is never better, and a value of another metric
+    does not count.
+    """
     if math.isnan(new.value):
         return False
     if old is None or old.metric != new.metric:
@@ -157,37 +160,37 @@ def is_better(new: Best, old: Best | None) -> bool:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLOWEST = timedelta(hours=2)
-"How long ranks wait for the slowest writer."
+"Longest time that ranks wait for the slowest writer."
 
 
 class SaveEnd(NamedTuple):
-    """How a save ended."""
+    """The result of a save."""
 
     step: int
     failure: str | None
-    "why nothing was published; None: the checkpoint is there"
+    "why nothing was published; None: the checkpoint was published"
 
 
 @dataclass
 class Snapshot:
-    """All that a checkpoint says, in host memory: training may go on while it is written."""
+    """The contents of a checkpoint in host memory: training may continue while it is written."""
 
     step: int
     state: str
-    "JSON text: training could still change a list in the values"
+    "JSON text, because training could still change a list in the values"
     weights: WeightSnapshot
     states: dict[str, HostShard]
     rng: dict[str, Any]
     small_files: dict[str, bytes]
-    "name -> content; on the main rank"
+    "name -> content; only on the main rank"
     problem: str | None
-    "why a part of it could not be made; None: it is whole"
+    "why a part is missing; None: complete"
 
     def num_bytes(self) -> int:
         """Return the size of this rank's part.
 
         Raises:
-            OSError: it is not whole.
+            OSError: the snapshot is incomplete.
         """
         if self.problem is not None:
             raise OSError(self.problem)
@@ -195,51 +198,51 @@ class Snapshot:
 
 
 class Writer:
-    """Writes one snapshot at a time. Every rank has one, and starts it with the snapshots of the same steps."""
+    """Write one snapshot at a time. Every rank has an instance and starts it with the snapshots of the same steps."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, rt: Runtime, orig_model: PreTrainedModel) -> None:
         self.run_dir, self.config, self.rt, self.orig_model = run_dir, config, rt, orig_model
         self.published: int | None = None
-        "the last step that this run has published"
+        "last step that this run published"
         self.failure: str | None = None
-        "why the last write failed, None if it did not"
+        "why the last write failed; None if it succeeded"
         self.figures: dict[str, float] = {}
         "write_seconds and bytes of the last published checkpoint"
         self.ended: SimpleQueue[SaveEnd] = SimpleQueue()
-        "how each write ended, for the training thread to tell"
+        "result of each write, for the training thread to report"
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
         self._token = ""
-        "of this run, in the names of what it has not published: the same on every rank, and no other run's"
+        "token of this run in the names of unpublished folders: the same on every rank, different for every run"
         self._lock = threading.Lock()
         self._writing: int | None = None
         self._best_in_writing: Best | None = None
 
     def start(self, snapshot: Snapshot) -> None:
-        """Begin to write; the one before has to be finished."""
-        # Made by the main threads, which all come here for the same step: new_group is a collective
-        # of training's group.
+        """Begin to write; the previous write must be finished."""
+        # Created by the main threads, which all arrive here for the same step: new_group is a collective of
+        # training's group.
         if self.rt.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
         self._token = self._token or self.rt.from_main(lambda: secrets.token_hex(4))
         self._writing, self.failure = snapshot.step, None
-        # A daemon: a run that fails does not wait for it. What it leaves is a temporary folder, which is swept.
+        # A daemon: a failing run does not wait for it. It leaves a temporary folder, which sweep deletes.
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the snapshot that is being written, if any."""
+        """Wait for a snapshot that is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def consider(self, best: Best) -> None:
-        """Record it in BEST if it is better than the one there and its directory exists or is being written."""
+        """Record a checkpoint in BEST if it beats the recorded one and its directory exists or is being written."""
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
-            # An evaluation may end before the checkpoint of its step is published: BEST must not name what
-            # is not there.
+            # An evaluation may end before the checkpoint of its step is published: BEST must not name a
+            # missing directory.
             elif self._writing is not None and best.folder == rundir.step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 
@@ -248,10 +251,10 @@ class Writer:
             if is_better(best, read_best(self.run_dir)):
                 write_best(self.run_dir, best)
         except OSError as error:
-            log.warning("%s cannot be noted as the best checkpoint: %s", best.folder, error)
+            log.warning("%s cannot be recorded as the best checkpoint: %s", best.folder, error)
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot in the background thread; how it ended is in `ended`."""
+        """Write a snapshot in the background thread and append the result to `ended`."""
         began = time.perf_counter()
         temporary = rundir.being_written(rundir.step_dir(self.run_dir, snapshot.step), self._token)
         try:
@@ -259,7 +262,7 @@ class Writer:
                 num_bytes = self._write_all(snapshot, temporary)
             self.published = snapshot.step
             self.figures = {"write_seconds": time.perf_counter() - began, "bytes": float(num_bytes)}
-        except BaseException as error:  # torch's CheckpointException is not an Exception
+        except BaseException as error:  # torch's CheckpointException does not derive from Exception
             self.failure = reason(error)
             if self.rt.is_main:
                 if is_full_disk(error) and self.run_dir.is_dir():
@@ -271,16 +274,15 @@ class Writer:
                 self._writing = self._best_in_writing = None
 
     def _write_all(self, snapshot: Snapshot, temporary: Path) -> int:
-        """Write a checkpoint, step by step on all ranks together. Returns the bytes of its files."""
-        # Space is checked, weights and states are written, everything is hashed; published only when all ranks have
-        # done all of it.
+        """Write a checkpoint, step by step on all ranks together, and return the bytes of its files."""
+        # Check the space, write weights and states, hash everything; publish only after all ranks are done.
         total = sum(self._together(snapshot.num_bytes))
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
-        # A collective of torch, over the same group.
+        # A collective of torch over the same group.
         mine += save_states(snapshot.states, temporary / rundir.OPTIMIZER, self._group, self.rt.rank)
         claimed = self._together(lambda: mine)
-        if self.rt.is_main:  # all that no other rank wrote: transformers names its files itself
+        if self.rt.is_main:  # the files that no other rank wrote: transformers names its files itself
             others = {path for paths in claimed[1:] for path in paths}
             mine = [path for path in temporary.rglob("*") if path.is_file() and path not in others]
         all_entries = self._together(lambda: entries(temporary, mine))
@@ -289,13 +291,13 @@ class Writer:
         return sum(entry["bytes"] for entry in files.values())
 
     def _together(self, do: Callable[[], T]) -> list[T]:
-        """Run `do` on every rank, and return the results by rank. What fails on one rank fails on all."""
+        """Run `do` on every rank and return the results by rank. A failure on one rank raises on all."""
         try:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
-        # A failure travels like a result: a rank that raised before this would leave the others waiting
-        # for hours (SLOWEST).
+        # A failure is sent like a result: a rank that raised earlier would leave the others waiting for
+        # hours (SLOWEST).
         gathered: list[Any] = [mine]
         if self._group is not None:
             gathered = [None] * self.rt.world_size
@@ -309,21 +311,21 @@ class Writer:
         self._together(lambda: do() if self.rt.is_main else None)
 
     def _open(self, temporary: Path, snapshot: Snapshot, num_bytes: int) -> None:
-        """Make the temporary folder, once the disk has room for the checkpoint."""
+        """Make the temporary folder once the disk has room for the checkpoint."""
         if self.rt.lock is not None:
             self.rt.lock.check(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         sweep(self.run_dir)
         free = free_bytes(self.run_dir)
         if free < num_bytes:
-            raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
+            raise OSError(f"{self.run_dir} has {in_mb(free)} free, the checkpoint needs {in_mb(num_bytes)}")
         (temporary / rundir.OPTIMIZER).mkdir(parents=True)
-        # Of a model in one piece write_weights writes it.
+        # For an unsharded model, write_weights writes it.
         if snapshot.weights.full is None:
             write_config(self.orig_model, temporary)
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:
-        """Write this rank's files without its optimizer states, and return those that it can name."""
+        """Write this rank's files, except its optimizer states, and return those whose names are known."""
         random_file = rundir.random_state_file(folder, self.rt.rank)
         torch.save(snapshot.rng, random_file)
         write_weights(snapshot.weights, self.orig_model, folder)
@@ -343,7 +345,7 @@ class Writer:
         flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / rundir.LATEST, final.name + "\n")
-        # An evaluation of this step may end at the same moment: it is recorded in BEST before pruning looks there.
+        # An evaluation of this step may end at the same moment: record it in BEST before pruning reads the file.
         with self._lock:
             if self._best_in_writing is not None:
                 self._record(self._best_in_writing)
@@ -351,7 +353,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line about what went wrong; for a failure inside torch's writer, that of the first rank."""
+    """Return one line about an error; for a failure inside torch's writer, the first rank's."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
@@ -360,7 +362,7 @@ def reason(error: BaseException) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user may still write to the disk of `folder`, or of its nearest parent that exists."""
+    """Return the bytes that this user may still write to the disk of `folder`, or of its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -1,9 +1,9 @@
-"""Optimizer states and weights of a checkpoint on disk.
+"""Write and read the optimizer states and weights of a checkpoint.
 
-States go through torch.distributed.checkpoint: by parameter name, in shards that any layout reads. torch writes the
-index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes and nothing
-else, so that no code in a checkpoint ever runs. Weights are transformers' safetensors files, from a copy in host
-memory, gathered tensor by tensor.
+States use torch.distributed.checkpoint: named by parameter, in shards that any layout can read. torch writes the
+index of the shards as a pickle. An unpickler that accepts only the index's own classes reads it, so that code in a
+checkpoint never runs. Weights are transformers' safetensors files, written from a copy in host memory that is
+gathered tensor by tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ INDEX_CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }  # fmt: skip
-"All names in the pickle of an index besides torch's dtypes; the private ones are what torch's writer puts there."
+"All names in the pickle of an index besides torch's dtypes; torch's writer puts the private ones there."
 
 
 class HostShard(NamedTuple):
@@ -56,16 +56,16 @@ class HostShard(NamedTuple):
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
-    "where the part begins in the whole tensor"
+    "start of the part in the whole tensor"
     size: torch.Size
     "shape of the whole tensor"
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to host memory, where later updates of `tensor` do not reach it.
+    """Copy a tensor to host memory, so that later updates of `tensor` do not change the copy.
 
-    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed
-    of the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
+    A copy from a GPU goes to pinned memory on the current stream, after the update that made the values and at the
+    speed of the bus; it is complete after `copies_done`. torch reuses the pinned memory for the next checkpoint.
     """
     source = tensor.detach()
     if not source.is_cuda:
@@ -74,15 +74,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies_done(device: torch.device) -> None:
-    """Wait for the copies that `to_host` has queued."""
+    """Wait for the copies that `to_host` queued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, HostShard]:
-    """Copy what this rank writes: its own shards of DTensors, and its share of the tensors that all ranks hold alike.
+    """Copy the tensors that this rank writes: its own shards of DTensors, and its share of the replicated tensors.
 
-    Nothing is copied twice over the ranks: of a replicated shard the first replica is the writer.
+    No part is copied on two ranks: the first replica writes a replicated shard.
 
     Args:
         tensors: the same names in the same order on every rank.
@@ -91,20 +91,21 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
     for position, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
-            # A rank without a part of a short dimension writes nothing; a tensor that is empty as a whole has an entry.
+            # A rank without a part of a short dimension writes nothing; a tensor that is empty everywhere has
+            # an entry.
             if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
-                # Where a local shard lies in the whole tensor: documented for writers of checkpoints
-                # (pytorch/pytorch#144100).
+                # The position of a local shard in the whole tensor: documented for checkpoint
+                # writers (pytorch/pytorch#144100).
                 (chunk,) = tensor.__create_chunk_list__()
                 mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
-        # In turn, so that all ranks share the writing of what they hold alike.
+        # Round-robin, so that all ranks share the writing of replicated tensors.
         elif position % world_size == rank:
             mine[name] = HostShard(to_host(tensor), (0,) * tensor.dim(), tensor.shape)
     return mine
 
 
 def _writes_shard(tensor: DTensor) -> bool:
-    """Return whether this rank is the first of those that hold the same shard."""
+    """Return whether this rank is the first of the ranks that hold the same shard."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and all(
         at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True)
@@ -112,10 +113,10 @@ def _writes_shard(tensor: DTensor) -> bool:
 
 
 class _HostShardPlanner(dcp.DefaultSavePlanner):
-    """Plans the writing of each HostShard, which has left the device mesh of the tensor that it comes from."""
+    """Plan the writing of each HostShard, a copy without the device mesh of its tensor."""
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to write each shard at its place; torch's own plan would ask the tensors for their device mesh."""
+        """Plan to write each shard at its place; torch's own plan would need the tensors' device mesh."""
         self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
         return self.plan
 
@@ -124,7 +125,7 @@ class _HostShardPlanner(dcp.DefaultSavePlanner):
 
 
 def _write_item(name: str, shard: HostShard) -> WriteItem:
-    """Return torch's description of a shard: its name, its place in the whole tensor, dtype and shape."""
+    """Return torch's description of a shard: name, place in the whole tensor, dtype and shape."""
     offsets = torch.Size(shard.offsets)
     chunk = dcp_index.ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
     data = TensorWriteData(
@@ -134,14 +135,14 @@ def _write_item(name: str, shard: HostShard) -> WriteItem:
 
 
 def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessGroup | None, rank: int) -> list[Path]:
-    """Write this rank's shards; every rank of `group` calls it (None: a process alone).
+    """Write this rank's shards; every rank of `group` calls it (None: a single process).
 
     Returns:
-        the files that this rank wrote.
+        files that this rank wrote.
     """
     with warnings.catch_warnings():
-        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch
-        # 2.11 to 2.13).
+        # Single process: torch warns that this may be unintended, even with no_dist. There is no upstream issue
+        # (torch 2.11 to 2.13).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -150,14 +151,14 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
             process_group=group,
             no_dist=group is None,
         )
-    # torch's own names, which no function tells: files of a rank begin with __RANK_, and the coordinator, rank 0,
-    # writes the index.
+    # torch's own names, which no API returns: files of a rank begin with __RANK_, and the coordinator, rank 0, writes
+    # the index.
     return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the index; refuse any other name, which could be code."""
+        """Return a class of the index; reject any other name, which could be code."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in INDEX_CLASSES:
             return super().find_class(module, name)
@@ -168,10 +169,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a folder of states, without its plain unpickling:
+    """torch's reader of a folder of states, without its unrestricted unpickling:
     https://github.com/pytorch/pytorch/issues/189308.
 
-    Shards it reads with weights_only=True.
+    It reads shards with weights_only=True.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_index.Metadata:
@@ -180,7 +181,7 @@ class SafeReader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _IndexUnpickler(file).load()
-        # A pickle that was made up may raise anything while it is read.
+        # A forged pickle may raise any exception while it is read.
         except Exception as error:
             raise ConfigError(f"{path}: {describe_error(error)}; resume from another checkpoint") from None
         if not isinstance(metadata, dcp_index.Metadata) or not isinstance(metadata.storage_data, dict):
@@ -200,13 +201,13 @@ class SafeReader(dcp.FileSystemReader):
 def load_states(
     tensors: dict[str, torch.Tensor], folder: Path, elsewhere: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Read states into `tensors`, in place; each rank reads the parts that it holds, by itself.
+    """Read states into `tensors` in place; each rank reads its own parts.
 
     Args:
-        elsewhere: whether a state of that name is another rank's alone.
+        elsewhere: predicate, whether only another rank holds the state of that name.
 
     Raises:
-        ConfigError: names, shapes or dtypes are not those of the checkpoint, or a file in it is not what it should be.
+        ConfigError: names, shapes or dtypes differ from the checkpoint's, or one of its files is malformed.
     """
     reader = SafeReader(folder)
     try:
@@ -214,15 +215,15 @@ def load_states(
         _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
     except ConfigError:
         raise
-    except Exception as error:  # known classes, with fields of other types than theirs
+    except Exception as error:  # known classes, but with fields of the wrong type
         raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
-        # Each rank reads by itself: torch warns as above.
+        # Each rank reads by itself, so torch warns as above.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        # A BaseException, which nobody above would take for an error, with a traceback over many lines.
+        # A BaseException: callers would not handle it as an error, and its traceback has many lines.
         except dcp.CheckpointException as error:
             inner = next(iter(error.failures.values()))[0]
             raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
@@ -231,13 +232,15 @@ def load_states(
 
 
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
-    """Refuse states that do not fit: torch would skip what is only in the checkpoint, and cast another dtype."""
+    """Reject states that do not fit: torch would skip states that only the checkpoint has, and would convert
+    another dtype.
+    """
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
     problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
     for name in tensors.keys() & saved.keys():
         there, here = saved[name], tensors[name]
         if not isinstance(there, dcp_index.TensorStorageMetadata):
-            problems.append(f"{name} is no tensor in the checkpoint")
+            problems.append(f"{name} is not a tensor in the checkpoint")
         elif there.size != here.shape or there.properties.dtype != here.dtype:
             problems.append(
                 f"{name} is {there.properties.dtype} {list(there.size)} in the checkpoint, "
@@ -255,12 +258,12 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass
 class WeightSnapshot:
-    """What this rank writes, copied from the live model."""
+    """The tensors that this rank writes, copied from the live model."""
 
     full: dict[str, torch.Tensor] | None
     "every tensor, for save_pretrained; only on the main rank"
     files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    "file name -> its tensors, of a sharded model"
+    "file name -> its tensors, for a sharded model"
     index: dict[str, object] | None = None
     "model.safetensors.index.json, if this rank writes it"
 
@@ -270,20 +273,20 @@ class WeightSnapshot:
 
 
 def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
-    """Copy what this rank will write; every rank calls it, and shards are gathered in the same order on all.
+    """Copy the weights that this rank will write; every rank calls it, and shards are gathered in the same
+    order on all.
 
-    A model that is not sharded is copied by the main rank. Of a sharded one each rank keeps the files that fall to it,
-    so none ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts
-    of a mixture in one tensor): only the whole model can be converted, so the main rank keeps all of it. Padding of the
-    vocabulary is left out. Stages of a pipeline each write files of their own.
+    The main rank copies a model that is not sharded. For a sharded model each rank keeps the files assigned to it, so
+    that no rank holds the whole model. The exception is a class that stores its tensors in another form than it
+    trains them (experts of a mixture in one tensor): only a whole model can be converted, so the main rank keeps all
+    of it. Padding of the vocabulary is left out. Pipeline stages each write their own files.
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
-    # Planned by all before anything is gathered: each then gathers a tensor once and keeps it only if the file
-    # is its own.
+    # All ranks plan before gathering: each then gathers a tensor once and keeps it only if the file is its own.
     sizes = {
         name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
     }
@@ -304,11 +307,11 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 def _gathered(
     tensors: dict[str, torch.Tensor], saved_rows: dict[int, int], *, keep: bool
 ) -> dict[str, torch.Tensor] | None:
-    """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks
-    gather, those that keep copy.
+    """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks gather, and the keeping
+    ranks copy.
 
     Args:
-        saved_rows: id of a tensor -> how many of its rows are saved, where that is not all.
+        saved_rows: id of a tensor -> number of its saved rows, if fewer than all.
     """
     kept = {}
     for name, tensor in tensors.items():
@@ -319,10 +322,12 @@ def _gathered(
 
 
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
+    """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that
+    transformers loads.
+    """
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
-    # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
-    # save_pretrained.
+    # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
+    # without save_pretrained.
     ignored = set(orig_model._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     state = orig_model.state_dict(keep_vars=True)
@@ -334,13 +339,13 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def check_saved_names(orig_model: PreTrainedModel) -> None:
-    """Reject a model whose checkpoints plain transformers would load as another one: it drops tensors that the class in
-    config.json does not have, and draws those at random that are not there, with a warning only.
+    """Reject a model whose checkpoints plain transformers would load as a different one: with only a warning, it
+    drops tensors that the class in config.json lacks and initialises missing ones at random.
 
     No collective; the class is built without memory.
 
     Raises:
-        ConfigError: tensors that are missing, unexpected or of another shape.
+        ConfigError: tensors are missing, unexpected or of another shape.
     """
     plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
     name = plain.__name__
@@ -350,7 +355,7 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     if type(fresh).__name__ != name:
         raise ConfigError(
             f"checkpoints could not be loaded: config.json names {name}, and transformers makes a "
-            f"{type(fresh).__name__} of it. Train a model of a class of transformers"
+            f"{type(fresh).__name__} of it. Train a model whose class is in transformers"
         )
     rows = without_padding(orig_model)
     saved = {
@@ -366,17 +371,16 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     if found := [f"{verb} {first_of(names)}" for verb, names in problems.items() if names]:
         raise ConfigError(
             f"checkpoints could not be loaded as {name}, the class in their config.json: they {'; '.join(found)}. "
-            "Something has added, removed or replaced modules of the model: take them out, or merge them into its "
-            "weights"
+            "Something added, removed or replaced modules of the model: remove them, or merge them into its weights"
         )
 
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
-    """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
-    # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses
-    # (huggingface/transformers#42396).
+    """Return whether save_pretrained renames or reshapes tensors of this class when it writes them."""
+    # Private: set by from_pretrained, the conversions of the checkpoint's tensors, which save_pretrained
+    # reverses (huggingface/transformers#42396).
     conversions = getattr(orig_model, "_weight_conversions", None)
-    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do
+    # Undocumented, without an alternative: for a model that is not from a checkpoint, the conversions of transformers
     # for its class.
     if conversions is None:
         conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
@@ -386,10 +390,11 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
 def plan_files(
     num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
 ) -> dict[str, list[str]]:
-    """Return file name -> names of its tensors, in order. A file is larger than `max_bytes` only if a single tensor is.
+    """Map each file name to the names of its tensors, in order. A file exceeds `max_bytes` only if a single
+    tensor does.
 
     Args:
-        writers: of each tensor the rank that writes it, one for all of a file; empty or None: any rank.
+        writers: rank that writes each tensor, the same for all tensors of a file; empty or None: any rank.
     """
     groups: list[list[str]] = [[]]
     size, writers = 0, writers or {}
@@ -402,26 +407,28 @@ def plan_files(
         size += count
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
-    # The names of transformers, by which from_pretrained and servers find them.
+    # The names of transformers, under which from_pretrained and servers find the files.
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json, generation_config.json and the code of remote models: save_pretrained writes these alone when
-    it gets no weights. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this
-    comes before any rank writes one."""
+    """Write config.json, generation_config.json and the code of remote models: save_pretrained without weights writes
+    only these. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this call
+    precedes the first such file of any rank.
+    """
     orig_model.save_pretrained(folder, state_dict={})
 
 
 def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
-    """Write this rank's files; the main rank also the index, and with a whole model its configuration."""
+    """Write this rank's files; the main rank also writes the index, and the configuration of a whole model."""
     written = [folder / name for name in snapshot.files]
     if snapshot.full is not None:
         orig_model.save_pretrained(folder, state_dict=snapshot.full, max_shard_size=MAX_FILE_BYTES)
         written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    # safetensors makes files that only their owner may read (safetensors #782): they get the mode that others have.
+    # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the
+    # other files.
     for path in written:
         path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
     if snapshot.index is not None:

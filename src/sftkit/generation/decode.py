@@ -1,8 +1,8 @@
-"""Greedy answers in batches on the eager `orig_model`, by `generate`.
+"""Generate greedy answers in batches on the eager `orig_model`.
 
-Which rows a model reads together, and the rank that computes each batch, are decided from the rows alone, so that
-results are the same on any number of ranks. `Decoding` holds the rows of a batch while they are decoded: what each has
-said, when it ends, their cache and their next tokens.
+The composition of batches and the rank of each batch follow from the rows alone, so that results are the same on any
+number of ranks. `Decoding` holds the rows of a batch during decoding: their tokens so far, their end, their cache and
+their next tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime
 
 KEPT_SHARE = 0.75
-"Rows that have ended are taken out of the cache once at most this share of a batch goes on."
+"Ended rows are removed from the cache once at most this share of a batch is still decoding."
 KEPT_SHARE_REPLAYED = 0.5
-"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded anew."
+"The same for replayed steps, in which ended rows cost less and a smaller batch must be recorded again."
 MAX_POSITIONS = 32_768
 "The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
-"Tokens that rows must have in common before their keys and values are computed once."
+"Number of common first tokens from which rows share their keys and values."
 DEFAULT_LENGTH = 2048
-"Longest input in tokens, if neither model nor tokenizer says."
+"Longest input in tokens, if neither model nor tokenizer gives one."
 
 K = TypeVar("K", int, tuple[int, int])
 T = TypeVar("T")
@@ -52,12 +52,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batching:
-    """Settings: how rows are batched, and by which ranks."""
+    """How rows are batched, and by which ranks."""
 
     batch_size: int = 64
-    "the most rows of a batch; fewer where memory asks for it"
+    "the most rows of a batch; fewer if memory requires it"
     rt: Runtime | None = None
-    "whose ranks share the batches and all get the results; None: this process reads all"
+    "runtime whose ranks share the batches and all get the results; None: this process computes all"
 
 
 ALONE = Batching()
@@ -67,36 +67,37 @@ ALONE = Batching()
 
 
 class PromptRow(Protocol):
-    """A row, and what the model computes for it."""
+    """A row, and the positions that the model computes for it."""
 
     ids: np.ndarray
     "int [T], its input"
     group: str
-    'rows of a group begin alike; "": of none'
+    'rows of a group begin alike; "": no group'
     targets: int
-    "positions at its end that have logits"
+    "number of positions at its end that have logits"
     new_tokens: int
-    "what is written after it, at most"
+    "maximum number of tokens to generate"
 
 
 class PromptBatch(NamedTuple):
     """Rows that go through the model together."""
 
     rows: list[Any]
-    "the longest first"
+    "rows, longest first"
     prefix: tuple[int, ...]
-    "tokens that all of them begin with, computed once for all batches that have the same"
+    "first tokens of all rows, computed once for all batches that share them"
 
 
 def _shared_prefixes(rows: Sequence[PromptRow]) -> dict[str, tuple[int, ...]]:
-    """Return, for each group, the tokens that all of its rows begin with, before what is asked of the model; empty if
-    they are fewer than MIN_SHARED or the row is alone in its group."""
+    """Return for each group the tokens that all of its rows begin with, before the positions with logits; empty if
+    they are fewer than MIN_SHARED or the row is alone in its group.
+    """
     members: dict[str, list[PromptRow]] = {}
     for row in rows:
         members.setdefault(row.group, []).append(row)
     shared: dict[str, tuple[int, ...]] = {}
     for group, (first, *others) in members.items():
-        # A prefix ends before what is asked: those positions must be read row by row, for their logits.
+        # A prefix ends before the positions with logits: the model must read those row by row.
         length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
         for row in others if length else ():
             length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
@@ -107,15 +108,15 @@ def _shared_prefixes(rows: Sequence[PromptRow]) -> dict[str, tuple[int, ...]]:
 def plan(
     rows: Sequence[PromptRow], *, max_rows: int, max_cached: int | None, max_targets: int | None
 ) -> list[PromptBatch]:
-    """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
-    batch that does not fit in memory fails early.
+    """Return rows in batches: rows with the same prefix together and the longest first, so that padding is small and
+    a batch that exceeds memory fails early.
 
     Args:
-        max_rows: of a batch.
-        max_cached: positions of a batch whose keys and values are kept (prefix, padded rows and what is written); None:
+        max_rows: maximum number of rows of a batch.
+        max_cached: maximum positions of a batch in the cache (prefix, padded rows and generated tokens); None:
             no limit.
-        max_targets: of all rows of a batch; a row that exceeds them is alone, as one that exceeds MAX_POSITIONS. None:
-            no limit.
+        max_targets: maximum targets of all rows of a batch; a row above this number, or above MAX_POSITIONS, is
+            alone. None: no limit.
     """
 
     def fit(chosen: list[PromptRow], prefix: tuple[int, ...]) -> bool:
@@ -130,7 +131,7 @@ def plan(
         )
 
     shared = _shared_prefixes(rows)
-    # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
+    # Rows with a prefix are consecutive, so that its keys and values are computed once and then dropped.
     order = {prefix: number for number, prefix in enumerate(dict.fromkeys(shared[row.group] for row in rows))}
     batches: list[PromptBatch] = []
     for row in sorted(rows, key=lambda row: (order[shared[row.group]], -len(row.ids))):
@@ -145,13 +146,13 @@ def plan(
 def turns(
     orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
 ) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
-    """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
-    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
-    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
-    Without a runtime: all batches. To be called inside plain_forward.
+    """Yield this rank's batches of the rows, each with its computed prefix; None if fewer batches than ranks are
+    left. They are assigned to the ranks in turn, with the same batches for the tensor-parallel ranks of a group and
+    for those of a pipeline. All ranks have equally many turns and check for a requested stop before each, which may
+    raise Stopped. Without a runtime, all batches are this rank's. Call it inside plain_forward.
 
     Args:
-        max_targets: of a batch; None: no limit.
+        max_targets: maximum targets of a batch; None: no limit.
     """
     max_cached = max_cached_positions(orig_model)
     batches = plan(rows, max_rows=batching.batch_size, max_cached=max_cached, max_targets=max_targets)
@@ -168,11 +169,11 @@ def turns(
         if rt is not None:
             rt.check_stop()
         round_batches = batches[start : start + count]
-        # A new prefix on one rank means a forward pass, and so one on every rank.
+        # A new prefix on one rank needs a forward pass, and so one on every rank.
         new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
         before = [batch.prefix for batch in round_batches]
         batch = round_batches[index] if index < len(round_batches) else None
-        # Sharded weights are gathered by all ranks together: while one computes a prefix, others run empty passes.
+        # All ranks gather sharded weights together: while one computes a prefix, others run empty passes.
         prefix.move_to(batch.prefix if batch else (), in_step=new and rt is not None and rt.topology.sharded)
         yield batch, prefix
 
@@ -185,7 +186,7 @@ def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
 
 
 def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
+    """Return the maximum positions given by the model, otherwise by its tokenizer, otherwise DEFAULT_LENGTH."""
     if longest is None and tokenizer.model_max_length < 10**9:
         longest = int(tokenizer.model_max_length)
     return longest or DEFAULT_LENGTH
@@ -196,29 +197,31 @@ def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> in
 
 @dataclass
 class DecodedSequence:
-    """A prompt that is being answered."""
+    """A prompt and its answer so far."""
 
     index: int
     ids: np.ndarray
-    "int64 [T], the prompt's tokens"
+    "int64 [T], tokens of the prompt"
     group: str
     new_tokens: int
-    "tokens of its answer at most"
+    "maximum number of tokens in its answer"
     stop_texts: Sequence[str]
     targets: int = 1
     tokens: list[int] = field(default_factory=list)
     stop: str = ""
-    "why it ended; empty: it goes on"
+    "why the answer ended; empty: it has not ended"
 
     def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Add the next token of the answer, and note whether it ends it. Does nothing for an answer that has ended."""
+        """Add the next token of the answer and record whether it ends the answer. An answer that has ended does
+        not change.
+        """
         if self.stop:
             return
         if token in stop_ids:
             self.stop = "end_of_turn"
             return
         self.tokens.append(token)
-        # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
+        # A stop text of n bytes ends within the last n tokens; the first tokens may lose a space, hence some more.
         last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
         if self.stop_texts and all(
             find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
@@ -244,7 +247,7 @@ def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
 
 
 class Decoding:
-    """A batch while it is decoded: rows that go on, their cache and their next tokens."""
+    """A batch during decoding: its unfinished rows, their cache and their next tokens."""
 
     def __init__(
         self,
@@ -255,7 +258,7 @@ class Decoding:
         *,
         replay: bool,
     ) -> None:
-        """Begin with prompts whose first tokens, those of the prefix, have been read."""
+        """Begin with prompts whose prefix tokens have been read."""
         self.rows = rows
         self._orig_model = orig_model
         self._continuation = continuation
@@ -275,14 +278,14 @@ class Decoding:
             ids[i, pad:] = row.ids[skip:]
             mask[i, skip : skip + pad] = 0
         self._next = torch.from_numpy(ids).to(orig_model.device)
-        self._mask = torch.from_numpy(mask).to(orig_model.device)  # [B, all positions there will be]
-        # Position ids count what is not padding, so that an answer does not depend on the other rows.
+        self._mask = torch.from_numpy(mask).to(orig_model.device)  # [B, all positions to come]
+        # Position ids do not count padding, so that an answer does not depend on the other rows.
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._seen = skip
         self._cache: Cache = prefix.cache(len(rows), width + new_tokens)
 
     def goes_on(self, together: Runtime | None) -> bool:
-        """Return whether this rank, or any of the ranks that work together, has rows that go on."""
+        """Return whether this rank, or a rank that works with it, has unfinished rows."""
         going = any(not row.stop for row in self.rows)
         return together.any_rank(going) if together else going
 
@@ -298,8 +301,7 @@ class Decoding:
         return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
 
     def _read(self) -> torch.Tensor:
-        """Run the model over the tokens that it has not read yet, and return the next token
-        of each row, int64 [B, 1]."""
+        """Run the model over its unread tokens, and return the next token of each row, int64 [B, 1]."""
         start = self._seen
         self._seen = end = start + self._next.shape[1]
         return next_tokens(
@@ -311,7 +313,7 @@ class Decoding:
         )
 
     def _replayed(self) -> torch.Tensor:
-        """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""
+        """Return the next token of each row, int64 [B, 1], from a step of fixed shape that reads one token per row."""
         if self._static is None:
             self._static = StaticStep(
                 self._orig_model,
@@ -326,11 +328,11 @@ class Decoding:
         return self._static()
 
     def _drop_ended(self) -> None:
-        """Take rows that have ended out of the batch, once there are enough of them to pay for moving the others."""
+        """Remove ended rows from the batch once there are enough of them to pay for moving the others."""
         going = [i for i, row in enumerate(self.rows) if not row.stop]
         if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
             return
-        # A recorded step has the shapes of the rows that were there.
+        # A recorded step has the shapes of the earlier rows.
         self._static = None
         if going:
             index = torch.tensor(going, device=self._orig_model.device)
@@ -357,29 +359,31 @@ def generate(
     encoder_inputs: EncoderInputs | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
-    """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
+    """Return greedy answers to tokenized prompts, in the given order. With a runtime every rank calls it and
+    gets all.
 
-    Prompts of about the same length are decoded together, padded on the left, over a cache of fixed size. The tokens
-    that all prompts of a group begin with are computed once. Batches follow from the arguments, not from the number of
-    ranks; if the model is sharded, all ranks run equally many passes.
+    Prompts of similar length are decoded together, padded on the left, over a cache of fixed size. The common first
+    tokens of a group's prompts are computed once. Batches follow from the arguments, not from the number of ranks; if
+    the model is sharded, all ranks run equally many passes.
 
     Args:
-        batching: batches are smaller if the keys and values of prompts and answers would take more than
-            `kv_cache.MAX_CACHE_BYTES`, or the prompts more than `MAX_POSITIONS`.
-        max_new_tokens: for all prompts, or one number for each.
+        batching: batch settings; batches become smaller if the keys and values of prompts and answers would exceed
+            `kv_cache.MAX_CACHE_BYTES`, or the prompts `MAX_POSITIONS`.
+        max_new_tokens: maximum for all prompts, or one number for each.
         end_ids: tokens that end an answer; None: those of the model and its tokenizer.
-        stop_texts: texts of each prompt that end its answer and are cut off.
-        groups: names of groups of prompts that begin alike; "" is no group.
-        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is read.
-        replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (`kv_cache.StaticStep`); None: where that is
-            faster.
+        stop_texts: texts that end the answer to each prompt and are cut off.
+        groups: group name of each prompt, for prompts that begin alike; "" is no group.
+        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt
+            is read.
+        replay: whether to decode in steps of a fixed shape, on a GPU as a CUDA graph (`kv_cache.StaticStep`); None:
+            if that is faster.
 
     Raises:
         Stopped: a stop was requested; checked between batches.
         ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
     rt = batching.rt
-    # A replay repeats kernels of this rank alone: it gathers no weights and waits for nobody.
+    # A replay repeats kernels of this rank alone: it neither gathers weights nor waits for other ranks.
     reason = replay_unsupported_reason(orig_model)
     if rt is not None and rt.topology.partial:
         reason = "the model is spread over ranks"
@@ -395,7 +399,7 @@ def generate(
         for i, (ids, group, limit, stop) in enumerate(zip(prompts, groups, limits, stops, strict=True))
     ]
     end_ids = stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
-    # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
+    # All ranks gather sharded weights together, so ranks without rows run empty passes.
     together = rt if rt is not None and rt.topology.sharded else None
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):

@@ -1,9 +1,9 @@
-"""Keys and values of past positions, in memory of a fixed size, and a step of decoding that a GPU replays.
+"""A fixed-size cache of keys and values, and a decoding step that a GPU replays.
 
-`SharedPrefix` holds those of a text that many rows begin with. `StaticStep` is one step of decoding whose shapes and
-addresses stay the same, so that a GPU replays it without the host: an eager step launches some hundreds of kernels,
-which takes longer than computing them. A CUDA graph of the same kernels is recorded in the time of a step and needs no
-compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
+`SharedPrefix` holds the cache of a text that many rows begin with. `StaticStep` is one decoding step with constant
+shapes and addresses, so that a GPU replays it without the host: an eager step launches some hundreds of kernels,
+which takes longer than computing them. A CUDA graph of the same kernels is recorded in the time of one step and needs
+no compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from sftkit.ops.cross_attention import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel
 
 MAX_CACHE_BYTES = 8 * 2**30
-"The most bytes of keys and values of a batch. The same on every device, so batches and results are the same."
+"Maximum bytes of keys and values of a batch. The same on every device, so batches and results are the same."
 
 
 def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
-    """Return for how many positions, over all rows of a batch, keys and values fit in MAX_CACHE_BYTES; None
-    if the model keeps none.
+    """Return the number of positions, over all rows of a batch, whose keys and values fit in MAX_CACHE_BYTES; None if
+    the model keeps none.
 
-    Computed from the whole model's sizes, also where ranks share its heads.
+    Computed from the whole model's sizes, even if ranks share its heads.
     """
     config = orig_model.config.get_text_config()
     if getattr(config, "num_attention_heads", None) is None:
         return None
     head_dim, queries_per_key = head_sizes(orig_model)
     key_heads = config.num_attention_heads // queries_per_key
-    # Keys and values, of all layers, in bytes a position.
+    # Bytes of the keys and values of all layers, for each position.
     each = 2 * config.num_hidden_layers * key_heads * head_dim * orig_model.dtype.itemsize
     return max(MAX_CACHE_BYTES // int(each), 1)
 
 
 class FixedLayer(DynamicLayer):
-    """One layer's keys and values in memory that is taken once; attention reads the part that is filled,
-    without a copy.
+    """One layer's keys and values in memory that is allocated once; attention reads the filled part without a copy.
 
-    Layers with a sliding window keep everything too: transformers' masks apply the window.
+    Layers with a sliding window keep all positions too: transformers' masks apply the window.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -60,9 +59,10 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of new positions, [B, KV, T, D]. Returns all up to them, [B, KV, T', D]; after
-        `written_at` the whole memory."""
-        # Taken at the first update, which tells how many rows and heads there are.
+        """Write keys and values of new positions, [B, KV, T, D]. Returns all positions so far, [B, KV, T', D]; after
+        `written_at` the whole memory.
+        """
+        # Allocated at the first update, when the number of rows and heads is known.
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = (
@@ -80,33 +80,35 @@ class FixedLayer(DynamicLayer):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def written_at(self, at: torch.Tensor, seen: int) -> None:
-        """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads
-        the whole memory. What lies behind the `seen` positions is set to zero: uninitialized memory may hold NaN,
-        which a mask does not remove."""
+        """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads the
+        whole memory. The memory after the `seen` positions is set to zero: uninitialized memory may hold NaN, which a
+        mask does not remove.
+        """
         for memory in (self.keys, self.values):
             assert memory is not None
             memory[:, :, seen:] = 0
         self.at = at
 
     def get_seq_length(self) -> int:
-        """Return how many positions are filled."""
+        """Return the number of filled positions."""
         return self.length
 
 
 def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
-    """Return an empty cache for `max_length` positions. Models with layers of other kinds get transformers' own cache.
+    """Return an empty cache for `max_length` positions. Models with other kinds of layers get
+    transformers' own cache.
 
-    Keys and values of what an encoder has read stand beside it, made once, when the first tokens are read.
+    Keys and values of an encoder's output are stored next to it, computed once with the first tokens.
     """
     if mixes_tokens(orig_model):
         return DynamicCache(config=orig_model.config)
-    # Cache makes a layer at the first update of each, by calling this; transformers expects a class
+    # Cache calls this to create each layer at its first update; transformers expects a class
     own = Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
     return EncoderDecoderCache(own, DynamicCache()) if orig_model.config.is_encoder_decoder else own
 
 
 def fixed_layers(cache: Cache) -> list[FixedLayer]:
-    """Return the layers of the decoder's own positions, without those of cross-attention."""
+    """Return the layers for the decoder's own positions, without those of cross-attention."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     layers: list[Any] = own.layers
     assert all(isinstance(layer, FixedLayer) for layer in layers)
@@ -114,7 +116,7 @@ def fixed_layers(cache: Cache) -> list[FixedLayer]:
 
 
 class SharedPrefix:
-    """The keys and values of the text that the present batches begin with."""
+    """The keys and values of the text that the current batches begin with."""
 
     def __init__(self, orig_model: PreTrainedModel) -> None:
         self._orig_model = orig_model
@@ -122,11 +124,11 @@ class SharedPrefix:
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def move_to(self, ids: tuple[int, ...], *, in_step: bool) -> None:
-        """Compute the keys and values of the prefix, unless they are those at hand.
+        """Compute the keys and values of the prefix, unless they are already held.
 
         Args:
-            in_step: other ranks may compute a prefix now, and gather weights for it: run a pass even if it is not
-                needed.
+            in_step: whether other ranks may compute a prefix now and gather weights for it: a pass runs even if it is
+                not needed.
         """
         if ids and ids != self.ids:
             cache = new_cache(self._orig_model, len(ids))
@@ -147,39 +149,41 @@ class SharedPrefix:
 
 
 def empty_pass(orig_model: PreTrainedModel) -> None:
-    """Run a forward pass whose result is not used: sharded weights are gathered by all ranks or none."""
+    """Run a forward pass and ignore its result: either all ranks gather sharded weights or none."""
     token = torch.zeros((1, 1), dtype=torch.long, device=orig_model.device)
     orig_model(input_ids=token, use_cache=False, logits_to_keep=1)
 
 
 @contextmanager
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
-    no dropout, no gradients."""
+    """Make the model compute as transformers does inside the block: eagerly, with masks and caches, without dropout
+    and gradients.
+    """
     with inference(orig_model), plain_attention(orig_model), without_sequence_parallel(orig_model):
         yield
 
 
 PAYS_FROM = 7
-"Steps of a batch from which a GPU has replayed them sooner than computed them one by one, recording included \
-(benchmarks/h200_decode)."
+"""Number of steps of a batch from which replaying them on a GPU, recording included, is faster than eager
+steps (benchmarks/h200_decode).
+"""
 GROWING_ROPES = ("dynamic", "longrope")
-"Rotary embeddings that look at the highest position on the host."
+"Types of rotary embeddings that read the highest position on the host."
 
 
 def replay_pays(device: torch.device, steps: int) -> bool:
-    """Return whether this many steps of a batch take less time when they are replayed."""
+    """Return whether this many steps of a batch are faster when replayed."""
     return device.type == "cuda" and steps >= PAYS_FROM
 
 
 def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
-    """Return why this model's step cannot be replayed; None if it can."""
-    # Whatever the host decides in a step would be recorded once and then repeated.
+    """Return the reason why this model's step cannot be replayed; None if it can."""
+    # A decision of the host in a step would be recorded once and then repeated.
     config = orig_model.config.get_text_config()
     if mixed := mixes_tokens(orig_model):
         return f"{mixed} keeps a state of its own"
     if any(getattr(config, name, None) for name in EXPERT_COUNTS):
-        return "experts are visited as the host finds out"
+        return "the host decides which experts are visited"
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {of.get("rope_type") for of in (ropes, *(ropes.values())) if isinstance(of, dict)}
     if growing := kinds & set(GROWING_ROPES):
@@ -191,20 +195,21 @@ def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that steps are recorded on. There is one per device: what cuBLAS sets up for a stream, tens of
-    MiB, stays as long as the process."""
+    """Return the stream that steps are recorded on. There is one per device, because cuBLAS's setup for a stream,
+    tens of MiB, is kept for the life of the process.
+    """
     return torch.cuda.Stream(device)
 
 
 def next_tokens(continuation: Continuation, **inputs: Any) -> torch.Tensor:
-    """Run the model over tokens that it has not read yet, and return the next token of each row, int64 [B, 1]."""
+    """Run the model over unread tokens, and return the next token of each row, int64 [B, 1]."""
     read, model_kwargs = continuation
     logits = read(**model_kwargs, **inputs, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1].float().argmax(-1, keepdim=True)
 
 
 class StaticStep:
-    """The next token of every sequence, with memory of a fixed size for keys and values."""
+    """Compute the next token of every sequence with fixed-size memory for keys and values."""
 
     def __init__(
         self,
@@ -217,15 +222,15 @@ class StaticStep:
         positions: torch.Tensor,
         seen: int,
     ) -> None:
-        """Copy the tokens, and write the next keys and values into the cache from now on.
+        """Copy the tokens, and write later keys and values into the cache from now on.
 
         Args:
             cache: keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all.
-            tokens: int64 [B, 1], those at position `seen`.
+            tokens: int64 [B, 1], tokens at position `seen`.
             mask: int64 [B, N], 0 at padding.
             positions: int64 [B, N].
         """
-        # the attention that reads the whole memory up to `at`; in use only inside `implementation`
+        # attention that reads the whole memory up to `at`; used only inside `implementation`
         AttentionInterface.register(IMPLEMENTATION, attend_cached)
         self._orig_model = orig_model
         self._continuation = continuation
@@ -241,7 +246,7 @@ class StaticStep:
         self._warm = False
 
     def __call__(self) -> torch.Tensor:
-        """Return the tokens after the present ones, int64 [B, 1]; the next call goes on from them."""
+        """Return the tokens after the current ones, int64 [B, 1]; the next call continues from them."""
         if self._graph is None:
             with implementation(self._orig_model, IMPLEMENTATION):
                 self._first() if self._tokens.device.type == "cuda" else self._compute()
@@ -250,15 +255,15 @@ class StaticStep:
         return self._tokens
 
     def _first(self) -> None:
-        """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is
-        recorded on the default one.
+        """Compute the first step on a GPU and record the second, both on a side stream, because the default stream
+        cannot be recorded.
 
-        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which
-        would own it.
+        The setup of a first call, such as a workspace of the stream, must not be part of the recording, which would
+        own it.
         """
         stream = _side_stream(self._tokens.device)
         if not self._warm:
-            # Both ways: the side stream reads what was computed before, and what follows reads its tokens.
+            # Both ways: the side stream reads earlier results, and later work reads its tokens.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._compute()
@@ -266,14 +271,14 @@ class StaticStep:
             self._warm = True
             return
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, memory pinned by a loader for one, is no part of it
+        # the recording excludes the work of other threads, such as memory pinned by a loader
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._compute()
         self._graph = graph
 
     def _compute(self) -> None:
         """Compute the next tokens [B, 1] in place, and move to the next position."""
-        # Mask and positions follow from `at`, on the device: a replay runs no Python that could count.
+        # Mask and positions are computed from `at` on the device: a replay runs no Python that could count.
         tokens = next_tokens(
             self._continuation,
             input_ids=self._tokens,

@@ -1,6 +1,6 @@
-"""A conversation in the terminal: flags of scripts/chat.py, edited and remembered lines, commands. No torch.
+"""A conversation in the terminal: flags of scripts/chat.py, editing and history of lines, commands. No torch.
 
-`Sampling` and `Answer`, what a model is asked for and gives, are here for whoever needs them without torch.
+`Sampling` and `Answer`, the request to a model and its result, are here for callers without torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sftkit.runtime.signals import exit_on_signals
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings by which the tokens of an answer are sampled."""
+    """Settings for sampling the tokens of an answer."""
 
     temperature: float = 0.0
     "0: the likeliest token (greedy)"
     top_p: float = 1.0
-    "of sampling: the likeliest tokens that have this probability together"
+    "sample from the likeliest tokens that have this probability together"
     max_new_tokens: int = 256
 
 
@@ -48,19 +48,20 @@ class Answer:
     "why it ended: end_of_turn | stop_text | length"
     tokens: int
     ids: tuple[int, ...] = ()
-    "those tokens"
+    "number of tokens of the answer"
 
 
 def parse(description: str | None) -> Namespace:
-    """Parse the command line; adds `sampling` and `template_args` (None if not given). Prints problems and exits with
-    code 2 if there are any."""
+    """Parse the command line and add `sampling` and `template_args` (None if not given). Print problems and exit with
+    code 2 if there are any.
+    """
     parser = Parser(description)
     parser.add_argument(
         "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
     )
     parser.add_argument("--prompt", help="one question; print the answer and exit")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling, say 0.7; 0: the likeliest (0)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="for sampling, say 0.7; 0: likeliest token (0)")
     parser.add_argument(
         "--top-p",
         type=float,
@@ -73,7 +74,7 @@ def parse(description: str | None) -> Namespace:
         metavar="NAME=VALUE",
         type=_argument,
         action="append",
-        help="of the chat template: enable_thinking=false, reasoning_effort=high; may be given several times",
+        help="argument of the chat template: enable_thinking=false, reasoning_effort=high; may be given several times",
     )
     args = parser.parse_args()
     if not 0 <= args.temperature < float("inf"):
@@ -81,7 +82,7 @@ def parse(description: str | None) -> Namespace:
     if not 0 < args.top_p <= 1:
         parser.error(f"--top-p {args.top_p}: must be more than 0 and at most 1")
     if args.top_p < 1 and not args.temperature:
-        parser.error("--top-p needs --temperature, say 0.7: without one the likeliest token is taken")
+        parser.error("--top-p needs --temperature, such as 0.7: without one the likeliest token is taken")
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {args.max_new_tokens}: must be 1 or more")
     args.sampling = Sampling(args.temperature, args.top_p, args.max_new_tokens)
@@ -97,16 +98,16 @@ def _argument(word: str) -> tuple[str, bool | int | float | str | None]:
     except yaml.YAMLError:
         value = text
     if not (sign and name.isidentifier()) or not isinstance(value, bool | int | float | str | None):
-        raise argparse.ArgumentTypeError(f"{word}: expected NAME=VALUE, say enable_thinking=false")
+        raise argparse.ArgumentTypeError(f"{word}: expected NAME=VALUE, such as enable_thinking=false")
     return name, value
 
 
 Stream = Callable[[list[Message]], Iterator[str]]
-"Messages -> the answer, in parts as it is decoded."
+"Function from messages to the answer, in parts as it is decoded."
 
 HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
 MAX_LINES = 1000
-"The most lines of the history."
+"Maximum number of lines in the history."
 SAVED = "chat.jsonl"
 EXITS = ("exit", "quit", "bye")
 HELP = f"""\
@@ -115,7 +116,7 @@ HELP = f"""\
 /system TEXT  start over under this system message; without TEXT under none
 /save [FILE]  append the conversation to a file of JSON lines that data.train can name ({SAVED})
 /exit         end; {", ".join(EXITS)} and Ctrl-D are the same
-A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow keys edit the line and bring earlier \
+A line that ends with \\ continues in the next one. Ctrl-C ends an answer. Arrow keys edit the line and bring earlier \
 ones back."""
 
 
@@ -127,7 +128,7 @@ class ChatHistory:
     messages: list[Message] = field(default_factory=list)
 
     def with_question(self, text: str) -> list[Message]:
-        """Return all messages, with a question after them."""
+        """Return all messages with a question appended."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, {"role": "user", "content": text}]
 
@@ -136,14 +137,14 @@ def converse(stream: Stream, system: str | None) -> None:
     """Ask and answer until the user ends it.
 
     Raises:
-        SystemExit: a signal other than Ctrl-C has come.
-        KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
+        SystemExit: a signal other than Ctrl-C arrived.
+        KeyboardInterrupt: a Ctrl-C arrived that did not interrupt an answer.
     """
     conversation = ChatHistory(system)
     # Ctrl-C is a KeyboardInterrupt and other signals are a SystemExit, so that line editing, which changes the
-    # terminal, puts it back. A script's own way would end the process at once.
+    # terminal, restores it. A script's own handlers would end the process at once.
     with _editing(), exit_on_signals():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # put back with the others
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # restored with the others
         for line in iter(_ask, None):
             text = line.strip()
             if text.removeprefix("/") in EXITS:
@@ -155,7 +156,7 @@ def converse(stream: Stream, system: str | None) -> None:
 
 
 def print_answer(chunks: Iterator[str]) -> str:
-    """Print an answer while it is made, without white space at its end, and return it."""
+    """Print an answer while it is generated, without white space at its end, and return it."""
     said = ""
     shown = 0
     for chunk in chunks:
@@ -171,7 +172,7 @@ def print_answer(chunks: Iterator[str]) -> str:
 def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
     messages = conversation.with_question(text)
     try:
-        # Closed at once when it is broken off, or the model would go on computing.
+        # Closed at once when interrupted, otherwise the model would continue to compute.
         with closing(stream(messages)) as chunks:  # type: ignore[type-var]
             reply = print_answer(chunks)
     except KeyboardInterrupt:
@@ -187,7 +188,7 @@ def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
 
 
 def _command(conversation: ChatHistory, line: str) -> str:
-    """Execute a line that begins with /, and return what to print."""
+    """Execute a line that begins with /, and return the text to print."""
     name, _, rest = line[1:].partition(" ")
     if name == "help":
         return HELP
@@ -202,7 +203,7 @@ def _command(conversation: ChatHistory, line: str) -> str:
         return _save(conversation, rest.strip() or SAVED)
     near = difflib.get_close_matches(name, ("help", "clear", "new", "system", "save", *EXITS), n=1)
     hint = f" Did you mean /{near[0]}?" if near else ""
-    return f"/{name} is no command.{hint} /help lists them; a question that begins with / needs a space before it"
+    return f"/{name} is not a command.{hint} /help lists them; a question that begins with / needs a space before it"
 
 
 def _save(conversation: ChatHistory, path: str) -> str:
@@ -210,7 +211,7 @@ def _save(conversation: ChatHistory, path: str) -> str:
         return "nothing has been said yet, so nothing is saved"
     messages = conversation.with_question("")[:-1]
     try:
-        # Appended: a file of several conversations is what data.train takes.
+        # Appended: data.train accepts a file of several conversations.
         file = Path(expanded(path))
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
@@ -230,15 +231,16 @@ def _ask() -> str | None:
             lines.append(line[:-1])
             prompt = ". "
     except EOFError:
-        # What was typed before Ctrl-D is still asked.
+        # Text typed before Ctrl-D is still asked.
         return "\n".join(lines) or None
     return "\n".join([*lines, line])
 
 
 @contextmanager
 def _editing() -> Iterator[None]:
-    """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
-    readline, on a terminal."""
+    """Let `input` edit lines inside the block and recall earlier lines, if Python has readline and the input is
+    a terminal.
+    """
     if find_spec("readline") is None or not sys.stdin.isatty():
         yield
         return
@@ -252,5 +254,5 @@ def _editing() -> Iterator[None]:
         with suppress(OSError):
             readline.set_history_length(MAX_LINES)
             HISTORY_FILE.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
+            os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # private to the user
             readline.write_history_file(HISTORY_FILE)

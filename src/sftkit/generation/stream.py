@@ -1,4 +1,4 @@
-"""What scripts/chat.py needs of a model: the lines before a conversation, and one answer as a stream of text."""
+"""The model side of scripts/chat.py: the lines before a conversation, and one answer as a stream of text."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from sftkit.models.structure import quiet_routers
 from sftkit.rundir.names import RECIPE
 
 _SHOWN = ("arithmetic", "calendar", "pick")
-"Families of which a question is shown."
+"Number of task families with an example question."
 
 
 def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, newest: bool) -> str:
-    """Return the lines that are printed before a conversation.
+    """Return the lines printed before a conversation.
 
     Args:
-        path: a folder, or a hub id.
-        newest: the path was not given; it is that of the newest run.
+        path: folder or hub id.
+        newest: whether the path was not given and is that of the newest run.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -39,8 +39,8 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
     lines = [f"{path}{', the newest run,' if newest else ''} answers: {about}"]
     if questions := learned_questions(Path(path)):
         lines += [
-            "Small tasks are among what it has learned, each in a few wordings. Questions of this kind, which were not "
-            "in training:"
+            "The model was trained on small tasks, each in a few wordings. Similar questions, which were not in "
+            "training:"
         ]
         lines += [f"  {line}" for question in questions for line in question.replace("\n", "\\\n").split("\n")]
     if argument := template.thinking_argument:
@@ -49,8 +49,7 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def learned_questions(folder: Path) -> list[str]:
-    """Return held-out questions of three of the built-in task families, if the run that wrote this
-    folder has trained on them."""
+    """Return held-out questions of three built-in task families, if the run that wrote this folder trained on them."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text())
     except OSError:
@@ -66,15 +65,14 @@ def learned_questions(folder: Path) -> list[str]:
 def stream(
     orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], sampling: Sampling
 ) -> Iterator[str]:
-    """Yield one answer in parts as it is decoded. Closing the generator early waits for the
-    token that is being computed."""
+    """Yield one answer in parts as it is decoded. Closing the generator early waits for the token being computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(Row("prompt", messages=messages), tokenizer)], device=orig_model.device)
-    # transformers' generate runs in a thread and hands its text over through the streamer. `closed` ends it early; what
-    # it raises is raised again here.
+    # transformers' generate runs in a thread and passes its text through the streamer. `closed` ends it early; its
+    # exceptions are raised again here.
     closed = Event()
     failure: list[Exception] = []
-    # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
+    # transformers' default top_k is 50: only the requested settings should apply
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     orig_model.eval()
     decode: Any = orig_model.generate
@@ -96,7 +94,7 @@ def stream(
         except Exception as error:
             failure.append(error)
         finally:
-            # Whoever reads the stream would wait for more text.
+            # The reader of the stream would wait for more text.
             streamer.end()
 
     worker = Thread(target=work, daemon=True)

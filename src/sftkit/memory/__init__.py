@@ -1,1 +1,1 @@
-"""Where the memory of a GPU goes: the plan of a run, the estimate behind it, what to change when it does not fit."""
+"""GPU memory: the plan of a run, the estimate behind it, and settings that save memory if the run does not fit."""

@@ -1,6 +1,6 @@
-"""The peak memory of a step and the bytes that ranks exchange in it, by formula from model, rows and settings.
+"""Estimate the peak memory of a step and the bytes that ranks exchange in it, from model, rows and settings.
 
-`make patterns` counts the bytes on small models. No torch in this file: commands ask it before they start a run.
+`make patterns` counts the bytes on small models. No torch in this file: commands use it before they start a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from sftkit.data.batches.pack import Layout
 from sftkit.models.files import GIB
 
 CONTEXT_BYTES = int(0.7 * GIB)
-"CUDA context, loaded kernels and workspaces of libraries; not tensors, so the allocator does not count them."
+"""CUDA context, loaded kernels and workspaces of libraries; the allocator does not count them, since they are
+not tensors.
+"""
 USABLE = 0.92
 "Share of a GPU that an estimate may fill: the rest is for fragmentation of the allocator."
 BUDGETS = {"speed": 0.9, "balanced": 0.5, "low": 0.1}
@@ -24,12 +26,12 @@ SHARDINGS = (
     Sharding(keep_weights=False, keep_gradients=True),
     Sharding(keep_weights=False, keep_gradients=False),
 )
-"Least communication first, least memory last."
+"Ordered from least communication to least memory."
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that memory depends on, in elements."""
+    """The sizes of a model that determine its memory, in elements."""
 
     parameters: int
     ends: int
@@ -39,18 +41,18 @@ class Shape:
     blocks: int
     hidden: int
     query: int
-    "all query heads together"
+    "width of all query heads together"
     key: int
-    "all key heads together; the values have as many"
+    "width of all key heads together; the values have the same width"
     inner: int
-    "inner size of the feed-forward layer; with experts, of all that see a token"
+    "ffn_dim of the feed-forward layer; with experts, the sum over those that see a token"
     head_dim: int
     vocab: int
 
 
 @dataclass(frozen=True)
 class EstimateInputs:
-    """All that the estimate depends on."""
+    """The inputs of the estimate."""
 
     shape: Shape
     layout: Layout
@@ -58,23 +60,23 @@ class EstimateInputs:
     precision: str
     chunk_tokens: int
     budget: float
-    "activation memory budget; no meaning where not compiled"
+    "activation memory budget; ignored without compilation"
     compiled: bool
     checkpointing: bool
-    "transformers' gradient checkpointing"
+    "whether transformers' gradient checkpointing is on"
     dense_mask: bool = False
     "whether attention holds a dense mask: the backend is reference"
     topology: Topology = field(default_factory=Topology)
     sharding: Sharding = field(default_factory=Sharding)
-    "how a sharded topology gathers weights and exchanges gradients"
+    "how sharded ranks gather weights and exchange gradients"
     stage_layers: tuple[int, ...] = ()
-    "layers of each stage of a pipeline"
+    "number of layers of each stage of a pipeline"
     schedule: str = "1f1b"
-    "of a pipeline"
+    "schedule of a pipeline"
     encoder: Shape | None = None
     "sizes of the encoder; None: the model has none"
     encoded_length: int = 0
-    "positions of one input of the encoder; 0: the model has none"
+    "positions of one encoder input; 0: the model has no encoder"
 
     @property
     def encoded(self) -> int:
@@ -89,7 +91,7 @@ class Estimate:
     weights: int
     optimizer: int
     gradients: int
-    "those that exist at the peak: of earlier micro-batches, buckets of the exchange, or all at the end"
+    "gradients that exist at the peak: those of earlier micro-batches, communication buckets, or all at the end"
     gradient_sums: int
     "fp32 sums of the gradients of earlier micro-batches"
     activations: int
@@ -99,25 +101,25 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all."""
+        """Return the sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def tensors(self) -> int:
-        """Return what the allocator counts: all but the CUDA context."""
+        """Return the bytes that the allocator counts: all except the CUDA context."""
         return self.total - self.context
 
 
 def kept_elements(s: EstimateInputs) -> float:
-    """Return the elements of a block's activations that are kept per token for its backward pass.
+    """Return the elements of a block's saved activations per token, kept for its backward pass.
 
-    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, except that at budgets
-    0.3 and 0.5 the partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 28 % less. Other architectures are assumed
-    to be alike.
+    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13) and accurate to 2 %, with two exceptions:
+    at budgets 0.3 and 0.5 the partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 it keeps 28 % less. Other
+    architectures are assumed to be similar.
     """
     m = s.shape
     rotary = 2 * m.head_dim
-    # The input of the block, and sines and cosines of positions: what a block starts from again cannot be recomputed.
+    # The input of the block and the sines and cosines of positions: recomputation starts from them, so they are kept.
     least = m.hidden + rotary
     everything = _all_elements(s)
     if s.checkpointing:
@@ -130,7 +132,7 @@ def kept_elements(s: EstimateInputs) -> float:
 
 
 def _all_elements(s: EstimateInputs) -> int:
-    """Return the elements that a block keeps per token if nothing is recomputed.
+    """Return the elements that a block keeps per token without recomputation.
 
     Eager norms, activations and rotations keep their intermediate results.
     """
@@ -142,24 +144,24 @@ def _all_elements(s: EstimateInputs) -> int:
 def estimate(s: EstimateInputs) -> Estimate:
     """Return the peak of one rank's step: at the start of the backward pass, or at its end, when all gradients exist.
 
-    In between, activations shrink and gradients grow, both linearly, so one of the two ends is the peak. Replicas hold
-    all parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
+    In between, activations shrink and gradients grow, both linearly, so the peak is at one of the two ends. Replicas
+    hold all parameters, and gradient buckets from the start; see `_sharded` for sharded ranks.
     """
     m, width = s.shape, BYTES[s.precision]
-    # Ranks of a row divide its positions among them.
+    # The ranks of a row divide its positions among them.
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.ranks_per_row
     if s.topology.stages > 1:
         return max(pipeline_estimates(s), key=lambda place: place.total)
     if s.topology.sharded:
         return _sharded(s, tokens)
-    # DDP has all of its buckets from the start, whatever gradients are there yet.
+    # DDP allocates all its buckets at the start, before any gradient exists.
     weights = gradients = width * m.parameters
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
-    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: they lie in the buckets
+    last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: gradients are views of the buckets
     head = width * m.vocab * m.hidden
-    # The head's gradient is the first of a backward pass, and stays while the blocks follow.
+    # The head's gradient is the first of a backward pass, and stays during the backward pass of the blocks.
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
         weights,
@@ -174,10 +176,10 @@ def estimate(s: EstimateInputs) -> Estimate:
 
 
 def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
-    """Return the elements that are kept for an encoder: its own activations and the decoder's attention to them.
+    """Return the elements saved for an encoder: its own activations and the decoder's attention to them.
 
-    The latter are keys and values of encoded positions in each block, which no budget recomputes for less, and queries,
-    outputs and a norm of the decoder's own tokens.
+    The latter are keys and values of encoded positions in each block, which no budget recomputes more cheaply, and
+    queries, outputs and a norm of the decoder's own tokens.
     """
     if s.encoder is None:
         return 0.0
@@ -186,13 +188,14 @@ def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
 
 
 def _encoder_block_bytes(s: EstimateInputs) -> float:
-    """Return the bytes of the backward pass of one block of the encoder."""
+    """Return the bytes of the backward pass of one encoder block."""
     return 0.0 if s.encoder is None else s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder))
 
 
 def held_bytes(s: EstimateInputs) -> int:
-    """Return the bytes of weights, gradients and optimizer states that a rank holds whatever its
-    rows: no step takes less."""
+    """Return the bytes of weights, gradients and optimizer states that a rank holds with any rows: a lower bound for
+    a step.
+    """
     if s.topology.stages > 1:
         whole = replace(s, topology=replace(s.topology, stages=1))
         shapes = [pipeline_rank_shape(s, place) for place in range(s.topology.stages)]
@@ -203,24 +206,25 @@ def held_bytes(s: EstimateInputs) -> int:
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
-    """Return the peak of a rank that holds a shard of every weight, gradient and state, and
-    gathers weights to use them.
+    """Return the peak of a rank that holds a shard of every weight, gradient and state, and gathers weights to
+    use them.
 
-    Gathered at a time are all weights, or a block, the next one and an end of the model. Gradients of earlier
-    micro-batches are whole and fp32 if they are kept so; those of the current pass exist for two blocks and an end,
-    with fp32 copies that are being exchanged.
+    The gathered weights are either all weights, or a block, the next one, and embedding or head. Gradients of earlier
+    micro-batches are whole and fp32 if they are kept so. Gradients of the current pass exist for two blocks and
+    embedding or head, with fp32 copies being exchanged.
     """
     m, t, width = s.shape, s.topology, BYTES[s.precision]
-    # All ranks of a replica divide what is kept; what is gathered for use is whole but for matrices, of which a tensor
+    # All ranks of a replica divide the stored tensors. Gathered tensors are whole, except matrices, of which a tensor
     # rank uses its own part.
     shards = t.shards * t.context * t.tensor
     body = (m.parameters - m.ends) // t.tensor
     block, end = body // max(m.blocks, 1), m.ends
-    # Tensor ranks alone hold their parts of the blocks as they use them, and gather the ends of the model.
+    # Tensor ranks without shards hold their parts of the blocks as they use them, and gather embedding and head.
     among_tensor_ranks = t.replicas * t.shards * t.context == 1
     blocks = 0 if among_tensor_ranks else body if s.sharding.keep_weights else 2 * block
     gathered = blocks + end
-    # What earlier micro-batches leave: FSDP keeps them whole where the exchange waits for the last one, else as shards.
+    # Gradients of earlier micro-batches: FSDP keeps them whole if the exchange waits for the last micro-batch,
+    # otherwise as shards.
     earlier = s.layout.accumulation > 1
     whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
     shard_sums = 4 * m.parameters // shards if earlier and not s.sharding.keep_gradients else 0
@@ -239,21 +243,22 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
 
 def pipeline_estimates(s: EstimateInputs) -> list[Estimate]:
     """Return the peak of each process of a pipeline: at the start of a backward pass or at the end of the step. An
-    evaluation goes through the same stages."""
+    evaluation passes through the same stages.
+    """
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
 def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
-    """Return the peak of the process at a rank of a pipeline."""
+    """Return the peak of the process at one pipeline rank."""
     m, width, pipeline_size = s.shape, BYTES[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
     own = s.stage_layers[pipeline_rank::pipeline_size]
     first, last = pipeline_rank == 0, pipeline_rank == pipeline_size - 1
     shape = pipeline_rank_shape(s, pipeline_rank)
-    # Activations: of the micro-batches that are in flight at once, and the hidden states sent between stages.
+    # Activations of the micro-batches in flight, and the hidden states sent between stages.
     alone = replace(s, shape=shape)
     at_once: float = count if s.schedule == "gpipe" else min(count, pipeline_size - pipeline_rank)
-    # Interleaved stages in Megatron-LM's order: in turn, each for as many micro-batches as there are processes.
+    # Interleaved stages in Megatron-LM's order: each in turn, for as many micro-batches as there are processes.
     if len(own) > 1 and s.schedule != "gpipe":
         at_once = min(count, (2 * (pipeline_size - pipeline_rank - 1) + (len(own) - 1) * pipeline_size + 1) / len(own))
     received = (2 * len(own) - first - last) * count * tokens * m.hidden
@@ -266,7 +271,8 @@ def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
     head = width * m.vocab * m.hidden
     states = _state_bytes(alone)
     earlier = 0 if sums or count == 1 else gradients
-    # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until its end.
+    # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until
+    # its end.
     if s.topology.sharded:
         shards = s.topology.shards
         states, gradients = states // shards, gradients // shards
@@ -278,11 +284,11 @@ def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
 
 
 def pipeline_rank_shape(s: EstimateInputs, pipeline_rank: int) -> Shape:
-    """Return the sizes of what the process at a rank of a pipeline holds."""
+    """Return the sizes of the part of the model that a pipeline rank holds."""
     m, places = s.shape, s.topology.stages
     blocks = sum(s.stage_layers[pipeline_rank::places])
     embedding = m.vocab * m.hidden
-    # A tied weight is on both ends: there the model counts one, and the last process still has its copy.
+    # A tied weight exists on the first and the last process, but the model counts it once.
     ends = embedding if pipeline_rank == 0 else 0
     ends += max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
     share = blocks / m.blocks
@@ -296,7 +302,7 @@ def sums_in_fp32(layout: Layout, precision: str) -> bool:
 
 
 def earlier_gradient_width(layout: Layout, precision: str) -> int:
-    """Return the bytes per parameter that earlier micro-batches' gradients take during a forward pass."""
+    """Return the bytes per parameter of earlier micro-batches' gradients during a forward pass."""
     if layout.accumulation == 1:
         return 0
     return 4 if sums_in_fp32(layout, precision) else BYTES[precision]
@@ -312,7 +318,8 @@ def _state_bytes(s: EstimateInputs) -> int:
 def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
     """Return the bytes of the loss: the head's fp32 gradient, next to the larger of a chunk of logits and that
     gradient's copy in the precision of the weights; and the last hidden states through the final norm, the choice of
-    targets and their gradient."""
+    targets and their gradient.
+    """
     m, width = s.shape, BYTES[s.precision]
     logits = width * min(s.chunk_tokens, tokens) * m.vocab
     return max(logits, width * m.vocab * m.hidden) + 4 * m.vocab * m.hidden + 6 * width * m.hidden * tokens
@@ -321,8 +328,8 @@ def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
 def _block_bytes_per_token(s: EstimateInputs) -> float:
     """Return the bytes per token of the backward pass of one block.
 
-    These are what is recomputed, and gradients in the feed-forward layer or in attention, which repeats keys and values
-    over the query heads and sums the query's gradient in fp32.
+    They hold recomputed activations, and gradients in the feed-forward layer or in attention, which repeats keys and
+    values over the query heads and sums the query's gradient in fp32.
     """
     m, width = s.shape, BYTES[s.precision]
     feed_forward = width * (2 * m.hidden + 3 * m.inner)
@@ -334,7 +341,7 @@ def _mask_bytes(s: EstimateInputs) -> int:
     """Return the bytes of the dense mask of backend reference, as bool and as a bias."""
     if not s.dense_mask:
         return 0
-    encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # of a row
+    encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # positions of a row
     return max((1 + BYTES[s.precision]) * rows * t * (t + encoded) for rows, t in s.layout.shapes)
 
 
@@ -348,16 +355,17 @@ REDUCED = 4
 
 
 class CollectiveTraffic(NamedTuple):
-    """All calls of one kind of collective among the ranks of a group, in a step."""
+    """All calls of one kind of collective within a group of ranks, in a step."""
 
     kind: str
     "all_reduce, all_gather, reduce_scatter or send"
     among: str
-    """which ranks: replicas, shards (of blocks), ends (of embedding and head: all that share a
-    copy), tensor, context, stages"""
+    """kind of group: replicas, shards (of blocks), ends (all that share a copy of embedding and head), tensor,
+    context, stages
+    """
     ranks: int
     size: float
-    "bytes of the whole tensors that the calls begin or end with"
+    "bytes of the whole tensors that the calls start from or produce"
 
     @property
     def sent(self) -> float:
@@ -366,17 +374,17 @@ class CollectiveTraffic(NamedTuple):
 
 
 def ring_share(kind: str, ranks: int) -> float:
-    """Return the bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal ring algorithm."""
+    """Return the bytes that a rank sends per byte of the whole tensor with the bandwidth-optimal ring algorithm."""
     share = (ranks - 1) / ranks
     shares = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}
     return shares[kind]
 
 
 def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Return what a rank exchanges in a step; in a pipeline, the rank that sends most.
+    """Return the traffic of a rank in a step; in a pipeline, of the rank that sends most.
 
-    What is small is left out: the four numbers of each step, gradients of norms that tensor ranks hold alike, and those
-    of a tied embedding between the ends of a pipeline.
+    Small items are left out: the four numbers of each step, gradients of norms replicated over tensor ranks, and
+    those of a tied embedding between the first and last pipeline stage.
     """
     if s.topology.stages > 1:
         of_ranks = [_of_pipeline_rank(s, place) for place in range(s.topology.stages)]
@@ -389,11 +397,12 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 
 def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Return what FSDP2 exchanges: weights gathered, gradients scattered; blocks among shards, the ends of the model
-    among tensor ranks too."""
+    """Return the traffic of FSDP2: weights gathered, gradients scattered; blocks among shards, embedding and head
+    among tensor ranks too.
+    """
     t, m, width, count = s.topology, s.shape, BYTES[s.precision], s.layout.accumulation
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
-    gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
+    gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # ends: only in the forward pass
     times = 1 if s.sharding.keep_gradients else count
     traffic = []
     parts = (("shards", shards, body, gathers[0]), ("ends", shards * t.tensor, m.ends, gathers[1]))
@@ -410,35 +419,38 @@ def _hidden_bytes(s: EstimateInputs) -> float:
 
 
 def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Return what tensor ranks exchange: rows gathered before attention and feed-forward layer, reduced and scattered
-    after them; the same backwards."""
-    # Two gathers and two scatters in the forward pass of a block, around attention and around the feed-forward layer,
-    # and as many backwards.
+    """Return the traffic of tensor ranks: rows gathered before attention and feed-forward layer, reduced and
+    scattered after them; the reverse in the backward pass.
+    """
+    # The forward pass of a block has two gathers and two scatters, around attention and around the feed-forward
+    # layer; the backward pass has as many.
     size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     return [CollectiveTraffic(kind, "tensor", s.topology.tensor, size) for kind in ("all_gather", "reduce_scatter")]
 
 
 def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
-    """Return what context ranks exchange: keys and values of whole rows in each block, and their gradients."""
-    # Keys and values: 2. Queries stay where they are.
+    """Return the traffic of context ranks: keys and values of whole rows in each block, and their gradients."""
+    # Keys and values: 2. Queries stay on their rank.
     size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     return [CollectiveTraffic(kind, "context", s.topology.context, size) for kind in ("all_gather", "reduce_scatter")]
 
 
 def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveTraffic]:
-    """Return what a process of a pipeline exchanges: hidden states on, gradients back, and what the copies or
-    shards of its stages exchange."""
+    """Return the traffic of a pipeline process: hidden states sent forward, gradients sent back, and the traffic of
+    the copies or shards of its stages.
+    """
     t, pipeline_size = s.topology, s.topology.stages
-    # Each stage sends states on and gradients back, but the first has nobody before it and the last nobody after it.
+    # Each stage sends states forward and gradients back, but the first has no predecessor and the last no successor.
     ends = (pipeline_rank == 0) + (pipeline_rank == pipeline_size - 1)
     sends = 2 * len(s.stage_layers[pipeline_rank::pipeline_size]) - ends
     traffic = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
     own = replace(s, shape=pipeline_rank_shape(s, pipeline_rank), topology=replace(t, stages=1))
     if t.sharded:
-        # A pipeline gathers weights once a step and exchanges gradients at its end, whatever the plan chose for blocks.
+        # A pipeline gathers weights once a step and exchanges gradients at its end, regardless of the sharding
+        # planned for blocks.
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
         return traffic + [each for each in _of_weights(own) if each.ranks > 1]
-    # From three micro-batches on gradients are added up in fp32: see estimate.sums_in_fp32.
+    # From three micro-batches on, gradients are added up in fp32: see estimate.sums_in_fp32.
     width = REDUCED if s.layout.accumulation > 2 else BYTES[s.precision]
     gradients = CollectiveTraffic("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
     return traffic + [gradients] * (t.replicas > 1)

@@ -1,4 +1,6 @@
-"""The memory plan of a run: sizes of the model, optimizer, recomputation, sharding, and changes if it does not fit."""
+"""The memory plan of a run: sizes of the model, optimizer, recomputation, sharding, and settings that save memory if
+it does not fit.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,21 @@ from sftkit.runtime.start import Runtime
 
 
 def shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """Return the sizes that the model's config names, with an encoder those of the decoder.
+    """Return the sizes in the model's config; for a model with an encoder, those of the decoder.
 
-    None if the config lacks one, or has several values for it.
+    None if the config lacks a size or has several values for it.
     """
     return _shape(orig_model, orig_model.config.get_text_config())
 
 
 def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
-    """Return the sizes of the model's encoder; None if it has none, or one whose config does not name them."""
+    """Return the sizes of the model's encoder; None if it has none, or its config lacks a size."""
     inner = encoder(orig_model)
     return _shape(orig_model, inner.config) if isinstance(inner, PreTrainedModel) else None
 
 
 def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | None:
-    """Return the sizes that a config names; None if it lacks one, or has several values for it."""
+    """Return the sizes in a config; None if it lacks a size or has several values for it."""
 
     def size(*names: str, default: int | None = None) -> int | None:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
@@ -63,13 +65,14 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | Non
         return None
     head_dim = size("qk_head_dim", "head_dim", default=hidden // max(heads, 1))
     key_heads = size("num_key_value_heads", default=heads)
-    # GPT-2 calls the inner size n_inner, which is null for four times the hidden one; OPT calls it ffn_dim.
+    # GPT-2 calls ffn_dim n_inner, and null means four times the hidden size; OPT calls it ffn_dim.
     inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    # A token passes some experts only: its activations are theirs together, though all experts are in the parameters.
+    # A token visits only some experts: their widths add up for its activations, while the parameters include
+    # all experts.
     if isinstance(experts := size("num_experts_per_tok"), int):
         inner = size("moe_intermediate_size", default=inner)
         inner = inner * experts if isinstance(inner, int) else None
-    # A list, one size for each layer, is no size that the estimate could use.
+    # A list with one size for each layer is not a size that the estimate can use.
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
     parameters = sum(p.numel() for p in orig_model.parameters())
@@ -99,28 +102,28 @@ class MemoryPlan:
     activation_memory_budget: float
     "share of each graph's activations that is kept, 0 to 1"
     setup: EstimateInputs | None
-    "None: the model's config names no sizes, so nothing is estimated"
+    "None: the model's config lacks sizes, so nothing is estimated"
     estimate: Estimate | None
     total_bytes: int | None
-    "of the device; None: unknown, or no GPU"
+    "memory of the device; None: unknown, or not a GPU"
     sharding: Sharding
     "how sharded ranks gather weights and exchange gradients"
     earlier_gradient_bytes: int
-    "gradients of earlier micro-batches, or their sums, that are in memory during a forward pass"
+    "gradients of earlier micro-batches, or their sums, held in memory during a forward pass"
     line: str
-    "the plan for the console"
+    "lines of the plan for the console"
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is decided before a memory plan is made."""
+    """Decisions that precede the memory plan."""
 
     total_bytes: int | None = None
-    "memory of the device; None: that of rt.device, unknown if it is no GPU"
+    "memory of the device; None: that of rt.device, unknown if it is not a GPU"
     backend: str | None = None
-    "of attention; reference holds a dense mask"
+    "attention backend; reference holds a dense mask"
     sharding: Sharding | None = None
-    "how sharded ranks exchange, where the engine decides it; None: the fastest way that fits"
+    "how sharded ranks exchange if the engine decides it; None: the fastest way that fits"
 
 
 UNDECIDED = Fixed()
@@ -129,18 +132,18 @@ UNDECIDED = Fixed()
 def make_plan(
     cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, fixed: Fixed = UNDECIDED
 ) -> MemoryPlan:
-    """Turn train.memory and optim.name into an optimizer and a budget, and print it; eager runs
-    get gradient checkpointing.
+    """Turn train.memory and optim.name into an optimizer and a budget, and print the plan; eager runs get
+    gradient checkpointing.
 
     Args:
-        orig_model: not yet compiled or wrapped; the plan may switch gradient checkpointing on in it.
+        orig_model: model before compilation and wrapping; the plan may switch its gradient checkpointing on.
 
     Raises:
-        ConfigError: an eager run asks to save memory and the model has no gradient checkpointing; the model cannot
-            be split over the tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone
-            are more than a GPU has.
+        ConfigError: an eager run must save memory but the model has no gradient checkpointing; the model cannot
+            be split over tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone
+            exceed a GPU.
     """
-    if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # that engine splits matrices in its own way
+    if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # the graph engine splits matrices differently
         check_tensor_parallel(orig_model, rt.topology.tensor)
     total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
@@ -151,16 +154,16 @@ def make_plan(
     if setup is not None:
         setup = replace(setup, dense_mask=fixed.backend == "reference")
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
-    # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
+    # The optimizer behind auto may depend on whether the default fits, and the sharding depends on the optimizer.
     if cfg.optim.name == "auto":
-        # Ranks ask each other, and all change the optimizer or none does: their GPUs may differ in size, but they
-        # share one checkpoint.
+        # Ranks agree, so that all or none change the optimizer: their GPUs may differ in size, but they share
+        # one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, partial=rt.topology.partial)
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
-    # Refuse what cannot fit, print the plan, warn about what may not fit.
+    # Reject what cannot fit, print the plan, warn about what may not fit.
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
@@ -183,8 +186,8 @@ def make_plan(
         line=line,
     )
     if found is not None and not fits(found, total_bytes):
-        # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off
-        # by some percent.
+        # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by
+        # some percent.
         best = remedies(plan, layout, cfg.data, cfg.compile, cfg.optim)[:3]
         advice = "; ".join(r.text for r in best) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
@@ -193,17 +196,18 @@ def make_plan(
 
 
 def _checkpoints(compile: CompileConfig, train: TrainConfig, orig_model: PreTrainedModel) -> bool:
-    """Return whether transformers' gradient checkpointing is on; it is switched on where memory is to be saved and no
-    partitioner of compiled graphs recomputes."""
+    """Return whether transformers' gradient checkpointing is on; it is switched on to save memory if no partitioner
+    of compiled graphs recomputes.
+    """
     if _recomputes(compile) or train.memory == "speed":
         return False
     if not orig_model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"train.memory={train.memory}: without compilation it takes gradient checkpointing, which "
+            f"train.memory={train.memory}: without compilation it needs gradient checkpointing, which "
             f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
         )
-    # torch advises against the reentrant kind, which also wants an input with a gradient: embedded tokens of frozen
-    # embeddings have none.
+    # torch advises against the reentrant kind. It also needs an input with a gradient, which frozen embeddings
+    # do not provide.
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return True
 
@@ -211,8 +215,9 @@ def _checkpoints(compile: CompileConfig, train: TrainConfig, orig_model: PreTrai
 def _inputs(
     cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, checkpointing: bool
 ) -> EstimateInputs | None:
-    """Return all that the estimate depends on but attention's mask and the sharding, with the default optimizer for
-    auto; None: the model's config does not name its sizes."""
+    """Return the inputs of the estimate, except attention's mask and the sharding, with the default optimizer for
+    auto; None if the model's config lacks sizes.
+    """
     shape = shape_of(orig_model)
     if shape is None:
         return None
@@ -236,29 +241,29 @@ def _inputs(
 
 
 def _budget(compile: CompileConfig, train: TrainConfig) -> float:
-    """Return the share of activations that is kept as far as the partitioner chooses; 1.0 where it does not."""
+    """Return the share of activations that the partitioner keeps; 1.0 if it does not choose."""
     return activation_budget(compile, train) if _recomputes(compile) else 1.0
 
 
 def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
-    """Refuse a model that does not fit however small its rows are."""
+    """Reject a model that does not fit even with the smallest rows."""
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    # Replicas all hold the same: only the other processes divide it.
+    # Replicas hold the same state: only the other processes divide it.
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
-    # What one process holds times the shards is the whole model; rounded up to whole GPUs.
+    # One process's bytes times the number of shards give the whole model; rounded up to whole GPUs.
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
-        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, whatever the rows. Take {', or '.join(ways)}, or a "
+        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. Use {', or '.join(ways)}, or a "
         "smaller model"
     )
 
 
 def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -> Sharding:
-    """Return the first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
+    """Return the first of SHARDINGS that is estimated to fit on every rank, otherwise the one with the least memory."""
     if not s.topology.sharded:
         return s.sharding
     # Every rank gets the same answer from any_rank, so all leave this loop at the same place.
@@ -269,36 +274,37 @@ def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -
 
 
 def _recomputes(compile: CompileConfig) -> bool:
-    """Return whether the compiler's partitioner chooses what the blocks recompute."""
+    """Return whether the compiler's partitioner chooses which activations of the blocks to recompute."""
     return compile.enabled and compile.backend in ("inductor", "aot_eager")
 
 
 def activation_budget(compile: CompileConfig, train: TrainConfig) -> float:
-    """Return the share of activations that compiled graphs keep: the recipe's, else the one of train.memory."""
+    """Return the share of activations that compiled graphs keep: the recipe's, otherwise that of train.memory."""
     explicit = compile.activation_memory_budget
     return BUDGETS[train.memory] if explicit is None else explicit
 
 
 def fits(estimate: Estimate, total_bytes: int | None) -> bool:
-    """Return whether the device has room; True where its size is unknown."""
+    """Return whether the device has room; True if its size is unknown."""
     return total_bytes is None or estimate.total <= USABLE * total_bytes
 
 
 def _line(line: str, estimate: Estimate | None, total_bytes: int | None) -> str:
-    """Return the plan as a line for the console: what it decides, and the estimated peak."""
+    """Return the plan as a line for the console: its decisions and the estimated peak."""
     if estimate is None:
-        return f"{line}; peak unknown: the model's config does not name its sizes"
+        return f"{line}; peak unknown: the model's config lacks sizes"
     if total_bytes is None:
         return line
-    # 0.05 GiB is what is printed as 0.1.
+    # 0.05 GiB is printed as 0.1.
     large = {name: size for name, size in asdict(estimate).items() if size >= 0.05 * GIB}
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in large.items())
     return f"{line}; estimated peak {gib(estimate.total)} of {gib(total_bytes)} ({parts})"
 
 
 def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
-    """Return a line that compares the estimated with the measured peak of tensors in the warm-up, which
-    holds all that a step holds."""
+    """Return a line that compares the estimated with the measured peak of tensors in the warm-up, which holds
+    everything that a step holds.
+    """
     if plan.estimate is None:
         return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up"
     # Without the CUDA context: the allocator, which measures, does not count it.
@@ -309,15 +315,15 @@ def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
 
 @contextmanager
 def reserve_optimizer_state(optimizer: Optimizer, plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Hold on a GPU, within the context, what a step has in memory and the warm-up has not, so that a run that cannot
+    """Within the context, reserve GPU memory that a step needs and the warm-up does not, so that a run that cannot
     fit fails in the warm-up.
 
-    That is optimizer states that the first update will make, and gradients of earlier micro-batches.
+    The memory stands in for optimizer states of the first update, and for gradients of earlier micro-batches.
     """
     held = None
     if device.type == "cuda":
         missing = missing_state_bytes(optimizer, plan.optim.name) + plan.earlier_gradient_bytes
-        # One block in place of many: it takes the room, and USABLE leaves some for fragmentation.
+        # One block instead of many: it takes the same room, and USABLE leaves some for fragmentation.
         held = torch.empty(missing, dtype=torch.uint8, device=device)
     try:
         yield
@@ -330,7 +336,7 @@ def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
     missing, spec = 0.0, OPTIMIZERS[name]
     for group in optimizer.param_groups:
         for p in group["params"]:
-            # By get: torch's state is a defaultdict, and an index would make an entry for the parameter.
+            # Uses get: torch's state is a defaultdict, so an index would create an entry for the parameter.
             if p.requires_grad and not optimizer.state.get(p):
                 width = spec.state_width(_precision_of(p), block_matrix=group.get("block_matrices", True))
                 missing += local(p).numel() * width
@@ -338,12 +344,12 @@ def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
 
 
 def _precision_of(param: torch.Tensor) -> str:
-    """Return "bf16" or "fp32", by the dtype of a parameter."""
+    """Return "bf16" or "fp32" from the dtype of a parameter."""
     return "bf16" if param.dtype == torch.bfloat16 else "fp32"
 
 
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
     """Return the bytes of one checkpoint: weights and optimizer states of all ranks."""
     spec = OPTIMIZERS[plan.optim.name]
-    # Of a DTensor numel counts the whole tensor, not this rank's shard.
+    # numel of a DTensor counts the whole tensor, not this rank's shard.
     return sum(p.numel() * (p.element_size() + spec.state_width(_precision_of(p))) for p in orig_model.parameters())

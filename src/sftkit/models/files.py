@@ -1,7 +1,7 @@
-"""The files of a model, read before torch is loaded: what is damaged or quantized, its kind, and its size.
+"""Read a model's files before torch is loaded: find damage and quantization, the model kind, and its size.
 
-Somebody else wrote these files: an error while they are read is a ConfigError that names the file. The parameters of a
-recipe's model are counted from its files or its fields.
+The files come from third parties, so every error while reading them becomes a ConfigError that names the file.
+Parameters of a recipe's model are counted from its files or from the fields of its config.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def auto_class_in(folder: Path) -> str:
-    """Return the same for the model in a folder, such as a checkpoint of a run."""
+    """Return the auto class of the model in a folder, such as a checkpoint of a run."""
     return auto_class(json.loads((folder / "config.json").read_text()))
 
 
 def not_causal(model_type: str, what: str) -> str:
-    """Return why `what` refuses a model with an encoder."""
+    """Return the reason why `what` rejects a model with an encoder."""
     return (
-        f"{model_type} has an encoder: {what} is for models that continue a text. Its run measures its captions by "
-        "itself (data.val), and transformers generates with it, see docs/captioning.md"
+        f"{model_type} has an encoder: {what} is for models that continue a text. Its run evaluates captions during "
+        "training (data.val), and transformers generates with it, see docs/captioning.md"
     )
 
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 LARGEST_HEADER = 100 * 2**20
-"Bytes of a safetensors header; a longer one is damage."
+"Largest valid size of a safetensors header in bytes; a longer header means a damaged file."
 FLOATS = ("F64", "F32", "F16", "BF16")
-"Data types of safetensors whose numbers are weights by themselves; all others need a scale."
+"Data types of safetensors whose numbers are the weights themselves; all other types need a scale."
 COPY_AGAIN = "Copy or download the model again"
 _QUANTIZED = ("quantization_config", "compression_config")
-"Fields of config.json that say how weights are stored; the second is an older name of compressed-tensors."
+"Fields of config.json that describe how weights are stored; the second is an older name used by compressed-tensors."
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"Files in which ModelOpt, AutoGPTQ and AWQ say the same."
+"Files in which ModelOpt, AutoGPTQ and AWQ store the same settings."
 _NOT_OF_THE_FILES = (ConfigError, DataError, RunError, Stopped, MemoryError, KeyboardInterrupt, SystemExit)
-"What is no fault of the files that are read, or says so itself."
+"Errors that the model's files did not cause, or that already have a clear message."
 _LEFTOVER = re.compile(
     r"(?:^|\.)(lora_\w+|base_layer|modules_to_save|weight_scale\w*|input_scale|qweight|qzeros|_orig_mod)(?:\.|$)"
 )
-"Parts of names that wrappers of a model leave in its files: transformers drops such tensors with a warning."
+"Parts of weight names that wrappers of a model leave in its files: transformers drops such tensors with a warning."
 
 
 @contextmanager
 def reading_files(where: str | Path, what: str = "the model") -> Iterator[None]:
-    """Turn any error of libraries that read files of somebody else into a ConfigError that names them.
+    """Turn any error that a library raises while reading third-party files into a ConfigError that names them.
 
-    That includes panics of Rust libraries, which are no Exception.
+    This includes panics of Rust libraries, which do not derive from Exception.
     """
     try:
         yield
@@ -82,8 +82,8 @@ def reading_files(where: str | Path, what: str = "the model") -> Iterator[None]:
         if name == "OutOfMemoryError" or not (isinstance(error, Exception) or name == "PanicException"):
             raise
         text = " ".join(str(error).split())[:300] or "no message"
-        if name == "UnpicklingError":  # whose own text advises to run the code that is in the file
-            text = "a .bin file that is no pickle of tensors alone"
+        if name == "UnpicklingError":  # The library's own message advises the user to execute the code in the file.
+            text = "a .bin file that holds more than pickled tensors"
         raise ConfigError(f"{where}: cannot load {what}: {name}: {text}. {COPY_AGAIN}") from error
 
 
@@ -91,7 +91,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, is nested too deeply, or holds something else.
+        ConfigError: the file cannot be read, is nested too deeply, or holds something other than an object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -107,17 +107,17 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Reject a model folder with a file that is damaged, or with weights that are quantized.
+    """Reject a model folder that has a damaged file or quantized weights.
 
     Raises:
-        ConfigError: which file, why, and what to do.
+        ConfigError: names the file, the reason, and the fix.
     """
     config = json_object(folder / "config.json")
     check_unquantized(config, f"{folder}: config.json")
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder}: adapter_config.json: adapters of PEFT are not loaded, so the model would be another one. Merge "
-            "them into the weights first (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+            f"{folder}: adapter_config.json: PEFT adapters are not loaded, so a different model would be trained. "
+            "Merge them into the weights first (PeftModel.merge_and_unload, save_pretrained) and use that folder"
         )
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
@@ -131,10 +131,10 @@ def check_model_files(folder: Path) -> None:
 
 
 def check_unquantized(config: Mapping[str, Any], where: str) -> None:
-    """Reject a config, the contents of config.json, that says that weights are quantized; also of a part of the model.
+    """Reject the contents of a config.json that declares quantized weights, for the whole model or for a part of it.
 
     Raises:
-        ConfigError: with the name of the method.
+        ConfigError: names the quantization method.
     """
     parts = {"": config, **{f"{key}.": value for key, value in config.items() if isinstance(value, Mapping)}}
     for place, fields in parts.items():
@@ -144,7 +144,7 @@ def check_unquantized(config: Mapping[str, Any], where: str) -> None:
 
 
 def _method(found: Any) -> str:
-    """Return the name of a quantization method as its settings give it."""
+    """Return the name of the quantization method that its settings give."""
     if not isinstance(found, Mapping):
         return "an unknown method"
     named = found.get("quant_method") or found.get("quant_algo") or found.get("format")
@@ -155,14 +155,15 @@ def _method(found: Any) -> str:
 
 def _quantized(where: str, method: str) -> str:
     return (
-        f"{where}: the weights are quantized ({method}), and only plain bf16, fp16 or fp32 weights are trained. Start "
-        "from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit), or "
-        "de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and name that folder"
+        f"{where}: the weights are quantized ({method}), and only plain bf16, fp16 or fp32 weights are trained. "
+        "Start from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit), "
+        "or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use it"
     )
 
 
 def files_of_weights(folder: Path) -> dict[str, Path]:
-    """Return weight name -> its safetensors file, as transformers reads a folder; empty without safetensors.
+    """Map each weight name to its safetensors file, as transformers reads a folder; empty if the folder
+    has no safetensors.
 
     Raises:
         ConfigError: a damaged index or file.
@@ -173,10 +174,10 @@ def files_of_weights(folder: Path) -> dict[str, Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads, by the index if there is one.
+    """Return the safetensors files that transformers reads, according to the index if there is one.
 
     Raises:
-        ConfigError: the index is damaged, names a file elsewhere, or one that is not there.
+        ConfigError: the index is damaged, or names a file that is missing or outside the folder.
     """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -184,40 +185,40 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     files = sorted({folder / file for file in index_of(folder).values()})
     if missing := [path for path in files if not path.is_file()]:
-        raise ConfigError(f"{missing[0]}: missing, and {INDEX_FILE} names it. {COPY_AGAIN}")
+        raise ConfigError(f"{missing[0]}: missing, but {INDEX_FILE} names it. {COPY_AGAIN}")
     return files
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """Return weight name -> file name of a sharded model.
+    """Map each weight name to its file name in a sharded model.
 
     Raises:
-        ConfigError: a damaged index, or one that leads out of the folder.
+        ConfigError: the index is damaged or points outside the folder.
     """
     path = folder / INDEX_FILE
     names = json_object(path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ConfigError(f"{path}: cannot read weights: it has no weight_map of names to files. {COPY_AGAIN}")
-    # The index came with the model: a name with a folder in it would read whatever file it points at.
+        raise ConfigError(f"{path}: cannot read weights: no weight_map of names to files. {COPY_AGAIN}")
+    # The index came with the model: a file name with a folder in it could read any file on this machine.
     outside = [file for file in names.values() if Path(file).name != file]
     if outside:
-        raise ConfigError(f"{path}: {outside[0]!r} leads out of the folder; take the model's own files")
+        raise ConfigError(f"{path}: {outside[0]!r} leads out of the folder; use the model's own files")
     return names
 
 
 def check_weights(path: Path) -> None:
-    """Reject a safetensors file that is not whole, or whose weights are numbers that need a scale.
+    """Reject a safetensors file that is incomplete, or whose weights need a scale.
 
     Raises:
-        ConfigError: the file and what is wrong.
+        ConfigError: names the file and the fault.
     """
     tensors = header_of(path)
     for name, tensor in tensors.items():
         if found := _LEFTOVER.search(name):
             raise ConfigError(
-                f"{path}: {name}: {found[1]} is of an adapter, a quantized layer or a compiled module, which the class "
-                "of config.json does not have, so the model would be another one. Save the plain model "
-                "(merge_and_unload, dequantize, or the module inside torch.compile) and name that folder"
+                f"{path}: {name}: {found[1]} belongs to an adapter, a quantized layer or a compiled module. The "
+                "class in config.json does not have it, so a different model would be trained. Save the plain model "
+                "(merge_and_unload, dequantize, or the module inside torch.compile) and use that folder"
             )
         if name.endswith(".weight") and tensor["dtype"] not in (*FLOATS, "I64", "BOOL"):
             raise ConfigError(_quantized(f"{path}: {name}", f"stored as {tensor['dtype']}"))
@@ -227,12 +228,12 @@ def header_of(path: Path) -> dict[str, Any]:
     """Return the tensors of a safetensors file by name, each with dtype, shape and data_offsets.
 
     Raises:
-        ConfigError: the file cannot be read, or is longer or shorter than its header says.
+        ConfigError: the file cannot be read, or its length differs from its header's.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            # The file begins with the length of its header, 8 bytes, and the header, JSON.
+            # A file begins with the length of its header (8 bytes), then the header as JSON.
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(LARGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
@@ -246,9 +247,9 @@ def header_of(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read weights: {error.strerror}. {COPY_AGAIN}") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot read weights: no safetensors file ({error}). {COPY_AGAIN}") from error
+        raise ConfigError(f"{path}: cannot read weights: not a safetensors file ({error}). {COPY_AGAIN}") from error
     if end != size:
-        raise ConfigError(f"{path}: cannot read weights: {size:,} bytes, and its header says {end:,}. {COPY_AGAIN}")
+        raise ConfigError(f"{path}: cannot read weights: {size:,} bytes, but its header needs {end:,}. {COPY_AGAIN}")
     return tensors
 
 
@@ -256,13 +257,15 @@ T = TypeVar("T")
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
-"A step takes at least a quarter more: activations, logits, buckets of the exchange."
+"Factor for the rest of a step's memory, at least a quarter more: activations, logits, communication buffers."
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3")
-"Architectures of four attention matrices and three of the feed-forward layer, with the names that `of_fields` reads."
+"""Architectures whose blocks have four attention matrices and three feed-forward matrices, with the field names that
+`of_fields` reads.
+"""
 TIED = ("gemma3_text", "smollm3")
-"Those of them whose embedding is the head where their fields do not say."
+"The architectures among them that tie head and embedding if their fields do not say."
 NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
-"Fields of theirs whose defaults follow from no other field, so their sizes are known where these are named."
+"Their fields whose defaults do not depend on other fields: the model's size is known once these are set."
 
 
 class ModelSize(NamedTuple):
@@ -270,23 +273,23 @@ class ModelSize(NamedTuple):
 
     parameters: int
     ends: int
-    "those of embedding and head, which are not matrices of a block; 0 where unknown"
+    "parameters of embedding and head, which are not matrices of a block; 0 if unknown"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The needs of a whole copy of the model on a GPU that trains it."""
+    """The memory that a full copy of the model needs on a GPU that trains it."""
 
     parameters: int
     optimizer: str
     "optim.name"
     num_bytes: int
-    "estimate of a training step's peak: BESIDE times weights, gradients and optimizer states"
+    "estimated peak of a training step: BESIDE times weights, gradients and optimizer states"
     held_bytes: int = 0
-    "weights, gradients and optimizer states at least: no step takes less, on one GPU or sharded over several"
+    "weights, gradients and optimizer states: a lower bound for a step, on one GPU or sharded over several"
 
     def describe(self) -> str:
-        """Return a line for people: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
+        """Return a line for users: `32.8 billion parameters need about 305 GiB as a replica (optim.name auto)`."""
         return (
             f"{self.parameters / 1e9:.1f} billion parameters need about {self.num_bytes / GIB:.0f} GiB as a replica "
             f"(optim.name {self.optimizer})"
@@ -294,24 +297,25 @@ class Replica:
 
 
 def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
-    """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
+    """Return the memory that a replica needs in training; None if the model's size is unknown before loading."""
     size = size_of(model)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
     held = training_bytes(size, optim.name, precision)
     least = held
-    if optim.name == "auto" and precision == "bf16":  # "auto" takes the smallest states for train.memory=low
+    if optim.name == "auto" and precision == "bf16":  # "auto" chooses the smallest states for train.memory=low
         least = min(training_bytes(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
     return Replica(size.parameters, optim.name, int(BESIDE * held), least)
 
 
 def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
-    """Return the bytes of weights, gradients and optimizer states; for "auto" those of the smallest
-    optimizer that it may choose."""
+    """Return the bytes of weights, gradients and optimizer states; "auto" counts the smallest optimizer that it
+    may choose.
+    """
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
-    # Whole bytes of each: this is a lower bound, and of 8-bit states the scales are a hundredth.
+    # Integer bytes: the result is a lower bound, and the scales of 8-bit states add only a hundredth.
     in_blocks, elsewhere = (
         int(spec.training_width(precision, block_matrix=block_matrix)) for block_matrix in (True, False)
     )
@@ -319,10 +323,10 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
 
 
 def size_of(model: ModelConfig) -> ModelSize | None:
-    """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
+    """Return the size of the model that a run starts from; None if its config leaves sizes to defaults.
 
-    It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the
-    hub where the local cache lacks it.
+    The size is exact if the model's files give it. Otherwise it is computed from the sizes in the config, which is
+    fetched from the hub if the local cache lacks it.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
@@ -330,30 +334,30 @@ def size_of(model: ModelConfig) -> ModelSize | None:
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
-    """Return the fields of the transformers config of the model that a run starts from, of its text
-    part; None where unknown."""
+    """Return the fields of the start model's transformers config, those of its text part; None if unknown."""
     return _scratch_fields(model) if model.scratch is not None else _read(model, _text_fields)
 
 
 def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a new model, with the vocabulary size of a tokenizer that is still to be trained."""
+    """Return the fields of a new model, with the vocabulary size of the tokenizer that will be trained."""
     learned = {} if model.train_tokenizer is None else {"vocab_size": model.train_tokenizer.vocab_size}
     return learned | (model.scratch or {})
 
 
 def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
-    """Return what `read` finds in the model's folder; None where there is none or it cannot be read."""
+    """Return what `read` finds in the model's folder; None if there is no folder or it cannot be read."""
     try:
         folder = _folder(model.path or "", model.revision)
         return None if folder is None else read(folder)
-    # Loading it will say what is wrong with it.
+    # Loading reports the fault later.
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _folder(path: str, revision: str | None) -> Path | None:
-    """Return where the files are: a folder, a run's newest checkpoint, or a snapshot in the hub's cache, which
-    may hold the config alone."""
+    """Return the folder of the model's files: local, a run's newest checkpoint, or a snapshot in the hub's cache,
+    which may hold only the config.
+    """
     folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
@@ -370,18 +374,18 @@ def _folder(path: str, revision: str | None) -> Path | None:
 
 
 def _text_fields(folder: Path) -> dict[str, Any]:
-    """Return the fields of config.json, those of its text part on top."""
+    """Return the fields of config.json, overridden by those of its text part."""
     config = json_object(folder / "config.json")
     return config | (config.get("text_config") or {})
 
 
 def _of_folder(folder: Path) -> ModelSize | None:
-    """Return the size by the index or the weights of a folder, else by its config."""
+    """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
-        # Older files have their bytes only.
+        # Older indexes give only the total bytes.
         if "total_parameters" in metadata:
             return ModelSize(int(metadata["total_parameters"]), _ends(text, tied=True))
         return ModelSize(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
@@ -391,10 +395,11 @@ def _of_folder(folder: Path) -> ModelSize | None:
 
 
 def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
-    """Return the parameters of embedding and head by the fields of a transformers config, 0 where it names no sizes.
+    """Return the number of parameters of embedding and head from the fields of a transformers config; 0 if they give
+    no sizes.
 
     Args:
-        tied: whether they share one matrix where the fields do not say.
+        tied: whether embedding and head share one matrix if the fields do not say.
     """
     vocab = fields.get("vocab_size")
     hidden = fields.get("hidden_size")
@@ -404,7 +409,7 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
 
 
 def num_elements(path: Path) -> int:
-    """Return the number of elements of all tensors of a safetensors file, from its header.
+    """Return the number of elements of all tensors in a safetensors file, from its header.
 
     Raises:
         ConfigError: the file is damaged.
@@ -413,8 +418,9 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Return the parameters by the fields of a transformers config, without norms and biases; None
-    where it names no sizes."""
+    """Count the parameters from the fields of a transformers config, without norms and biases; None if they
+    give no sizes.
+    """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())

@@ -1,4 +1,4 @@
-"""Matrix products of the decoder blocks in float8, through torchao."""
+"""Compute matrix products of the decoder blocks in float8 with torchao."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import Runtime
 
 SMALLEST_HIDDEN_SIZE = 2048
-"Below, casting and scaling cost more than the faster products save."
+"Smallest hidden size: below it, casting and scaling cost more than the faster products save."
 NARROWEST = 512
-"Matrices with a side below this stay in bf16: they do not pay, and the routers of experts need their precision."
+"""Smallest side of a float8 matrix. Smaller ones stay in bf16: they gain nothing, and expert routers need
+the precision.
+"""
 _MULTIPLE = 16
-"The float8 product needs every dimension to be a multiple of this."
+"Float8 products need every dimension to be a multiple of this."
 
 
 def apply_fp8(
     train: TrainConfig, compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime
 ) -> None:
-    """Convert the model to float8 as train.fp8 says and print a line about it; do nothing if it is null.
+    """Convert the model to float8 according to train.fp8 and print a line about it; do nothing if it is null.
 
     Raises:
-        ConfigError: tensor parallelism, micro-batches whose positions are not multiples of 16, or
-            what convert_to_fp8 refuses.
+        ConfigError: tensor parallelism, micro-batches whose positions are not multiples of 16, or a model that
+            convert_to_fp8 rejects.
     """
     if train.fp8 is not None:
         if rt.topology.tensor > 1:
             raise ConfigError(
-                f"train.fp8={train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
+                f"train.fp8={train.fp8} does not work with tensor parallelism: set parallelism_config_tp_size to 1 "
                 "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
             )
-        # The product for the gradient of a weight sums over positions, so these are one of its dimensions.
-        multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
+        # The product for a weight's gradient sums over positions, so positions are one of its dimensions.
+        multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has a share of the positions
         odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
             raise ConfigError(
-                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
-                f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
+                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, but "
+                f"this layout has {', '.join(odd)}: set such data.max_length, data.row_length or data.pad_multiple"
             )
         number = convert_to_fp8(orig_model, train.fp8, rt.device, rt.precision, compile=compile.enabled)
         rt.print(f"{number} linear layers compute in float8, {train.fp8}")
@@ -58,16 +60,15 @@ def convert_to_fp8(
     *,
     compile: bool,
 ) -> int:
-    """Replace the linear layers of the decoder blocks in place; weights, their names and what
-    is saved stay as they are.
+    """Replace the linear layers of the decoder blocks in place; weights, their names and checkpoints do not change.
 
     Call it before compilation and wrapping. The number of positions of a micro-batch must be a multiple of 16.
 
     Returns:
-        how many layers compute in float8 from now on.
+        number of layers that now compute in float8.
 
     Raises:
-        ConfigError: it cannot run here or would be slower: what is missing and what to set.
+        ConfigError: float8 is unavailable or slower here; the message names the missing part and the fix.
     """
     reason = fp8_unsupported_reason(orig_model, device, precision, compile=compile)
     if reason is not None:
@@ -82,35 +83,37 @@ def convert_to_fp8(
 def fp8_unsupported_reason(
     orig_model: PreTrainedModel, device: torch.device, precision: str, *, compile: bool
 ) -> str | None:
-    """Return why float8 is not possible or would not pay here; None if nothing stands against it."""
+    """Return the reason why float8 is unavailable or slower here; None if it works."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        return f"{device.type} has no float8 products: it takes a GPU of compute capability 8.9 (Ada, Hopper) or newer"
+        return f"{device.type} has no float8 products: they need a GPU of compute capability 8.9 (Ada, Hopper) or newer"
     if precision != "bf16":
         return f"weights are in {precision}: set train.precision=bf16"
     if not compile:
         return "uncompiled float8 is about four times slower than bf16: set compile.enabled=true"
     hidden_size = orig_model.config.get_text_config().hidden_size
     if hidden_size < SMALLEST_HIDDEN_SIZE:
-        return f"a model of hidden size {hidden_size} would get slower: it pays from {SMALLEST_HIDDEN_SIZE}"
+        return f"a model of hidden size {hidden_size} would get slower: float8 pays off from {SMALLEST_HIDDEN_SIZE}"
     if not convertible(orig_model):
         return (
-            f"{type(orig_model).__name__} has no linear layer in its decoder blocks whose dimensions are multiples of "
-            f"{_MULTIPLE} and at least {NARROWEST}"
+            f"{type(orig_model).__name__} has no linear layer in its decoder blocks whose dimensions are multiples "
+            f"of {_MULTIPLE} and at least {NARROWEST}"
         )
     return None
 
 
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Return the linear layers that float8 suits: in decoder blocks, so neither head nor embeddings;
-    wide enough and divisible."""
-    # torch's own Linear and no subclass, which may compute something else.
+    """Return the linear layers that float8 suits: inside decoder blocks (not head or embeddings), wide enough
+    and divisible.
+    """
+    # Only torch's own Linear: a subclass may compute something else.
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
     return [m for m in linears if all(n % _MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
 
 
 def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
-    """Replace the convertible layers by torchao's Float8Linear with this Float8LinearConfig and return how many there
-    are; the weights are shared."""
+    """Replace the convertible layers by torchao's Float8Linear with this Float8LinearConfig and return their number;
+    they share the weights.
+    """
     from torchao.float8 import convert_to_float8_training
 
     chosen = {id(linear) for linear in convertible(orig_model)}
@@ -119,9 +122,9 @@ def swap_linears(orig_model: PreTrainedModel, config: Any) -> int:
 
 
 def position_multiple(orig_model: PreTrainedModel) -> int:
-    """Return what the number of positions of a forward and backward pass must be a multiple of.
+    """Return the number that the positions of a forward and backward pass must be a multiple of.
 
-    More than 1 for a model in float8: the product for the gradient of a weight sums over positions.
+    It exceeds 1 for a model in float8: the product for a weight's gradient sums over positions.
     """
-    # By name: torchao may not be installed.
+    # Compared by name: torchao may not be installed.
     return _MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1

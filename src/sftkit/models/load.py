@@ -1,7 +1,7 @@
-"""The model that a stage starts from: new, a local folder, a run's checkpoint, or the hub.
+"""Load or make the model that a stage starts from: new, a local folder, a run's checkpoint, or the hub.
 
-Its generation_config is repaired where save_pretrained would reject it, without a change of meaning, and gets the ends
-of turns as stops.
+If save_pretrained would reject the generation_config, it is repaired without changing its meaning. End-of-turn tokens
+become stops.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from sftkit.runtime.script import first_of, working
 log = logging.getLogger(__name__)
 
 _REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
-"What transformers raises where a config makes no sense; the last where a field is of another type."
+"Errors that transformers raises for an invalid config; AttributeError for a field of the wrong type."
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
-"Names of a text model's weights in the files of one that sees images too -> its own."
+"Map the weight names in a multimodal model's files to the names of its text model."
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
-    """Return the arguments for from_pretrained; with an unreachable hub only the local cache is used, at once."""
+    """Return the arguments for from_pretrained; if the hub is unreachable, only the local cache is used, at once."""
     return {
         "revision": model.revision or "main",
         "trust_remote_code": model.trust_remote_code,
@@ -63,8 +63,9 @@ def load_options(path: str, model: ModelConfig) -> dict[str, object]:
 
 @contextmanager
 def loading(path: str, kind: str = "model") -> Iterator[None]:
-    """Turn any error of loading a model or tokenizer into a ConfigError: what to download, and where to put it, or
-    what its files cannot be read for."""
+    """Turn any error of loading a model or tokenizer into a ConfigError that names the fault of the files, or the
+    download and its location.
+    """
     try:
         with reading_files(path, f"the {kind}"):
             yield
@@ -72,12 +73,12 @@ def loading(path: str, kind: str = "model") -> Iterator[None]:
         if error.__cause__ is None or os.path.isdir(path) or hub_answers():
             raise
         raise ConfigError(
-            f"{path}: {unreachable()}, and this {kind} is not complete in the local cache. {download_help(path)}"
+            f"{path}: {unreachable()}, and this {kind} is incomplete in the local cache. {download_help(path)}"
         ) from error.__cause__
 
 
 def local_folder(path: str, options: Mapping[str, object]) -> Path:
-    """Return the folder of a model's files, downloaded if it is one of the hub."""
+    """Return the folder of a model's files, downloaded first for a model of the hub."""
     if os.path.isdir(path):
         return Path(path)
     given: Any = {name: options[name] for name in ("revision", "local_files_only")}
@@ -87,19 +88,19 @@ def local_folder(path: str, options: Mapping[str, object]) -> Path:
 def load_model(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", *, empty: bool = False
 ) -> PreTrainedModel:
-    """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.
+    """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
-    The vocabulary of a model with `model.path` gets rows for the tokens that load_tokenizer has added
-    (models/vocabulary.py), that of any model the padding of model.pad_vocab_to_multiple_of (models/vocabulary.py). The
-    optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
+    A model with `model.path` gets rows for the tokens that load_tokenizer added; any model gets the padding of
+    model.pad_vocab_to_multiple_of (models/vocabulary.py). The optimizer keeps the part of an update that bf16 weights
+    would lose, see docs/optimizers.md.
 
     Args:
-        empty: leave the weights of a model with `model.path` on the meta device: it will be sharded, and each rank then
-            reads only its own shards (models/weights.py).
+        empty: whether the weights of a model with `model.path` stay on the meta device. The model will be sharded,
+            and each rank then reads only its own shards (models/weights.py).
 
     Raises:
-        ConfigError: nothing there, damaged files of a checkpoint, a config that transformers refuses, or a tokenizer
-            with more tokens than the model has rows.
+        ConfigError: there is no model, its files are damaged, transformers rejects its config, or the tokenizer has
+            more tokens than the model has rows.
     """
     if model.scratch is not None:
         with working("making a new model"):
@@ -112,18 +113,17 @@ def load_model(
         load = empty_model if empty else full_model
         with nullcontext() if empty else working(f"loading {path}"), loading(path):
             orig_model = load(path, precision, load_options(path, model))
-    # The vocabulary: first a row for each token, then padding after them.
+    # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
         make_rows(orig_model, tokenizer)
     if model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
-    # What training and checkpoints need.
+    # Set up the model for training and checkpoints.
     settle_generation_config(orig_model, tokenizer)
     use_document_lengths(orig_model)
-    # Private: transformers' own test of whether the model has experts that can be switched
-    # (huggingface/transformers#42697).
+    # Private: transformers' own check for switchable experts (huggingface/transformers#42697).
     if precision == "fp32" and orig_model._can_set_experts_implementation():
         # In fp32 grouped_mm falls back to an operator whose backward pass cannot be compiled: it branches on the counts
         # of tokens (huggingface/transformers#47991).
@@ -134,8 +134,8 @@ def load_model(
 def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
-    Of a model that sees images too this is its text model, where transformers has that alone (Gemma 3 from 4B on): the
-    other parts are neither loaded nor saved. Of any other model it is the whole.
+    For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
+    parts are neither loaded nor saved. For any other model it is the whole config.
     """
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -145,19 +145,18 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
-    is not filled at random.
+    """Load the model with from_pretrained; a missing weight or a wrong shape is an error, never filled at random.
 
     Args:
-        precision: bf16, fp32, or auto: that of the files, which are then mapped into memory, not copied.
+        precision: bf16, fp32, or "auto": the precision of the files, which are then mapped into memory, not copied.
 
     Raises:
-        ConfigError: such a weight.
+        ConfigError: a weight is missing or has another shape.
     """
     config = start_config(path, options)
-    start_generation_config(path, options)  # else an error in it would name no file
+    start_generation_config(path, options)  # otherwise an error in the config would not name the file
     trained = trained_config(config)
-    # Weights of another shape are not refused by transformers, but reported, so that the error below names them.
+    # Let transformers report a weight of another shape without an exception, so that the error below can name it.
     reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     attention = plain_implementation(trained)
     made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
@@ -166,21 +165,21 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         path, key_mapping=renamed, **made, **reporting, **options
     )
     if trained is not config:
-        # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model
-        # (huggingface/transformers#42396).
+        # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
+        # model (huggingface/transformers#42396).
         orig_model._weight_conversions = None
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     if not os.path.isdir(path):
-        # The files of the hub, which are here by now; those of a folder have been looked at before.
+        # Files of the hub are downloaded by now; those of a folder were checked before.
         cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
         if isinstance(cached, str):
             check_model_files(Path(cached).parent)
     if trained is config and (unused := loading_info["unexpected_keys"]):
         name = type(orig_model).__name__
         _warn_once(
-            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so they are neither trained nor saved"
+            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so these are neither trained nor saved"
         )
-    # transformers has left weights untied whose files differ, and dropped them from this table only.
+    # If tied weights differ in the files, transformers leaves them untied and removes them only from this table.
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
     untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path)
     return orig_model
@@ -198,7 +197,7 @@ def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
 
 
 def start_generation_config(path: str, options: dict[str, object]) -> GenerationConfig | None:
-    """Return the generation_config.json of the model at this path; None: it has none.
+    """Return the generation_config.json of the model at this path; None if it has none.
 
     Raises:
         ConfigError: transformers rejects it.
@@ -211,43 +210,44 @@ def start_generation_config(path: str, options: dict[str, object]) -> Generation
 
 
 def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
-    """Write into the config that the weights named are not tied, although it says so: the files hold other values for
-    them, which transformers keeps. Else a checkpoint, and any layout that builds the model from its config, would lose
-    them.
+    """Untie the named weights in the config: the files hold different values for them, which transformers keeps.
+    Otherwise a checkpoint, or a layout that builds the model from its config, would lose them.
 
     Raises:
-        ConfigError: the model ties other weights too, which no config can distinguish.
+        ConfigError: the model ties other weights too, and no config can express that.
     """
     if not own:
         return
     config = orig_model.config
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
-    where = f"{path}: tie_word_embeddings is true, and the files hold another {first_of(sorted(own))} than the tied one"
+    where = (
+        f"{path}: tie_word_embeddings is true, but in the files {first_of(sorted(own))} differs from its tied weight"
+    )
     if own != tied.keys() or config.is_encoder_decoder:
         raise ConfigError(
-            f"{where}, while {type(orig_model).__name__} ties other weights too: save the model with the weights that "
-            "are meant (tied ones once, or tie_word_embeddings false)"
+            f"{where}, and {type(orig_model).__name__} ties other weights too: save the model with the intended "
+            "weights (tied weights once, or tie_word_embeddings false)"
         )
     for holder in (config, config.get_text_config()):
         holder.tie_word_embeddings = False
-    _warn_once(f"{where}: trained untied, and saved with tie_word_embeddings false")
+    _warn_once(f"{where}: trained untied and saved with tie_word_embeddings false")
 
 
 @lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
-    """Log what the files of a start have wrong, which the plain model of the checks reads again."""
+    """Log a fault of the start files once: the reference model of the checks reads them again."""
     log.warning(text)
 
 
 def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTrainedModel | None:
-    """Load the files that a run starts from as transformers does, on the host and in their own precision, so that they
-    are mapped into memory; None: model.scratch, which has no files.
+    """Load the run's start files as transformers does, on the host and in their own precision, so that they are
+    mapped into memory. None for model.scratch, which has no files.
 
     Args:
-        checkpoint: the step directory that is resumed.
+        checkpoint: step directory that the run resumes from.
 
     Raises:
-        ConfigError: they cannot be loaded.
+        ConfigError: the files cannot be loaded.
     """
     if checkpoint is None and not model.path:
         return None
@@ -259,10 +259,10 @@ def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTra
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Reject files that do not have all weights of the model.
+    """Reject files that lack weights of the model.
 
     Args:
-        missing, mismatched: as from_pretrained reports them, the latter with both shapes.
+        missing, mismatched: weight names as from_pretrained reports them, mismatched ones with both shapes.
 
     Raises:
         ConfigError: a weight that is missing or of another shape.
@@ -270,7 +270,7 @@ def check_complete(
     if missing:
         raise ConfigError(
             f"{where}: its files lack {first_of(sorted(missing))} of {model_class.__name__}; copy or download the "
-            f"model again"
+            "model again"
         )
     if mismatched:
         name, there, here = min(mismatched)
@@ -281,7 +281,7 @@ def check_complete(
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """Build the model at this path, its buffers computed and its parameters on the meta device."""
+    """Build the model at this path with computed buffers and parameters on the meta device."""
     whole = start_config(path, options)
     config = trained_config(whole)
     dtype = DTYPES[precision]
@@ -300,17 +300,17 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
 
 
 def _on_meta(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
+    # Not under torch.device("meta"): no file holds buffers such as rotary frequencies, so they are computed here.
     with no_init_weights(), init_empty_weights(include_buffers=False):
         return from_config(config, dtype, trust_remote_code=trust_remote_code)
 
 
 def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, renamed: bool) -> set[str]:
-    """Return the tied weights for which the files of a folder hold other values than for the weight that they are tied
-    to, in the precision of the run, as from_pretrained finds them.
+    """Return the tied weights whose values in a folder's files differ from the weight they are tied to. Values are
+    compared in the run's precision, as from_pretrained compares them.
 
     Args:
-        renamed: the files are those of a model that sees images too (TEXT_NAMES).
+        renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
     files = {}
     for name, path in files_of_weights(folder).items():
@@ -337,17 +337,17 @@ def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the model of a config, its weights at random."""
+    """Build a model from a config, with random weights."""
     return kind_of(config).auto_class.from_config(
         config, dtype=dtype, attn_implementation=plain_implementation(config), trust_remote_code=trust_remote_code
     )
 
 
 def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Build the config of a new model, with what follows from the tokenizer filled in.
+    """Build the config of a new model and fill in the fields that follow from the tokenizer.
 
     Raises:
-        ConfigError: transformers refuses it.
+        ConfigError: transformers rejects it.
     """
     try:
         model_type = str(fields["model_type"])
@@ -355,13 +355,14 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
         made = model_kind(auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
         return AutoConfig.for_model(str(made.pop("model_type")), **made)
     except _REFUSALS as error:
-        reason = _unknown_type(fields) or f"transformers refuses this config: {' '.join(str(error).split())}"
+        reason = _unknown_type(fields) or f"transformers rejects this config: {' '.join(str(error).split())}"
         raise ConfigError(f"model.scratch: {reason}") from error
 
 
 def _unknown_type(scratch: dict[str, object]) -> str | None:
-    """Return which model_type of a config or of one inside it transformers does not have, whose own message lists all
-    that it has; None: none."""
+    """Return the model_type in a config, nested ones included, that transformers does not know; None if it knows all.
+    transformers' own message would list every type it has.
+    """
     inside = [(f"{key}.", value) for key, value in scratch.items() if isinstance(value, dict)]
     for place, fields in (("", scratch), *inside):
         named = str(fields.get("model_type", "")) or None
@@ -377,21 +378,22 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
 def from_scratch(
     fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
 ) -> PreTrainedModel:
-    """Make a model with random weights from a transformers config; vocabulary and special ids come from the tokenizer.
+    """Make a model with random weights from a transformers config; vocabulary and special ids come from
+    the tokenizer.
 
     Raises:
-        ConfigError: transformers refuses the config.
+        ConfigError: transformers rejects the config.
     """
     config = scratch_config(fields, tokenizer)
     try:
-        # Drawn on the CPU and in fp32, then rounded: a seed gives the same weights in any precision, on any device. The
-        # generators are left as they were: each rank has seeded its own, from which dropout is drawn.
+        # Drawn on the CPU in fp32, then rounded: a seed gives the same weights in any precision on any device. The
+        # generators keep their state: each rank has seeded its own for dropout.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             orig_model = from_config(config, torch.float32)
     except _REFUSALS as error:
-        raise ConfigError(f"model.scratch: transformers refuses this config: {' '.join(str(error).split())}") from error
-    for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
+        raise ConfigError(f"model.scratch: transformers rejects this config: {' '.join(str(error).split())}") from error
+    for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay in fp32
         parameter.data = parameter.data.to(DTYPES[precision])
     return orig_model
 
@@ -403,10 +405,10 @@ def resolve_max_length(
     precision: str,
     positions: int | None = None,
 ) -> tuple[int, str]:
-    """Return max_length, taken from the run that the model comes from unless it is set, and lines that say so.
+    """Return max_length, by default that of the run that the model comes from, and lines that report it.
 
     Raises:
-        ConfigError: no max_length anywhere, or one above `positions`, the number that the model has.
+        ConfigError: no max_length is known, or it exceeds `positions`, the model's number of positions.
     """
     length = max_length or (trained_length(Path(resolve(model.path))) if model.path else None)
     if length is None:
@@ -434,15 +436,17 @@ INERT = (
     *("early_stopping", "length_penalty", "output_attentions", "output_hidden_states", "output_scores"),
     *("output_logits", "cache_implementation", "cache_config", "pad_token_id"),
 )
-"""Other fields that transformers does not save where they have no effect: without beams, without a returned dict,
-without a cache; a negative padding token."""
+"""Other fields that transformers does not save if they have no effect: without beams, without a returned dict,
+without a cache; also a negative padding token.
+"""
 
 
 def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Repair what save_pretrained would reject, without a change of meaning, and add the ends of turns to the stops.
+    """Repair fields that save_pretrained would reject, without changing their meaning, and add the end-of-turn tokens
+    to the stops.
 
     Raises:
-        ConfigError: it cannot be saved as it is.
+        ConfigError: the generation config cannot be saved as it is.
     """
     generation = orig_model.generation_config
     if generation is None:
@@ -452,51 +456,52 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
     ends = chat.end_of_turn_ids(tokenizer)
     named = generation.eos_token_id
     start: list[Any] = list(named) if isinstance(named, list | tuple) else [] if named is None else [named]
-    # A stop of a config that transformers has derived may be a default of the architecture: 2 for Llama, whatever the
-    # tokenizer says. Such a number is a stop only if it is a special token.
+    # A stop that transformers derived may be a default of the architecture: 2 for Llama, for any tokenizer. Such an
+    # id is a stop only if it is a special token.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     if getattr(generation, "_from_model_config", False):
         start = [i for i in start if i in special]
     rows = vocab_size(orig_model)
     if wrong := [one for one in start if type(one) is not int or not 0 <= one < rows]:
         raise ConfigError(
-            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is no token of the model's {rows}: "
-            "correct the file, or remove the field"
+            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is not a token of the model's "
+            f"{rows}: correct the file, or remove the field"
         )
     generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
     if more := [i for i in generation.eos_token_id if i not in ends]:
         words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
-        log.info("generation also stops at %s, as the start model's generation_config says", words)
+        log.info("generation also stops at %s, because the start model's generation_config lists it", words)
 
 
 def stop_ids(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: of a model that load_model has loaded those of its generation_config,
-    which a server reads too; else those of the chat template and eos."""
+    """Return the tokens that end an answer. A model that load_model loaded has them in its generation_config, which
+    servers read too; otherwise they are eos and the chat template's end of turn.
+    """
     settled = getattr(orig_model.generation_config, "eos_token_id", None)
     return settled if isinstance(settled, list) else chat.end_of_turn_ids(tokenizer)
 
 
 def _make_saveable(generation: GenerationConfig, where: str) -> None:
-    """Make save_pretrained accept it.
+    """Make save_pretrained accept the generation config.
 
-    Sampling fields without do_sample imply it; with do_sample false they have no effect and are removed, as are other
+    Sampling fields without do_sample imply it. With do_sample false they have no effect and are removed, like other
     fields without effect.
     """
     if _problem(generation) is None:
         return
     changed = []
-    # Fields that differ from the value that has no effect.
+    # Fields that differ from their neutral value.
     neutral = {"top_k": 50, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
     used = [name for name in SAMPLING if getattr(generation, name, None) not in (None, neutral.get(name, 1.0))]
     if generation.do_sample is None and used:
         generation.do_sample = True
-        changed.append("do_sample set to true, which its sampling fields imply")
+        changed.append("do_sample set to true, as its sampling fields imply")
     for name in used if generation.do_sample is False else ():
         setattr(generation, name, None)
         changed.append(f"{name} removed, which has no effect while do_sample is false")
     for name in INERT:
         before = _problem(generation)
-        # Removed only if transformers complains of this field.
+        # Removed only if transformers rejects this field.
         if before is not None and getattr(generation, name, None) is not None:
             trial = copy.deepcopy(generation)
             setattr(trial, name, None)
@@ -512,7 +517,7 @@ def _make_saveable(generation: GenerationConfig, where: str) -> None:
 
 
 def _problem(generation: GenerationConfig) -> str | None:
-    """Return why transformers would not save it; None: it would."""
+    """Return the reason why transformers would not save the generation config; None if it would."""
     try:
         generation.validate(strict=True)
     except (ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""Rotary positions: how many a model was made for, and frequencies that depend on the length of a document.
+"""Rotary positions: the model's maximum length, and frequencies that depend on the length of a document.
 
-transformers takes the frequencies of longrope by the longest document of a batch, so a short document gets others in a
-batch with a long one than alone. Here each document has the frequencies that it has alone, in any layout of rows.
+transformers chooses longrope frequencies by the longest document of a batch, so a short document next to a long one
+gets other frequencies than alone. Here each document has the frequencies that it has alone, in any layout of rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 
 LONG = "sftkit_long"
-"Submodule of a rotary embedding: the same with the frequencies of long documents. Its buffers are in no file."
+"Submodule of a rotary embedding: a copy with the frequencies of long documents. No file holds its buffers."
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the largest number of positions that a model was made for, None if its config does not say.
+    """Return the largest number of positions that a model was made for; None if its config does not say.
 
-    yarn reaches its factor times original_max_position_embeddings, linear scaling its factor times
-    max_position_embeddings, as servers count too. For all other kinds, and for kinds by type of layer other than yarn,
+    yarn extends original_max_position_embeddings by its factor, linear scaling extends max_position_embeddings by its
+    factor; servers count the same way. For all other kinds, and for kinds by layer type other than yarn,
     max_position_embeddings is the whole length.
     """
     text = config.get_text_config()
@@ -47,7 +47,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
-    """Yield (type of layer, its settings); None: one for all layers."""
+    """Yield (layer type, its settings); the type is None if all layers share one."""
     rope = getattr(text, "rope_parameters", None) or {}
     if "rope_type" in rope:
         yield None, rope
@@ -56,7 +56,7 @@ def _ropes(text: PretrainedConfig) -> Iterator[tuple[str | None, Mapping[str, An
 
 
 def longrope_limit(config: PretrainedConfig) -> int | None:
-    """Return the length up to which documents have the short frequencies of longrope; None: there is no longrope."""
+    """Return the length up to which documents use longrope's short frequencies; None without longrope."""
     limits = [rope["original_max_position_embeddings"] for _, rope in _ropes(config.get_text_config()) if _long(rope)]
     return min(limits, default=None)
 
@@ -66,28 +66,29 @@ def _long(rope: Mapping[str, Any]) -> bool:
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
-    """Reject documents whose length no rank knows: with context parallelism each has only chunks of them.
+    """Reject longrope with context parallelism, where each rank has only chunks of a document and cannot know
+    its length.
 
     Raises:
-        ConfigError: a document may be longer than the short frequencies of longrope reach.
+        ConfigError: a document may exceed the length of longrope's short frequencies.
     """
     limit = longrope_limit(orig_model.config)
     if limit is not None and topology.context > 1 and max_length > limit:
         raise ConfigError(
-            f"data.max_length: {max_length}: longrope of {orig_model.config.model_type} changes with documents longer "
-            f"than {limit} positions, and with context parallelism no rank knows how long a document is: set {limit} "
-            "or less, or train without context parallelism"
+            f"data.max_length: {max_length}: longrope of {orig_model.config.model_type} changes for documents longer "
+            f"than {limit} positions, and with context parallelism no rank knows a document's length: set {limit} or "
+            "less, or train without context parallelism"
         )
 
 
 def use_document_lengths(orig_model: PreTrainedModel) -> None:
-    """Let every longrope of the model choose its frequencies for each document by itself."""
+    """Make every longrope of the model choose its frequencies for each document separately."""
     if longrope_limit(orig_model.config) is None:
         return
     for module in [*orig_model.modules()]:
         types = getattr(module, "rope_type", None)
         kinds = types if isinstance(types, dict) else {None: types}
-        # Without the decorator of transformers the class decides by itself (Phi-3.5-MoE, which is rejected).
+        # Without transformers' decorator the class itself chooses the frequencies (Phi-3.5-MoE, which is rejected).
         if "longrope" in kinds.values() and hasattr(type(module).forward, "__wrapped__"):
             long = copy.deepcopy(module)
             for layer_type in (name for name, kind in kinds.items() if kind == "longrope"):
@@ -103,12 +104,13 @@ def use_document_lengths(orig_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """Return what a rotary embedding returns, [B, T, ...] each, for every document as if it were alone.
+    """Return the output of a rotary embedding, [B, T, ...] each, for every document as if it were alone.
 
     Args:
-        position_ids: int64 [B, T], from 0 in each document; a part that begins later continues to its own end.
+        position_ids: int64 [B, T], from 0 in each document; a document that starts in an earlier chunk continues to
+            its own end.
     """
-    # The class's own computation, below the decorator that looks at the whole batch.
+    # The class's own computation, under the decorator that looks at the whole batch.
     own = inspect.unwrap(type(self).forward)
     given = () if layer_type is None else (layer_type,)
     settings: Any = self.config
@@ -124,7 +126,7 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """Return for each position, int64 [B, T], the length of its document: its largest position plus 1."""
+    """Return the length of each position's document, int64 [B, T]: its largest position plus 1."""
     document = (position_ids == 0).cumsum(-1)
     *batch, length = position_ids.shape
     longest = torch.zeros(*batch, length + 1, dtype=torch.int64, device=document.device)

@@ -1,9 +1,10 @@
-"""Routers of a mixture of experts: what each expert is given, and the auxiliary loss that keeps it even.
+"""Routers of a mixture of experts: count the positions of each expert and compute the auxiliary loss that
+balances them.
 
-A forward hook on each router, which is part of the compiled block, keeps what it has chosen as sums over each row: no
-logits leave the block. The loss is that of transformers (Switch Transformers, arXiv 2101.03961, equations 4 to 6, the
-layers together), for each row by itself. A product of two means is no sum over micro-batches, so the row is the unit:
-it stays the same however rows are distributed.
+A forward hook on each router, inside the compiled block, keeps the router's choices as sums over each row: no logits
+leave the block. The loss is that of transformers (Switch Transformers, arXiv 2101.03961, equations 4 to 6, over all
+layers together), computed for each row separately. A product of two means is not a sum over micro-batches, so the row
+is the unit: its loss does not depend on how rows are distributed.
 """
 
 from __future__ import annotations
@@ -21,36 +22,37 @@ from sftkit.errors import ConfigError
 from sftkit.ops.tensors import resolve_group
 
 COEFFICIENT = "router_aux_loss_coef"
-"Field of a config with the weight of the loss."
+"Config field with the weight of the loss."
 NOT_READ = ("longcat_flash", "inkling")
-"Model types whose routers return something else than logits, weights and choice."
+"Model types whose routers do not return logits, weights and choice."
 
 
 class _CountedPositions:
     """State that the hooks of all routers read and compiled code guards on.
 
-    Not an attribute of a module: Dynamo takes the sizes of a module's tensors for fixed.
+    It is not an attribute of a module: Dynamo assumes that the sizes of a module's tensors are constant.
     """
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
-        "fp32 [B, C] of the current micro-batch, 1 where there is a token; None: nothing is counted"
+        "fp32 [B, C] of the current micro-batch, 1 at tokens; None: nothing is counted"
 
 
 _COUNTED = _CountedPositions()
 
 
 def coefficient(config: PreTrainedConfig, override: float | None) -> float:
-    """Return the weight of the auxiliary loss: `override`, else the one that transformers applies for this config.
+    """Return the weight of the auxiliary loss: `override`, otherwise the weight that transformers applies for
+    this config.
 
     Raises:
-        ConfigError: one is asked for of a model that has none.
+        ConfigError: the setting asks for a loss that the model does not have.
     """
     text = config.get_text_config()
     if override and not hasattr(text, COEFFICIENT):
         raise ConfigError(
-            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss of its routers: leave the key "
-            "out, or set 0"
+            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss for its routers: leave the "
+            "key out, or set 0"
         )
     if override is not None:
         return override
@@ -58,39 +60,36 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
 
 
 def routing_of(orig_model: PreTrainedModel, override: float | None) -> Routing | None:
-    """Attach hooks to the routers of a model that is not compiled yet, and return what reads them;
-    None: it has no experts.
+    """Attach hooks to the routers of a model before compilation and return their reader; None if the model has
+    no experts.
 
     Args:
         override: loss.router_aux_loss_coef.
 
     Raises:
-        ConfigError: an auxiliary loss is asked for of a model that has none.
+        ConfigError: the setting asks for an auxiliary loss that the model does not have.
     """
     weight = coefficient(orig_model.config, override)
-    # Known by the names of their classes, in the order of the layers: in transformers routers have no base class of
-    # their own.
+    # Found by class name, in the order of the layers: routers have no common base class in transformers.
     routers = [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     if orig_model.config.get_text_config().model_type in NOT_READ:
         routers = []
     if weight and not routers:
-        raise ConfigError(
-            f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read here: set it to 0"
-        )
+        raise ConfigError(f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read: set it to 0")
     has_loss = hasattr(orig_model.config.get_text_config(), COEFFICIENT)
     return Routing(routers, weight, has_loss=has_loss) if routers else None
 
 
 class Routing:
-    """The routers of a model, watched in forward passes of training."""
+    """The routers of a model, observed during forward passes of training."""
 
     def __init__(self, routers: list[torch.nn.Module], weight: float, *, has_loss: bool) -> None:
         """Attach the hooks.
 
         Args:
-            routers: in the order of the layers.
-            weight: of the auxiliary loss in the loss that is minimised; 0: it is measured only.
-            has_loss: whether the architecture has one.
+            routers: modules in the order of the layers.
+            weight: weight of the auxiliary loss in the minimised loss; 0: it is only measured.
+            has_loss: whether the architecture has the loss.
         """
         self.weight = weight
         self.has_loss = has_loss
@@ -100,44 +99,44 @@ class Routing:
             router.register_forward_hook(partial(_count_hook, with_loss=has_loss))
 
     def begin(self, positions: Tensor | None) -> None:
-        """Set the positions that are counted, before a forward pass of training, which the backward pass may repeat.
+        """Set the counted positions before a training forward pass, which the backward pass may repeat.
 
         Args:
-            positions: bool [B, C], where there is a token; None: nothing is counted, as in evaluation.
+            positions: bool [B, C], True at tokens; None counts nothing, as in evaluation.
         """
         _COUNTED.positions = None if positions is None else positions.float()
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
-        """Return what the routers have chosen since `begin`, all layers together, and add to the load of each layer.
+        """Return the routers' choices since `begin`, summed over layers, and add them to the load of each layer.
 
         Returns:
-            (fp32 [B, E], positions that each expert was given; [B, E], the sum of its probabilities, differentiable, or
-                None for an architecture without the loss).
+            (fp32 [B, E], positions given to each expert; [B, E], sum of its probabilities, differentiable, or None
+                for an architecture without the loss).
         """
-        # Popped, so that no pass can find what another has left.
+        # Popped, so that no pass finds the values of an earlier one.
         chosen = torch.stack([router.__dict__.pop("sftkit_chosen") for router in self._routers])
-        load = chosen.detach().sum(1).long()  # fp32 counts of a micro-batch are exact
+        load = chosen.detach().sum(1).long()  # fp32 counts of one micro-batch are exact
         self._load = load if self._load is None else self._load + load
         if not self.has_loss:
             return chosen.sum(0), None
         return chosen.sum(0), torch.stack([r.__dict__.pop("sftkit_probability") for r in self._routers]).sum(0)
 
     def loss_of(self, batch: Batch, context_group: str | None) -> Tensor | None:
-        """Return the auxiliary loss of the pass since `begin`, 0-d: each row's times its number of targets, added up.
+        """Return the auxiliary loss of the pass since `begin`, 0-d: the sum over rows of loss times
+        number of targets.
 
-        Divided by the step's divisor it is the mean that is logged. None for an architecture without one; for chunks of
-        rows this rank's share.
+        Divided by the step's number of target tokens, it is the mean that is logged. None for an architecture without
+        the loss; for chunks of rows it is this rank's share.
 
         Args:
-            context_group: name of the group of ranks whose chunks make whole rows; None: rows are whole here.
+            context_group: name of the group of ranks whose chunks form whole rows; None if each rank has whole rows.
         """
         chosen, probability = self.taken()
         if probability is None:
             return None
         targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
         if context_group is not None:
-            # Of whole rows: what was chosen, and the targets. Probabilities stay this rank's own, and so
-            # does their gradient.
+            # Sum choices and targets over whole rows. Probabilities, and so their gradient, stay this rank's own.
             both = torch.cat([chosen, targets[:, None]], dim=1)
             all_reduce(both, group=resolve_group(context_group))
             chosen = both[:, :-1]
@@ -148,26 +147,27 @@ class Routing:
         """Return the sum over rows, 0-d, of targets x E x sum over experts of (share of positions x mean probability).
 
         Args:
-            chosen, probability: [B, E], as `taken` returns them. tokens, targets: [B], of whole rows.
+            chosen, probability: [B, E], from `taken`. tokens, targets: [B], of whole rows.
         """
         seen = (tokens * len(self._routers)).to(chosen.dtype).clamp(min=1.0)
         of_rows = chosen.shape[-1] * (chosen * probability).sum(-1) / seen.square()
         return (of_rows * targets).sum()
 
     def take_load(self) -> Tensor | None:
-        """Return how many positions each expert of each layer was given since the last call, on this rank: int64 [L,
-        E]; None if there was no pass."""
+        """Return the positions given to each expert of each layer on this rank since the last call, int64 [L, E];
+        None if no pass was made.
+        """
         load = self._load
         self._load = None
         return load
 
 
 def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...], *, with_loss: bool) -> None:
-    """Leave in the router how many positions of each row it gave each expert, fp32 [B, E], as a forward hook.
+    """As a forward hook, store in the router the number of positions that each row gave each expert, fp32 [B, E].
 
     Args:
-        output: of a router: its logits [B C, E], weights and choice [B C, k].
-        with_loss: leave the sum of their probabilities too.
+        output: output of a router: its logits [B C, E], weights and choice [B C, k].
+        with_loss: whether to store the sum of the probabilities too.
     """
     positions = _COUNTED.positions
     if positions is None or not router.training:
@@ -175,7 +175,7 @@ def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...], *, 
     first, _, last = output
     logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Sums over a row leave the block, not logits: [B, E] instead of [B C, E] for each layer.
+    # Row sums leave the block instead of logits: [B, E], not [B C, E], for each layer.
     rows, columns = positions.shape
     shape = (rows, columns, logits.shape[-1])
     weights = positions.to(logits.dtype)[..., None]

@@ -1,6 +1,6 @@
-"""The parts of a transformers model by what they do, the work that they take, and the stages that hold them.
+"""The parts of a transformers model by function, the work that they cost, and the pipeline stages that hold them.
 
-With a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
+In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"Fields of configs with the number of routed experts of a block."
+"Config fields with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
-"Attribute of a model whose vocabulary is padded: rows that are no padding."
+"Attribute of a model with a padded vocabulary: the number of rows without padding."
 
 
 @contextmanager
 def inference(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Run the model within the context as plain Python in evaluation mode, without gradients: any shape, no compile,
-    and compiled code stays valid."""
+    """Run the model within the context as plain Python in evaluation mode without gradients: any shape, no
+    compilation, and compiled code stays valid.
+    """
     was_training = orig_model.training
     orig_model.eval()
     try:
@@ -43,10 +44,10 @@ def inference(orig_model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model within the context from collecting its routers' logits where its config asks for them.
+    """Stop the model within the context from collecting router logits if its config asks for them.
 
-    transformers makes an auxiliary loss of them, which needs a mask of the same positions: with a cache of earlier
-    positions it raises an error. Training reads the routers by itself (models/routing.py).
+    transformers computes an auxiliary loss from them, which needs a mask of the same positions and raises an error
+    with a cache of earlier positions. Training reads the routers itself (models/routing.py).
     """
     inside = [module.config for module in orig_model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(config): config for config in (orig_model.config.get_text_config(), *inside)}.values()
@@ -61,13 +62,14 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Return the rows of the input embedding without padding (models/vocabulary.py); there may be more than
-    the tokenizer has tokens."""
+    """Return the rows of the input embedding without padding (models/vocabulary.py); the tokenizer may have
+    fewer tokens.
+    """
     return getattr(orig_model, TOKEN_ROWS, None) or embedding_of(orig_model).shape[0]
 
 
 def positions(orig_model: PreTrainedModel) -> int | None:
-    """Return the largest number of positions that the model was made for, None if its config does not say."""
+    """Return the largest number of positions that the model was made for; None if its config does not say."""
     return max_positions(orig_model.config)
 
 
@@ -84,21 +86,22 @@ def embedding_of(orig_model: PreTrainedModel) -> Tensor:
 
 
 def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """Return the module that turns token ids into hidden states: the model without its head and without its encoder."""
+    """Return the module that turns token ids into hidden states: the model without its head and its encoder."""
     found = orig_model.get_decoder()
     while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
-        found = inner  # of a decoder that has a head of its own
+        found = inner  # a decoder that has a head of its own
     return found
 
 
 def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
-    """Return the encoder that the decoder looks at; None: the model has none."""
+    """Return the encoder that the decoder attends to; None if the model has none."""
     return orig_model.get_encoder() if orig_model.config.is_encoder_decoder else None
 
 
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the modules that a step calls: the decoder, and before it the encoder and its projection to the decoder's
-    size where there are such."""
+    """Return the modules that a step calls: the encoder and its projection to the decoder's size, if any, then
+    the decoder.
+    """
     between = getattr(orig_model, "enc_to_dec_proj", None)
     return [module for module in (encoder(orig_model), between, decoder(orig_model)) if module is not None]
 
@@ -116,61 +119,62 @@ def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def logit_softcap(orig_model: PreTrainedModel) -> float | None:
-    """Return c of logits = c * tanh(logits / c), None where the model has none."""
+    """Return c of logits = c * tanh(logits / c); None if the model has no soft cap."""
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
 
 
 def plain_class(module: torch.nn.Module) -> type:
-    """Return a module's class; for a sharded module the one behind FSDP's own, which is in front."""
+    """Return a module's class; for a sharded module, the class behind the one that FSDP puts in front."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
-    # Private, but the one name that all of transformers' architectures give their blocks; accelerate reads it as well
-    # (huggingface/transformers#24568).
+    """Return the repeated blocks of the model and of its encoder, as transformers names them for device placement."""
+    # Private, but the only name that all of transformers' architectures give their blocks; accelerate reads it
+    # too (huggingface/transformers#24568).
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
     return [module for module in orig_model.modules() if plain_class(module).__name__ in names]
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters; `body`, `head` and `encoder` are those in matrix products (and the norms beside them)."""
+    """Numbers of parameters; `body`, `head` and `encoder` count those in matrix products and the norms next to them."""
 
     total: int
     body: int
-    "of the blocks and norms; of routed experts only the share that a token visits"
+    "parameters of blocks and norms; for routed experts only the share that a token visits"
     head: int
-    "of the output projection, which may be the input embedding too"
+    "parameters of the output projection, which may also be the input embedding"
     encoder: int = 0
-    """trainable ones of the encoder's blocks and norms, and of the decoder's projections of encoded
-    positions to keys and values"""
+    """trainable parameters of the encoder's blocks and norms, and of the decoder's projections of encoded positions
+    to keys and values
+    """
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
-    """Count the parameters by the work they take per token.
+    """Count the parameters by their work per token.
 
-    Tables (of tokens or positions, of which a token reads a row) take none, and padding of the
-    vocabulary is not counted.
+    Tables of tokens or positions cost no work, since a token reads one row, and padding of the vocabulary is
+    not counted.
     """
-    # All parameters, without the padding of the vocabulary, and those of the head.
+    # All parameters without the padding of the vocabulary, then those of the head.
     projection = list(output_projection(orig_model).parameters())
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
     numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
-    # Tables that are looked up, not multiplied.
+    # Tables are looked up, not multiplied.
     embeddings = [m for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)]
     tables = {id(embedding_of(orig_model)), *(id(p) for m in embeddings for p in m.parameters())}
     tables |= {id(p) for p in orig_model.parameters() if is_table(p)}
     head = set(map(id, projection))
-    body = total - in_head - sum(numel[p] for p in tables - head)  # tied embedding: as the head it is multiplied
-    # An embedding that both sides share is the head's.
+    body = total - in_head - sum(numel[p] for p in tables - head)  # a tied embedding is multiplied as the head
+    # An embedding shared by encoder and decoder counts as the head.
     encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in tables | head}
     body -= sum(numel[id(p)] for p in encoding.values())
     in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
-    # Of the routed experts a token visits only a few.
+    # A token visits only a few of the routed experts.
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
     if experts:
@@ -183,17 +187,16 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
 CROSS_KEYS = re.compile(
     r"(crossattention\.c_attn|EncDecAttention\.[kv]|encoder_attn\.[kv]_proj|crossattention\.self\.(key|value))\."
 )
-"Parameters that project encoded positions to keys and values, by the names that architectures give them."
+"Names that architectures give the parameters projecting encoded positions to keys and values."
 
 
 def is_table(parameter: Tensor) -> bool:
-    """Return whether a parameter outside of an embedding is a table that is added to the positions as
-    it is: [1, positions, H]."""
+    """Return whether a parameter outside an embedding is a table added to the positions: [1, positions, H]."""
     return parameter.ndim == 3 and parameter.shape[0] == 1
 
 
 def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that are multiplied with the positions of an encoder."""
+    """Yield the parameters that are multiplied with an encoder's positions."""
     for module in called(orig_model)[:-1]:
         yield from (p for p in module.parameters() if not is_table(p))
     for name, parameter in orig_model.named_parameters():
@@ -205,18 +208,18 @@ class AttentionWindow(NamedTuple):
     """The keys that a query of a layer sees."""
 
     keys: int | None
-    "number of the last positions that are seen, its own included; None: all up to its own"
+    "number of the last positions that a query sees, its own included; None: all positions up to its own"
     chunked: bool = False
-    "only those of its own chunk: documents are split into chunks of `keys` positions"
+    "whether a query sees only its own chunk: documents are split into chunks of `keys` positions"
 
 
 def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] | None:
-    """Count the layers by what their queries see; None where the work of a layer's kind is not known here."""
+    """Count the layers by what their queries see; None if a layer's kind is unknown here, and so its work."""
     config = orig_model.config.get_text_config()
-    window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs say 0 for none
+    window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs write 0 for no window
     kinds = getattr(config, "layer_types", None)
     if any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules()):
-        return None  # state space models have such layers, whatever their config calls them
+        return None  # state space models have such layers under any name in their config
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
     known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
@@ -227,7 +230,7 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of the work of steps."""
+    """The work of one or more steps, as counts."""
 
     tokens: int
     targets: int
@@ -236,21 +239,21 @@ class Work:
     encoded: int = 0
     "inputs of an encoder"
     encoder_positions: int = 0
-    "positions of each; 0: there is no encoder"
+    "positions of each input; 0: no encoder"
 
 
 def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
-    """Return the FLOPs of forward and backward pass, without recomputation, for what the step computes.
+    """Return the FLOPs of the forward and backward pass of a step, without recomputation.
 
-    6 per parameter of the blocks and token, 6 per parameter of the head and target, 6 x heads x (query head + value
-    head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window instead of per row).
-    An encoder counts by its own positions, as do the keys and values that the decoder makes of them; places without an
-    input are not counted.
+    The count is 6 per parameter of the blocks and token, 6 per parameter of the head and target, and 6 x heads x
+    (query head + value head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window
+    instead of per row). An encoder is counted by its own positions, and so are the decoder's keys and values of them;
+    places without an input are not counted.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
-    # Forward and backward pass take three products of each kind, scores and values, at 2 FLOPs a multiplication.
+    # Forward and backward pass take three products each for scores and values, at 2 FLOPs a multiplication.
     per_pair = 6 * config.num_attention_heads * sizes
     counted = count_parameters(orig_model)
     inner = encoder(orig_model)
@@ -264,15 +267,16 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
     flops += 6.0 * counted.encoder * encoded * length + of_decoder
     heads = own.num_attention_heads
-    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # in T5 not always the hidden size
+    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # may differ from hidden size in T5
     return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2
 
 
 def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) -> list[float]:
-    """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last one has the head.
+    """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last process has the head.
 
     Args:
-        layers: of each process. They are alike (parallel.stages); the final norm is counted with them.
+        layers: number of layers of each process. All layers are alike (parallel.stages); the final norm is counted
+            with them.
     """
     layer = train_flops(orig_model, replace(work, targets=0)) / sum(layers)
     head = train_flops(orig_model, Work(0, work.targets, 0))
@@ -281,18 +285,18 @@ def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) 
 
 @dataclass
 class Stages:
-    """The stages of a pipeline and what each holds, the same on every rank, and this rank's number in it."""
+    """The stages of a pipeline and their contents, the same on every rank, and this rank's place among them."""
 
     layers: tuple[int, ...]
-    "of each stage, how many; the last stage has the final norm and the head too"
+    "number of layers of each stage; the last stage also has the final norm and the head"
     mesh: DeviceMesh
-    "[pipeline ranks, ranks with the same layers]: stage s is on pipeline rank s modulo their number"
+    "[pipeline ranks, ranks with the same layers]: stage s is on pipeline rank s modulo the number of pipeline ranks"
     holders: dict[str, tuple[int, ...]]
-    "name of each parameter -> the pipeline ranks that hold it, the one that answers for it first"
+    "name of each parameter -> the pipeline ranks that hold it, first the one that writes it"
     ends: dist.ProcessGroup | None
-    "the first and the last rank of this rank's pipeline; None in one between them"
+    "group of the first and the last rank of this rank's pipeline; None on a rank between them"
     entered: bool = False
-    "inside parallel.stagewise"
+    "within the context of parallel.stagewise"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -311,12 +315,12 @@ class Stages:
 
     @property
     def last_rank(self) -> int:
-        """Return the rank of the world that has this rank's rows in the last stage."""
+        """Return the global rank that has the last stage for this rank's rows."""
         return dist.get_global_rank(self.group, self.mesh.size(0) - 1)
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Return (this rank's index among those with the same layers, how many they are)."""
+        """Return (this rank's index among the ranks with the same layers, their number)."""
         return self.mesh.get_local_rank("alike"), self.mesh.size(1)
 
     @property
@@ -326,7 +330,7 @@ class Stages:
 
     @property
     def share_a_weight(self) -> bool:
-        """Return whether two stages hold the same weight: one that is embedding and head at once."""
+        """Return whether two stages hold the same weight, tied embedding and head."""
         return any(len(ranks) > 1 for ranks in self.holders.values())
 
     def holds(self, name: str) -> bool:
@@ -338,26 +342,27 @@ class Stages:
         return int(self.mesh.mesh[self.holders[name][0]][0])
 
     def elsewhere(self, state: str) -> bool:
-        """Return whether an optimizer state (optim.protocol.named_states) belongs to a parameter that
-        this rank does not hold."""
+        """Return whether an optimizer state (optim.protocol.named_states) belongs to a parameter that this rank does
+        not hold.
+        """
         return any(self.pipeline_rank not in places and _is_of(state, name) for name, places in self.holders.items())
 
     def written_here(self, state: str) -> bool:
-        """Return whether ranks with the layers of this one write an optimizer state into checkpoints."""
+        """Return whether the ranks with this rank's layers write an optimizer state into checkpoints."""
         return any(self.pipeline_rank == places[0] and _is_of(state, name) for name, places in self.holders.items())
 
 
 def stages_of(orig_model: torch.nn.Module) -> Stages | None:
-    """Return the stages that parallel/stages.py has given the model; None: it is in no pipeline."""
+    """Return the stages that parallel/stages.py gave the model; None without a pipeline."""
     return getattr(orig_model, "_stages", None)
 
 
 def from_last(orig_model: torch.nn.Module, value: Tensor) -> Tensor:
-    """Return what the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them
-    calls it. Of another model what is given.
+    """Return, on all ranks of a pipeline, the value that its last stage computed, without gradient; every rank calls
+    it. Without a pipeline, return `value`.
 
     Args:
-        value: of the same shape and dtype on each.
+        value: tensor of the same shape and dtype on each rank.
     """
     stages = stages_of(orig_model)
     if stages is None:
@@ -368,5 +373,5 @@ def from_last(orig_model: torch.nn.Module, value: Tensor) -> Tensor:
 
 
 def _is_of(state: str, parameter: str) -> bool:
-    """Return whether a state is of the parameter: `exp_avg.<parameter>` or `exp_avg.<parameter>.codes`."""
+    """Return whether a state belongs to the parameter: `exp_avg.<parameter>` or `exp_avg.<parameter>.codes`."""
     return f".{parameter}." in f"{state}."

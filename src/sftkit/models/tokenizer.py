@@ -1,6 +1,6 @@
-"""The tokenizer that a stage starts from: loaded, or trained on its sources.
+"""Load the tokenizer that a stage starts from, or train it on the stage's sources.
 
-A trained one is a byte-level BPE: any text round-trips, each digit is a token, chat turns have special tokens.
+A trained tokenizer is a byte-level BPE: any text round-trips, each digit is a token, chat turns have special tokens.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ END_OF_TEXT, PAD, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
 ROUND_TRIP = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
-"""Text by which a tokenizer is compared with its file. It begins with a letter: at a space in front the tokenizers of
-Llama 2 differ from their files by design."""
+"""Text for comparing a tokenizer with its file. It begins with a letter: with a leading space, Llama 2 tokenizers
+differ from their files by design.
+"""
 
-# Text is split into these first, and no token crosses a split: a word with the space before it, one digit, a run
-# of signs, white space.
+# Text is first split into these parts, and no token crosses a split: a word with the space before it, one digit, a
+# run of signs, white space.
 PRE_TOKENIZER_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.tokenizer`, else the one beside `model.path`, with `model.chat_template` if set.
+    """Load the tokenizer of `model.tokenizer`, by default the one next to `model.path`, with
+    `model.chat_template` if set.
 
-    The special tokens of a template that is given by name are added where they are missing (models/vocabulary.py).
+    Missing special tokens of a template given by name are added (models/vocabulary.py).
 
     Raises:
-        ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
-            checkpoint whose files are damaged.
+        ConfigError: there is no tokenizer, it is a slow one, the template does not exist or uses tokens that the
+            tokenizer lacks, or the checkpoint's files are damaged.
     """
-    # A folder with a tokenizer is taken as it is; of a run it is that of a checkpoint. model.revision is the model's.
+    # A folder with a tokenizer is used as it is; a run means its checkpoint. model.revision belongs to the model.
     own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
@@ -61,32 +63,32 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{path}: a slow tokenizer, without the character offsets that the loss mask needs: convert it to a fast "
-            f"one"
+            f"{path}: a slow tokenizer has no character offsets, which the loss mask needs: convert it to a fast one"
         )
-    # One of the hub is in the cache by now.
+    # A tokenizer of the hub is in the cache by now.
     if (file := file or own_tokenizer(path, str(options["revision"]))) is not None:
         check_own_file(tokenizer, file, path)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
-        # A mark that is no token would be several pieces of ordinary text, and none of them would end a turn.
+        # A marker that is not a token would be split into pieces of ordinary text, none of which would end a turn.
         missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
         if missing:
             raise ConfigError(
-                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is not a token of {path}. Set "
-                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, whose tokens are added to tokenizer and "
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is not a token of {path}. "
+                f"Set model.chat_template to {' or '.join(CHAT_TEMPLATES)}, whose tokens are added to tokenizer and "
                 "model, or use a template made for this tokenizer"
             )
     set_template_arguments(tokenizer, model)
     set_text_start(tokenizer, published_start(model))
-    if tokenizer.pad_token_id is None:  # any will do: padding is never attended to and never a target
+    if tokenizer.pad_token_id is None:  # any token works: padding is never attended to and never a target
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
 def own_tokenizer(path: str, revision: str) -> Tokenizer | None:
-    """Return the tokenizer of the tokenizer.json of a folder or a hub repository in the cache; None: there is none.
+    """Load the tokenizer from the tokenizer.json of a folder or a cached hub repository; None if there is no
+    such file.
 
     Raises:
         ConfigError: the file is damaged.
@@ -105,13 +107,13 @@ def own_tokenizer(path: str, revision: str) -> Tokenizer | None:
 
 
 def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str) -> None:
-    """Reject a tokenizer that does not tokenize as the tokenizer.json that it was loaded from.
+    """Reject a tokenizer that does not tokenize like the tokenizer.json that it was loaded from.
 
-    Some classes of transformers replace parts of that file, such as its pre-tokenizer, by their own: the Llama
-    distillations of R1 name LlamaTokenizerFast, and then lose spaces and line ends.
+    Some classes of transformers replace parts of that file, such as its pre-tokenizer: the Llama distillations of R1
+    name LlamaTokenizerFast, and then lose spaces and line ends.
 
     Raises:
-        ConfigError: with the class, and how to load the file as it is.
+        ConfigError: names the class, and how to load the file unchanged.
     """
     with reading_files(path, "the tokenizer"):
         expected = own.encode(ROUND_TRIP, add_special_tokens=False).ids
@@ -126,18 +128,17 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str
     lost = "" if back == text else f", and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}"
     raise ConfigError(
         f"{path}: {type(tokenizer).__name__} does not tokenize as tokenizer.json says: it makes {here[at : at + 4]} "
-        f"where the file makes {there[at : at + 4]}{lost}. Set "
-        'tokenizer_class to "PreTrainedTokenizerFast" in its tokenizer_config.json (in a local copy, named as '
-        "model.tokenizer), which loads the file as it is"
+        f'where the file makes {there[at : at + 4]}{lost}. Set tokenizer_class to "PreTrainedTokenizerFast" in its '
+        "tokenizer_config.json (in a local copy, named as model.tokenizer), which loads the file unchanged"
     )
 
 
 def published_start(model: ModelConfig) -> int | None:
-    """Return the token that texts of the start model begin with (decoder_start_token_id); None: a new model, or one
+    """Return the start token of the start model's texts (decoder_start_token_id); None for a new model, or one
     without an encoder.
 
     Raises:
-        ConfigError: its config.json and its generation_config.json name different ones.
+        ConfigError: config.json and generation_config.json name different tokens.
     """
     if model.path is None:
         return None
@@ -146,7 +147,7 @@ def published_start(model: ModelConfig) -> int | None:
     try:
         with loading(path):
             fields, _ = PretrainedConfig.get_config_dict(path, **options)
-    except ConfigError:  # the model's own loading says it; a tokenizer of its own folder does not need the config
+    except ConfigError:  # loading the model reports it; a tokenizer in its own folder does not need the config
         return None
     if not fields.get("is_encoder_decoder"):
         return None
@@ -156,16 +157,16 @@ def published_start(model: ModelConfig) -> int | None:
     if len(named) > 1:
         raise ConfigError(
             f"{path}: decoder_start_token_id is {' and '.join(map(str, sorted(named)))} in config.json and "
-            "generation_config.json: correct the one that is wrong"
+            "generation_config.json: correct the wrong one"
         )
     return next(iter(named), None)
 
 
 def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Write model.chat_template_args into the chat template (some tokenizers have several).
+    """Write model.chat_template_args into the chat template; some tokenizers have several templates.
 
     Raises:
-        ConfigError: no template, or none with such an argument.
+        ConfigError: there is no template, or no template has such an argument.
     """
     args = model.chat_template_args
     template = tokenizer.chat_template
@@ -182,7 +183,7 @@ def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfi
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template, by its name or file.
+    """Return the text of a chat template, given by name or file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -201,13 +202,15 @@ def read_template(template: str) -> str:
 def base_tokenizer(
     model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow, run_dir: Path, rt: Runtime
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
+    """Return the tokenizer of a base run: loaded, or trained by rank 0 on the run's sources and kept in
+    the run directory.
+    """
     if model.train_tokenizer is None:
         return load_tokenizer(model)
     folder = run_dir / TOKENIZER
     with rt.main_first():
         if rt.is_main and not folder.exists():
-            # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
+            # Renamed when complete: an interrupted start leaves no partial tokenizer for the next one.
             temporary = folder.with_name(f".{folder.name}.tmp")
             new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
             flush_folder(temporary)
@@ -228,14 +231,14 @@ def new_tokenizer(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `vocab_size` entries, the four special tokens (ids 0-3) and
-    all 256 bytes among them.
+    """Train a tokenizer of at most `vocab_size` entries, including the four special tokens (ids 0-3) and all
+    256 bytes.
 
-    Documents end with <|endoftext|>, which is eos; nothing is put before them. The same texts give the same tokenizer.
+    Documents end with <|endoftext|>, which is eos; nothing precedes them. The same texts give the same tokenizer.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZER_PATTERN), behavior="isolated")
-    # Without ByteLevel's own pattern, which is GPT-2's: texts are split by ours alone.
+    # Without ByteLevel's own pattern (GPT-2's): only our pattern splits texts.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,5 +1,6 @@
-"""Models that describe pictures, as transformers composes them: an encoder of pictures (ViT) and a decoder
-that attends to it (GPT-2)."""
+"""Models that caption pictures, as transformers composes them: a picture encoder (ViT) and a decoder that attends to
+it (GPT-2).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,11 @@ PIXELS = "pixel_values"
 PROCESSOR = "preprocessor_config.json"
 "File of an image processor, as transformers names it."
 _MIDDLE = 0.5
-"Mean and standard deviation of pixels where neither the model nor its image processor names them: those of ViT."
+"ViT's mean and standard deviation of pixels, used if neither the model nor its image processor gives them."
 
 
 class Pixels(NamedTuple):
-    """The input of an encoder: its sizes, and the mean and standard deviation that pixels in
-    0..1 are normalised with."""
+    """The input of an encoder: its sizes, and the mean and standard deviation that normalise pixels in 0..1."""
 
     channels: int
     height: int
@@ -54,10 +54,10 @@ class VisionToText(EncoderDecoder):
     auto_class = getattr(transformers, files.CAPTIONS)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Fill in the decoder's vocabulary size and special ids, and that it attends to an encoder.
+        """Fill in the decoder's vocabulary size and special ids, and its cross-attention.
 
         Raises:
-            ConfigError: encoder or decoder is missing.
+            ConfigError: the encoder or the decoder is missing.
         """
         parts = [fields.get(name) for name in ("encoder", "decoder")]
         if not all(isinstance(part, dict) and "model_type" in part for part in parts):
@@ -66,14 +66,15 @@ class VisionToText(EncoderDecoder):
                 "fields"
             )
         decoder = {**ids_of(tokenizer), "is_decoder": True, "add_cross_attention": True, **fields["decoder"]}
-        # transformers takes model_type out of both, so they are copies
+        # copies, because transformers removes model_type from both
         return {**special_ids(tokenizer), **fields, "encoder": dict(fields["encoder"]), "decoder": decoder}
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the pixels' mean and standard deviation in the config, where the image processor
-        beside the weights names them."""
+        """Store the pixels' mean and standard deviation in the config if the image processor next to the weights
+        gives them.
+        """
         super().prepare(orig_model, tokenizer)
-        # With a pad id GPT-2 searches every batch for padding, to warn of it, which waits for the device.
+        # With a pad id GPT-2 searches every batch for padding to warn about it, which waits for the device.
         orig_model.config.decoder.pad_token_id = None
         if not hasattr(orig_model.config.encoder, "image_mean"):
             _normalise_as_beside(orig_model)
@@ -88,7 +89,7 @@ class VisionToText(EncoderDecoder):
         max_length: int,
         data: DataConfig,
     ) -> Examples:
-        """Read the pictures: uint8 [I, channels, height, width], resized to what the encoder takes."""
+        """Read the pictures: uint8 [I, channels, height, width], resized to the encoder's input."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
         pictures = images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
@@ -111,15 +112,15 @@ class VisionToText(EncoderDecoder):
         return {PROCESSOR: json.dumps(processor, indent=2).encode()}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """Return the positions of a picture: its patches, and what the encoder puts before them."""
+        """Return the positions of a picture: its patches, and the tokens that the encoder puts before them."""
         pixels = pixels_of(orig_model.config)
         empty = torch.zeros(1, *pixels[:3], dtype=orig_model.dtype, device=orig_model.device)
-        # One picture is no shape of the run: compiled code would recompile for it.
+        # A single picture is not a shape of the run: compiled code would recompile for it.
         with inference(orig_model), plain_attention(orig_model):
             return int(orig_model.get_encoder()(pixel_values=empty).last_hidden_state.shape[1])
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
-        """Return all positions of the encoder in the decoder's size, [I, S, H]; none is padding."""
+        """Return all positions of the encoder in the decoder's size, [I, S, H]; none of them is padding."""
         encoded = orig_model.get_encoder()(**self.plain_inputs(orig_model, inputs)).last_hidden_state
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
@@ -131,33 +132,33 @@ class VisionToText(EncoderDecoder):
         return Continuation(decoder, {"encoder_hidden_states": self.encode(orig_model, inputs)[0]})
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the pixels normalised, on their device, in the precision of the weights. No host sync."""
+        """Return the normalised pixels on their device, in the precision of the weights. No host sync."""
         pixels = pixels_of(orig_model.config)
         return {PIXELS: normalised(inputs[PIXELS], pixels.mean, pixels.std).to(orig_model.dtype)}
 
 
 def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
-    """Write into the encoder's config the mean and standard deviation of the image processor beside a loaded model, in
-    its folder or on the hub.
+    """Write the mean and standard deviation of a loaded model's image processor into the encoder's config; the
+    processor is in the model's folder or on the hub.
 
-    Our pixels are in 0..1, so both are divided by whatever scale the processor applies.
+    Our pixels are in 0..1, so both are divided by the processor's scale.
     """
     path = str(orig_model.name_or_path)
     config = orig_model.config.encoder
     if not path:
         return
-    # Private: the commit that the config was loaded from, so that both files are of one version. Where transformers
-    # no longer has it (huggingface/transformers#47611) the newest file is taken.
+    # Private: the commit that the config was loaded from, so that both files have the same version. If transformers
+    # drops it (huggingface/transformers#47611), the newest file is used.
     commit = getattr(orig_model.config, "_commit_hash", None)
     where = {"revision": commit, "local_files_only": os.path.isdir(path) or not hub_answers()}
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)
     except OSError:
-        log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
+        log.warning("%s has no %s, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
         return
-    # What the processor makes of a pixel of 255, which is 1 here.
+    # The processor's output for a pixel of 255, which is 1 here.
     scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
-    # No normalisation is one by mean 0 and deviation 1.
+    # No normalisation means mean 0 and deviation 1.
     if not said.get("do_normalize", True):
         channels = pixels_of(orig_model.config).channels
         said |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
@@ -167,10 +168,10 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
 
 
 def pixels_of(config: PretrainedConfig) -> Pixels:
-    """Return what the encoder of a model takes.
+    """Return the input of a model's encoder.
 
     Raises:
-        ConfigError: its config does not say how large pictures are, or names too few means.
+        ConfigError: the config does not give the size of pictures, or gives too few means.
     """
     own = config.encoder
     size = getattr(own, "image_size", None)
@@ -185,10 +186,10 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
 
 
 def unseen_pixels(orig_model: PreTrainedModel) -> str:
-    """Return which rows and columns of a picture are in no patch of the encoder; empty where all are seen.
+    """Return the rows and columns of a picture that are in no patch of the encoder; empty if it sees all.
 
-    Patches are a convolution whose stride is its kernel, which leaves out what is less than a patch, as in ViT; Swin
-    pads instead. Published encoders may do so (384 pixels in patches of 14), so it is no reason to refuse one.
+    Patches are a convolution with its kernel size as stride, which drops a partial patch, as in ViT; Swin pads it
+    instead. Published encoders may do so (384 pixels in patches of 14), so it is no reason to reject one.
     """
     pixels = pixels_of(orig_model.config)
     for module in orig_model.get_encoder().modules():
@@ -203,15 +204,15 @@ def unseen_pixels(orig_model: PreTrainedModel) -> str:
             if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
                 encoder = orig_model.config.encoder.model_type
                 return (
-                    f"{encoder}: of pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x "
-                    f"{across} the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
+                    f"{encoder}: with pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x "
+                    f"{across}, the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
                     "patch_size loses none"
                 )
     return ""
 
 
 def normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return (pixels / 255 - mean) / std, fp32, of uint8 [I, channels, height, width].
+    """Return (pixels / 255 - mean) / std in fp32, for uint8 [I, channels, height, width].
 
     Mean and std stay on the host: no sync.
     """

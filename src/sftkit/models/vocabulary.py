@@ -1,9 +1,9 @@
-"""The rows of a vocabulary that tokens and files do not decide: those of added tokens, and padding.
+"""Rows of a vocabulary that the model's files do not provide: rows of added tokens, and padding.
 
-A base model becomes a chat model by tokens that its tokenizer lacks, and rows of embedding and head for them. Padding
-to a multiple of some number of rows suits the matrix products of the head, in memory only: the rows behind those of the
-tokens are zeros, no token looks them up, no logit is made of them, and no file has them. They stay zeros: their
-gradient is 0, and so is each update or decay of them.
+A base model becomes a chat model by adding tokens that its tokenizer lacks, with rows of embedding and head. Padding
+the rows to a multiple of some number suits the head's matrix products. It exists only in memory: the rows after those
+of the tokens are zeros, no token looks them up, they make no logits, and no file holds them. They stay zero, because
+their gradient is 0 and so is every update or decay.
 """
 
 from __future__ import annotations
@@ -23,56 +23,58 @@ from sftkit.ops.tensors import local, local_region
 _MULTIPLE = 64
 "A vocabulary that grows gets a multiple of this number of rows, which suits tensor cores."
 MEAN_ROWS = 1024
-"Rows that a mean reads at a time."
+"Number of rows that the mean reads at a time."
 
 _ADDED = "sftkit_added_tokens"
 _NEW_ROWS = "sftkit_new_rows"
-"Attributes of a tokenizer and of a model: neither is saved, so what is loaded from a checkpoint has added nothing."
+"""Attributes of a tokenizer and of a model. Neither is saved, so objects loaded from a checkpoint have no
+added tokens.
+"""
 
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """The tokens that add_tokens has added to a tokenizer."""
+    """The tokens that add_tokens added to a tokenizer."""
 
     tokens: tuple[str, ...]
     ids: tuple[int, ...]
     known: int
-    "Ids below this are those of the tokens that were there before."
+    "Ids below this belong to tokens that the tokenizer already had."
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a vocabulary that are not in the model's files, or are there but belong to no token."""
+    """The rows of a vocabulary that the model's files lack, or that belong to no token there."""
 
     before: int
     "rows in the files"
     known: int
-    "rows of known tokens: the new rows are their mean"
+    "rows of known tokens: new rows are their mean"
     ids: tuple[int, ...]
     "rows of added tokens, which may be among `before`"
     tokens: int | None = None
-    "rows behind these are padding (models/vocabulary.py), zeros; None: there is none"
+    "first row of padding, which is zeros (models/vocabulary.py); None: no padding"
 
     def among(self, start: int, size: int) -> list[int]:
         """Return the positions of new rows among rows start to start + size, counted from start; rows that only round
-        up a grown vocabulary are new too."""
+        up a grown vocabulary are new too.
+        """
         ids = set(self.ids)
         return [i for i in range(self.padding(start, size)) if start + i >= self.before or start + i in ids]
 
     def padding(self, start: int, size: int) -> int:
-        """Return the position of the first row of padding among rows start to start + size; `size`: there is none."""
+        """Return the position of the first padding row among rows start to start + size; `size` if there is none."""
         return size if self.tokens is None else max(0, min(self.tokens - start, size))
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
-    """Make each a special token of the tokenizer: one that it lacks is added behind all others, in this order.
+    """Make each a special token of the tokenizer; missing tokens are added after all others, in this order.
 
-    bos, eos and pad stay: text still ends with eos, and generation stops at the template's end of turn too.
+    bos, eos and pad do not change: text still ends with eos, and generation also stops at the template's end of turn.
     """
     vocabulary = tokenizer.get_vocab()
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Unless told otherwise, transformers takes the list for all extra ones: those that are there would be
-    # special no more.
+    # By default transformers takes the list for all extra tokens: the existing ones would lose their special status.
     tokenizer.add_special_tokens(
         {"extra_special_tokens": [token for token in tokens if token not in special]},
         replace_extra_special_tokens=False,
@@ -84,19 +86,19 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens | None:
-    """Return what add_tokens has added; None: nothing."""
+    """Return the tokens that add_tokens added; None if there are none."""
     return getattr(tokenizer, _ADDED, None)
 
 
 def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
-    """Return which rows of the vocabulary make_rows has made; None: all rows come from the files, or are padding."""
+    """Return the rows of the vocabulary that make_rows made; None if all rows come from the files or are padding."""
     return getattr(orig_model, _NEW_ROWS, None)
 
 
 def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject a tokenizer with tokens that the model has no rows for.
+    """Reject a tokenizer with tokens that have no row in the model.
 
-    Tokens that were added will get rows. Special tokens that neither text nor the template ever becomes need none: the
+    Added tokens get their rows later. Special tokens that neither text nor the template produces need none: the
     tokenizer of Gemma 3 1B has one for images, its model does not.
 
     Raises:
@@ -113,18 +115,19 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
             continue
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows} and has no row for {token} ({i}): "
-            "take the tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
+            "use the tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
         )
 
 
 def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make rows of embedding and head for the tokens that were added to the tokenizer.
+    """Make rows of embedding and head for the tokens added to the tokenizer.
 
-    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row is the
-    mean of the rows of known tokens; for a model on the meta device once its weights are read (models/weights.py).
+    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row
+    is the mean of the rows of known tokens. A model on the meta device gets the new rows when its weights are
+    read (models/weights.py).
 
     Raises:
-        ConfigError: no linear head.
+        ConfigError: the model has no linear head.
     """
     added = added_tokens(tokenizer)
     if added is None:
@@ -140,21 +143,22 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def set_new_rows(orig_model: PreTrainedModel, new: NewRows) -> None:
-    """Keep for new_rows which rows the model's files lack."""
+    """Record for new_rows which rows the model's files lack."""
     setattr(orig_model, _NEW_ROWS, new)
 
 
 def resize(orig_model: PreTrainedModel, rows: int) -> None:
-    """Resize embedding, head and config.vocab_size to `rows`; the new rows are still to be filled."""
-    # transformers draws the new rows at random either way (mean_resizing only chooses the distribution), and they are
-    # overwritten: the fork leaves the random state as it was.
+    """Resize embedding, head and config.vocab_size to `rows`; the caller fills the new rows."""
+    # transformers draws the new rows at random in any case (mean_resizing only chooses the distribution), and they
+    # are overwritten. The fork preserves the random state.
     with torch.random.fork_rng(devices=[]):
         orig_model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def vocabulary_of(orig_model: PreTrainedModel) -> list[Tensor]:
-    """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
-    unless tied, and bias [V]."""
+    """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H] unless tied,
+    and bias [V].
+    """
     embedding = embedding_of(orig_model)
     projection = output_projection(orig_model)
     weights = [embedding] if projection.weight is embedding else [embedding, projection.weight]
@@ -163,18 +167,17 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[Tensor]:
 
 @torch.no_grad()
 def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
-    """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in
-    new rows, zeros in padding.
+    """Fill this rank's shard of a vocabulary in place: rows of `source`, the mean in new rows, zeros in padding.
 
     Args:
-        tensor: one of vocabulary_of, whole or sharded.
-        source: a tensor or a safetensors slice, of `new.before` rows or more; may be `tensor` itself.
+        tensor: a tensor of vocabulary_of, whole or sharded.
+        source: a tensor or a safetensors slice with at least `new.before` rows; may be `tensor` itself.
     """
     shard = local(tensor)
     (start, size), *columns = local_region(tensor)
     others = tuple(slice(first, first + number) for first, number in columns)
     there = max(0, min(new.before - start, size))
-    # The file has fewer rows than the model: of this rank's shard only the first ones may be in it.
+    # The file has fewer rows than the model: it may hold only the first rows of this rank's shard.
     if source is not tensor and there:
         shard[:there].copy_(source[(slice(start, start + there), *others)])
     rows = new.among(start, size)
@@ -184,8 +187,9 @@ def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in
-    fp64: the same on every rank."""
+    """Return the mean of the first rows, rounded to the run's precision, as fp64 summed in fp64: the same on
+    every rank.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, rows, MEAN_ROWS):
         part = source[(slice(first, min(first + MEAN_ROWS, rows)), *columns)]
@@ -194,7 +198,7 @@ def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype
 
 
 def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a line about the tokens that were added and their rows; None: nothing was added."""
+    """Return a line about the added tokens and their rows; None if there are none."""
     added = added_tokens(tokenizer)
     new = new_rows(orig_model)
     if added is None or new is None:
@@ -204,19 +208,19 @@ def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedToke
     grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
     tied = output_projection(orig_model).weight is embedding_of(orig_model)
     return (
-        f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new ones are the mean of the "
+        f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new rows are the mean of the "
         f"first {new.known:,}"
     )
 
 
 def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
-    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays
-    the number of token rows.
+    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays the number of
+    token rows.
 
     A model on the meta device gets the zeros when its weights are read.
 
     Raises:
-        ConfigError: a model with an encoder, whose vocabulary belongs to a model inside it.
+        ConfigError: the model has an encoder, so the vocabulary belongs to a model inside it.
     """
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
@@ -228,7 +232,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
     if rows == tokens:
         return
     resize(orig_model, rows)
-    # resize has set it to all rows; files and other programs are to know those of tokens only.
+    # resize set it to all rows, but files and other programs must see only the rows of tokens.
     orig_model.config.get_text_config().vocab_size = orig_model.vocab_size = tokens
     setattr(orig_model, TOKEN_ROWS, tokens)
     if (new := new_rows(orig_model)) is not None:
@@ -237,31 +241,31 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
         for tensor in vocabulary_of(orig_model):
             if not tensor.is_meta:
                 tensor[tokens:] = 0
-    # For logits outside the train step: evaluation, generation, checks. The step's loss takes Head.tokens instead.
+    # For logits outside the train step: evaluation, generation, checks. The step's loss uses Head.tokens instead.
     output_projection(orig_model).register_forward_hook(lambda _, __, logits: logits[..., :tokens])
 
 
 def padding_rows(orig_model: PreTrainedModel) -> int:
-    """Return how many rows of embedding and head are padding."""
+    """Return the number of padding rows of embedding and head."""
     return embedding_of(orig_model).shape[0] - vocab_size(orig_model)
 
 
 def rows_of_files(orig_model: PreTrainedModel) -> NewRows | None:
-    """Return which rows a file written from this model has; None: all."""
+    """Return the number of rows that a file of this model holds; None if it holds all."""
     tokens = vocab_size(orig_model)
     return NewRows(tokens, tokens, (), tokens) if padding_rows(orig_model) else None
 
 
 def without_padding(orig_model: PreTrainedModel) -> dict[int, int]:
-    """Return the id of each padded parameter and how many of its rows belong to tokens; empty without padding."""
+    """Map the id of each padded parameter to its number of token rows; empty without padding."""
     if not padding_rows(orig_model):
         return {}
     return {id(tensor): vocab_size(orig_model) for tensor in vocabulary_of(orig_model)}
 
 
 def describe_padding(orig_model: PreTrainedModel) -> str | None:
-    """Return a line about the padding; None: there is none."""
+    """Return a line about the padding; None without padding."""
     if not padding_rows(orig_model):
         return None
     rows = embedding_of(orig_model).shape[0]
-    return f"vocabulary padded from {vocab_size(orig_model):,} to {rows:,} rows: zeros, out of logits and files"
+    return f"vocabulary padded from {vocab_size(orig_model):,} to {rows:,} rows: zeros, not in logits and files"

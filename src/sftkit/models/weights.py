@@ -1,4 +1,4 @@
-"""Weights from safetensors into a live model: each rank reads its own shards and no more."""
+"""Load weights from safetensors into a live model: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from sftkit.runtime.script import first_of, working
 
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate the parameters that are on the meta device; move buffers and real parameters to the device."""
-    # Private: what from_pretrained keeps in fp32 (huggingface/transformers#39058), the bias that balances experts.
+    """Allocate the parameters on the meta device; move buffers and real parameters to the device."""
+    # Private: the parameters that from_pretrained keeps in fp32 (huggingface/transformers#39058), the bias that
+    # balances experts.
     exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
-        # Assigned, a buffer stays as persistent as it was (pytorch/pytorch#125971).
+        # An assigned buffer keeps its persistence (pytorch/pytorch#125971).
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, buffer.to(device, torch.float32 if name in exact else None))
     if any(p.is_meta for p in orig_model.parameters()):
         fill_with_memory(orig_model, device)
     else:
         orig_model.to(device)  # type: ignore[arg-type]
-    # Memory for a weight on the meta device is made by each module that has it, so tied ones are two by now.
+    # Each module allocates its own weights from the meta device, so tied weights are two tensors by now.
     orig_model.tie_weights()
 
 
 def fill_with_memory(module: torch.nn.Module, device: torch.device) -> None:
-    """Allocate memory for weights, or shards of them, that are on the meta device; buffers stay as they are."""
-    # to_empty would leave buffers without the values that were computed (pytorch/pytorch#148926).
+    """Allocate memory for weights, or shards of weights, on the meta device; buffers do not change."""
+    # to_empty would lose the computed values of buffers (pytorch/pytorch#148926).
     buffers = [(part, [*part.named_buffers(recurse=False, remove_duplicate=False)]) for part in module.modules()]
     module.to_empty(device=device)
     for part, named in buffers:
@@ -50,7 +51,7 @@ def fill_with_memory(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:
-    """Move a model to the device; of an empty one read the weights of the recipe's model.path."""
+    """Move a model to the device; for an empty model, read the weights of the recipe's model.path."""
     empty = any(p.is_meta for p in orig_model.parameters())
     make_room(orig_model, device)
     if empty:
@@ -58,7 +59,7 @@ def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None,
 
 
 def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -> None:
-    """Load the weights of the recipe's model.path into the live model; rows of tokens that were added are the mean."""
+    """Load the weights of the recipe's model.path into the live model; rows of added tokens are the mean."""
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
         path = resolve(model.path or "")
@@ -69,34 +70,35 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:
-    """Load the weights of a folder of safetensors into the live model, in its own precision; no collective.
+    """Load the weights from a folder of safetensors into the live model, in the model's precision; no collective.
 
-    Where names in the model are not those in the files (fused experts, say), the whole model is loaded on the host by
-    from_pretrained, which knows every layout that save_pretrained writes.
+    If names in the model differ from those in the files (fused experts, for example), the whole model is loaded on
+    the host by from_pretrained, which knows every layout that save_pretrained writes.
 
     Args:
-        new: rows of the vocabulary that the files do not have; None: they have all but padding.
+        new: rows of the vocabulary that the files lack; None if they lack only padding.
 
     Raises:
-        ConfigError: no safetensors, a file that cannot be read, a weight that is missing or of another shape.
+        ConfigError: the folder has no safetensors, a file cannot be read, or a weight is missing or has
+            another shape.
     """
-    # In the order of transformers: where a single file and an index are there, one process and several must read the
+    # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
     files = files_of_weights(folder)
     if not files:
         raise ConfigError(
-            f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} in it; save the model with save_pretrained of "
+            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} found; save the model with save_pretrained of "
             "transformers 5"
         )
-    # keep_vars: the parameters themselves, filled where they lie. Those of other ranks are on the meta device.
+    # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
+    # meta device.
     tensors = [(name, t) for name, t in orig_model.state_dict(keep_vars=True).items() if not t.is_meta]
-    # A shared tensor under its first name.
+    # A shared tensor keeps its first name.
     first = {id(tensor): name for name, tensor in reversed(tensors)}
     wanted = {name: tensor for name, tensor in tensors if first[id(tensor)] == name}
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
-    # One name that the files lack, and all weights go the slow way: what transformers converts may take
-    # several of them.
+    # If the files lack a name, all weights take the slow path: a converted weight may need several of them.
     others = [name for name in wanted if name not in files]
     if others:
         _load_full(orig_model, wanted, others, folder, grown)
@@ -120,7 +122,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
 
 @torch.no_grad()
 def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
-    """Fill this rank's shard of a weight from all of it; of a vocabulary that has grown, the new rows too."""
+    """Fill this rank's shard of a weight from the whole weight; for a grown vocabulary, fill the new rows too."""
     if new is not None:
         fill(tensor, source, new)
     else:
@@ -130,26 +132,27 @@ def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
 def _load_full(
     orig_model: PreTrainedModel, wanted: dict[str, Tensor], others: list[str], folder: Path, grown: dict[int, NewRows]
 ) -> None:
-    """Fill all of `wanted` from a whole model on the host; `others` are the names that no file has.
+    """Fill all tensors of `wanted` from a whole model on the host; `others` holds names that are in no file.
 
     Args:
-        grown: id of a tensor with rows that the files do not have -> which.
+        grown: id of a tensor -> the rows that the files lack.
     """
-    # The class before FSDP put its own in front, which cannot load.
+    # The original class: FSDP's class in front of it cannot load.
     plain: Any = plain_class(orig_model)
     found_type = json_object(folder / "config.json").get("model_type")
     with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
         renamed = None if found_type == orig_model.config.model_type else TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
-    # No config could have told that these weights are not tied (models.load.differing_ties); names were converted.
+    # The config could not express that these weights are untied (models.load.differing_ties), and names
+    # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
         raise ConfigError(
-            f"{folder}: tie_word_embeddings is true, and its files hold another {first_of(sorted(lost))} than the tied "
-            "one: save the model with tie_word_embeddings false"
+            f"{folder}: tie_word_embeddings is true, but {first_of(sorted(lost))} differs in its files from the "
+            "weight it is tied to: save the model with tie_word_embeddings false"
         )
-    # What transformers would leave at random is an error here.
+    # Weights that transformers would leave at random values are an error here.
     saved = whole.state_dict()
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
     check_complete(folder, plain, missing, loading_info["mismatched_keys"])

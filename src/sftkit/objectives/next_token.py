@@ -1,6 +1,6 @@
 """Next-token prediction and captioning: cross entropy of each target token.
 
-Given are all tokens before it in its document, and for a caption what an encoder read for it.
+Each prediction depends on all earlier tokens of the document, and for a caption on the encoder's output.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sftkit.ops.linear_cross_entropy import Head, linear_nll
 class NextToken:
     """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
 
-    Also measured: `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the predicted
-    distributions; the last two are 0 unless loss.token_metrics is set.
+    It also measures `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the
+    predicted distributions; the last two are 0 unless loss.token_metrics is set.
     """
 
     config: LossConfig
@@ -43,12 +43,12 @@ class NextToken:
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Return the sums by torch's own cross entropy."""
+        """Return the sums from torch's own cross entropy."""
         smoothing = self.config.label_smoothing
         is_target = targets != IGNORE
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         loss = nll
-        # A call of its own: nll is what is monitored, and is measured without smoothing.
+        # A separate call: the monitored nll is measured without smoothing.
         if smoothing:
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
         if self.config.z_loss:
@@ -68,7 +68,7 @@ class NextToken:
         return examples.num_targets
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return train/loss; train/objective where that differs; token_accuracy and entropy where measured."""
+        """Return train/loss; train/objective if it differs; token_accuracy and entropy if measured."""
         values = {"train/loss": means["nll"]}
         if self.config.z_loss or self.config.label_smoothing:
             values["train/objective"] = means["loss"]
@@ -80,8 +80,8 @@ class NextToken:
 class Caption(NextToken):
     """The sums of NextToken, always with token metrics.
 
-    Texts are short and their tokens few, so the share that is predicted right, train/token_accuracy, says something
-    beside the captions that an evaluation generates.
+    Texts are short and have few tokens, so the share of correct predictions, train/token_accuracy, is informative in
+    addition to the captions that an evaluation generates.
     """
 
     def __init__(self, config: LossConfig) -> None:

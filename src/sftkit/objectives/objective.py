@@ -1,6 +1,6 @@
-"""What is minimised: the protocol of objectives, their sums, and a model with its objective, which a step calls.
+"""The protocol of objectives, their sums, and a model with its objective, which a step calls.
 
-The script of a stage names the objective; loop, engines and metrics call it. `Totals` are named sums over the
+A stage's script names the objective; loop, engines and metrics call it. `Totals` are named sums over the
 micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers to an objective.
 """
 
@@ -31,18 +31,18 @@ class Sums(NamedTuple):
     """Sums over the targets of a batch, 0-d, losses in nats: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
-    "differentiable; loss / divisor of the step is what is minimised"
+    "differentiable; the step minimises loss / number of target tokens"
     measured: dict[str, Tensor]
     "other sums by name, without gradient; an objective returns the same names for every batch"
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over several batches, in one vector on the device, so that one exchange adds them over ranks."""
+    """Sums over several batches in one vector on the device, so that one collective adds them over ranks."""
 
     names: tuple[str, ...]
     vector: Tensor
-    "fp32 (float64 of a model in float64) [len(names)], without gradient"
+    "fp32 (float64 for a model in float64) [len(names)], without gradient"
 
     @classmethod
     def zeros(cls, measured: tuple[str, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Totals:
@@ -66,16 +66,16 @@ class Totals:
         self.vector.add_(other.vector)
 
     def means_of(self, values: list[float], divisor: float) -> dict[str, float | None]:
-        """Return each value over the divisor, None where that is 0; `values`: the vector, of all ranks together."""
+        """Return each value over the divisor, None if that is 0. `values`: the vector summed over ranks."""
         return {name: value / divisor if divisor else None for name, value in zip(self.names, values, strict=True)}
 
 
 class Objective(Protocol):
-    """What is minimised, as sums: they add up over micro-batches and ranks, and the step divides once."""
+    """The minimised quantity as sums: they add up over micro-batches and ranks, and the step divides once."""
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Return the names of the sums other than the loss, in the order in which `sums` returns them."""
+        """Return the names of the sums other than the loss, in the order of `sums`."""
 
     @property
     def monitored(self) -> str:
@@ -85,38 +85,39 @@ class Objective(Protocol):
         """Return the hidden states that `sums` needs, [N, H]; the others can then be freed.
 
         Args:
-            hidden: [B, C, H] of the batch's local positions.
+            hidden: [B, C, H], at the batch's local positions.
         """
 
     def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
         """Return the sums of a batch.
 
         Args:
-            selected: [N, H], what `select` returned for this batch.
-            head: projects hidden states to the vocabulary.
+            selected: [N, H], returned by `select` for this batch.
+            head: head that projects hidden states to the vocabulary.
         """
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Return the same sums from whole logits, in plain torch operators and the dtype of the logits.
+        """Return the same sums from full logits, in plain torch operators and the dtype of the logits.
 
-        `sums` is checked against it.
+        It is the reference for `sums`.
 
         Args:
-            logits: [N, V], final: scaled and capped. targets: int64 [N], IGNORE where nothing is learned.
+            logits: [N, V], final: scaled and capped. targets: int64 [N], IGNORE at positions without a target.
         """
 
     def count(self, batch: Batch) -> int:
-        """Return what a batch adds to the divisor, counted in the batch itself: summed over ranks
-        it equals `divisors`."""
+        """Return a batch's contribution to the divisor, counted in the batch itself: summed over ranks it
+        equals `divisors`.
+        """
 
     def divisors(self, examples: Examples) -> np.ndarray:
-        """Return what each document adds to the divisor of its step: int64 [D].
+        """Return each document's contribution to the divisor of its step: int64 [D].
 
         Counted on the host before an epoch begins, so every rank knows the global divisor without communication.
         """
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return the metrics to log, among them train/loss, from the means of the sums; None: no mean."""
+        """Return the metrics to log, including train/loss, from the means of the sums; None: no mean."""
 
 
 AUX_LOSS = "aux_loss"
@@ -126,15 +127,15 @@ AUX_LOSS = "aux_loss"
 class Balanced:
     """An objective with one more sum, the auxiliary loss. See objective.Objective.
 
-    `added` brings that sum in, since what routers choose is in no hidden state.
+    `added` adds that sum, because the routers' choices are not in the hidden states.
     """
 
     def __init__(self, objective: Objective, weight: float) -> None:
-        """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
+        """Wrap an objective. `weight`: weight of the auxiliary loss in the minimised loss; 0: it is only measured."""
         self._objective = objective
         self._weight = weight
         self.measured = (*objective.measured, AUX_LOSS)
-        # The rest is the wrapped objective's, which knows nothing of routers.
+        # All other methods are the wrapped objective's, which does not know about routers.
         self.monitored = objective.monitored
         self.select = objective.select
         self.sums = objective.sums
@@ -151,25 +152,25 @@ class Balanced:
         return Sums(loss, {**sums.measured, AUX_LOSS: aux_loss.detach().to(sums.loss.dtype)})
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return the wrapped objective's metrics, train/aux_loss, and train/objective where the loss is part of it."""
+        """Return the wrapped objective's metrics, train/aux_loss, and train/objective if the loss includes it."""
         values = {**self._objective.metrics(means), "train/aux_loss": means[AUX_LOSS]}
         return values | ({"train/objective": means["loss"]} if self._weight else {})
 
 
 class ModelWithLoss(torch.nn.Module):
-    """A module that takes a batch and returns its sums, so no logits ever cross a wrapper.
+    """A module that takes a batch and returns its sums, so that logits never cross a wrapper.
 
-    `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
+    `orig_model` inside is the plain transformers model, for evaluation, generation and checkpoints.
     """
 
     def __init__(
         self, orig_model: PreTrainedModel, backend: str, objective: Objective, routing: Routing | None = None
     ) -> None:
-        """Put the model's attention under our control and add the auxiliary loss to the objective where there is one.
+        """Replace the model's attention by ours, and add the auxiliary loss to the objective if there is one.
 
         Args:
-            backend: of attention in training.
-            routing: reads the routers of a model with experts; None: they are not read.
+            backend: attention backend of training.
+            routing: reader of the routers of a model with experts; None: they are not read.
         """
         super().__init__()
         use_document_attention(orig_model)
@@ -179,7 +180,7 @@ class ModelWithLoss(torch.nn.Module):
         self.kind = kind_of(orig_model.config)
         self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
-        "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
+        "name of the group of ranks that hold chunks of the same rows; set when the model is sharded"
 
     def forward(self, batch: Batch, backend: str | None = None) -> Sums:
         """Return the sums of a batch.
@@ -189,17 +190,18 @@ class ModelWithLoss(torch.nn.Module):
         """
         return self.sums(batch, backend or self.backend)
 
-    # The next three are entered from outside: parallel/fsdp.py makes each of them gather the weights that it uses.
+    # The next three are entered from outside: parallel/fsdp.py makes each of them gather its weights.
 
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""
-        # All hidden states stay unnamed, so that those that are not selected are freed here.
+        # No name refers to all hidden states, so that those not selected are freed here.
         selected = self.objective.select(self._hidden(batch, backend), batch)
         return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its
-        ranks, without gradient."""
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,
+        without gradient.
+        """
         return from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_selected(self, selected: Tensor, batch: Batch) -> Sums:
@@ -213,13 +215,14 @@ class ModelWithLoss(torch.nn.Module):
         sums = self.objective.sums(selected, batch, projection)
         if self.routing is None:
             return sums
-        # The auxiliary loss of what the routers have chosen in the last pass; in training only.
+        # The auxiliary loss of the routers' choices in the last pass; in training only.
         aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
         return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 
     def _hidden(self, batch: Batch, backend: str) -> Tensor:
-        """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
-        # Routers must not count padding: it would be balanced, too. Chunks of rows have their own positions only.
+        """Return the hidden states [B, C, H]; in training, the routers count the positions with a token."""
+        # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
+        # positions only.
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)

@@ -1,12 +1,13 @@
-"""AdamW: torch's fused one for fp32 weights that are whole, and ours, which keeps what bf16 weights would lose.
+"""AdamW: torch's fused version for whole fp32 weights, and ours, which keeps the updates that bf16 weights
+would lose.
 
-An update at a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
-the nearest one loses it entirely. Ours keeps it in fp32 masters (optim.name=adamw), or in expectation by stochastic
-rounding (adamw_sr). The update is one pointwise function on flat tensors: on CUDA a Triton kernel for all parameters at
-once (ops.adamw_kernel), elsewhere torch's operators. Each rank updates its own shard of a parameter.
+An update at a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding
+to nearest loses it entirely. Ours keeps it in fp32 masters (optim.name=adamw), or in expectation by stochastic
+rounding (adamw_sr). The update is one pointwise function on flat tensors: on CUDA a Triton kernel for all parameters
+at once (ops.adamw_kernel), elsewhere torch's operators. Each rank updates its own shard of a parameter.
 
-A skipped update does not count in the bias corrections. Only the device knows of it in time, so the counts and what
-follows from them stay there.
+A skipped update does not count in the bias corrections. Only the device knows in time whether an update is skipped,
+so the counts and the corrections stay on the device.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def numbers_of(group: Group) -> tuple[float, float, float, float]:
 
 
 def corrections(counts: Tensor, lr: float, betas: tuple[float, float]) -> Tensor:
-    """Return the two numbers of AdamW's bias correction after each count of updates.
+    """Return the two factors of AdamW's bias correction for each count of updates.
 
     Args:
-        counts: [P], update numbers from 1, on any device; of 0 the result is not finite.
+        counts: update counts from 1, [P], on any device; 0 gives a result that is not finite.
 
     Returns:
         fp64 [P, 2] on that device: lr / (1 - beta1^count) and sqrt(1 - beta2^count). In fp32 the first count of
@@ -56,7 +57,7 @@ def adamw(old: Updated, grad: Tensor, numbers: tuple[float, float, float, float]
     """Return the new weight and moments, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
 
     Args:
-        numbers: of the group (numbers_of).
+        numbers: values of numbers_of for the parameter's group.
         corrected: fp64 [2], a row of `corrections`.
     """
     weight, exp_avg, exp_avg_sq = old
@@ -69,14 +70,14 @@ def adamw(old: Updated, grad: Tensor, numbers: tuple[float, float, float, float]
 
 
 def update_eagerly(shard: ParameterShard, clip: Tensor, corrected: Tensor) -> None:
-    """Update flat tensors in place, in fp32 inside. A `clip` of nan leaves everything as it is.
+    """Update flat tensors in place with fp32 arithmetic. A `clip` of nan changes nothing.
 
-    bf16 tensors are rounded stochastically at every store (arXiv 2502.20566). So is `rounded`, the bf16 copy of a
-    master: rounded to the nearest, a weight that starts at a bf16 number would stand still until its master has moved
-    half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
+    bf16 tensors are rounded stochastically at every store (arXiv 2502.20566), and so is `rounded`, the bf16 copy of a
+    master. Rounded to nearest, a weight that starts at a bf16 number would not move until its master is half way to
+    the next number, and training would lag behind fp32 (benchmarks/h200_step, losses).
 
     Args:
-        clip: fp32 0-d, multiplies the gradient.
+        clip: fp32 0-d factor of the gradient.
         corrected: fp64 [2], a row of `corrections`.
     """
     stored = (shard.weight, shard.exp_avg, shard.exp_avg_sq)
@@ -94,11 +95,12 @@ def update_eagerly(shard: ParameterShard, clip: Tensor, corrected: Tensor) -> No
 
 
 def random_bits(flat: Tensor, offset: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three draws of 16 bits for each element, int32 [N] or [B, N]: all follow from the numbers given.
+    """Return three draws of 16 bits for each element, int32 [N] or [B, N], determined by the arguments.
 
     Args:
         flat: one of B tensors of one size, [N].
-        offset: index of the first element in the whole parameter, int32, 0-d or [B, 1]. key0, key1: of the update.
+        offset: index of the first element in the whole parameter, int32, 0-d or [B, 1]. key0, key1: key
+            of the update.
     """
     return noise16(elements(flat) + offset, key0, key1)
 
@@ -110,26 +112,27 @@ def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: t
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with fused=True as an optim.protocol.Optimizer."""
+    """Implement optim.protocol.Optimizer with torch.optim.AdamW and fused=True."""
 
     found_inf: Tensor
-    """fp32 0-d, 1 for no update. torch's fused update reads it from its optimizer, where only GradScaler sets it; so a
-    step is skipped without a host sync."""
+    """fp32 0-d, 1 to skip the update. torch's fused update reads this attribute, which only GradScaler sets
+    otherwise, so a step is skipped without a host sync.
+    """
 
     @property
     def kind(self) -> str:
-        """Return what decides which states there are: see optim.protocol."""
+        """Return the kind of states: see optim.protocol."""
         return protocol.optimizer_kind("AdamW", self.param_groups)
 
     def warm_up(self, *, compiled: bool) -> None:
         """Do nothing: the kernel comes compiled with torch."""
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
-        """Update as optim.protocol says, by torch's fused kernel, which skips a step whose coefficient is NaN."""
+        """Update as optim.protocol defines, with torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         protocol.multiply_gradients(parameters_of(self.param_groups), coefficient)
-        # The way of GradScaler, which sets the attribute for one step only (pytorch/pytorch#88015); public torch
-        # has no other.
+        # GradScaler's way: it sets the attribute for one step only (pytorch/pytorch#88015). torch has no
+        # public alternative.
         self.found_inf = coefficient.isnan().float()
         try:
             self.step()
@@ -149,16 +152,16 @@ WARM_UP_ELEMENTS = (32, 33)
 def flat(tensor: Tensor) -> Tensor:
     """Return all elements that this rank holds, [N].
 
-    Through `.data`, because Dynamo would also guard the shape of the base of a view.
+    Uses `.data`, because Dynamo would also guard the shape of a view's base.
     """
     return local(tensor).data.reshape(-1).data
 
 
 def first_element(param: Tensor) -> int:
-    """Return the index, in the whole parameter, of the first element of this rank's shard.
+    """Return the index of the first element of this rank's shard in the whole parameter.
 
-    So all elements of a parameter that is sharded by rows have numbers of their own, and are rounded as the whole would
-    be. Shards by columns (tensor parallelism) share numbers and so random bits: each rounding is unbiased all the same.
+    All elements of a parameter sharded by rows then have distinct numbers, and are rounded as in the whole parameter.
+    Shards by columns (tensor parallelism) share numbers and so random bits, but each rounding is still unbiased.
     """
     if not isinstance(param, DTensor):
         return 0
@@ -166,41 +169,41 @@ def first_element(param: Tensor) -> int:
 
 
 def no_updates(param: Tensor) -> Tensor:
-    """Return a count of updates before the first one: fp32 0-d, on the parameter's device."""
+    """Return the update count before the first update: fp32 0-d, on the parameter's device."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 class Numbered(NamedTuple):
-    """A parameter with its group and its number among all of the model."""
+    """A parameter with its group and its number among all parameters of the model."""
 
     number: int
-    "as build.parameter_groups counts"
+    "number assigned by build.parameter_groups"
     param: torch.nn.Parameter
     group: Group
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose states are exact, or unbiased, whatever the dtype of the parameter.
+    """AdamW with states that are exact, or unbiased, for any dtype of the parameter.
 
     States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for
-    bf16 parameters unless stochastic), `step` (fp32 0-d on the device, as torch's fused AdamW has it: updates that were
-    not skipped). They are made at the parameter's first update. A group has `attempts` (int), the updates that were
-    asked for: the random bits of an update follow from this number, which the host knows.
+    bf16 parameters unless stochastic), `step` (fp32 0-d on the device, like torch's fused AdamW: the number of
+    updates that were not skipped). They are made at the parameter's first update. A group has `attempts` (int), the
+    number of requested updates: it determines the random bits of an update and is known to the host.
     """
 
     label = "AdamW"
     "First word of `kind`."
 
     def __init__(self, groups: Groups, optim: OptimConfig, *, seed: int = 0, stochastic: bool = False) -> None:
-        """Take parameter groups; of the settings only learning rate, betas and epsilon count.
+        """Create the optimizer for some parameter groups, with learning rate, betas and epsilon of the settings.
 
-        `stochastic`: round bf16 parameters and states stochastically instead of keeping masters.
-        `seed`: of the random bits.
+        `stochastic`: whether to round bf16 parameters and states stochastically instead of keeping masters. `seed`:
+        seed of the random bits.
         """
         defaults = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": 0.0, "attempts": 0}
         super().__init__(groups, defaults)
         numbers = itertools.count()
-        for group in self.param_groups:  # groups of another maker than build.parameter_groups: all parameters, in order
+        for group in self.param_groups:  # groups from elsewhere than build.parameter_groups: all parameters, in order
             group.setdefault("numbers", list(itertools.islice(numbers, len(group["params"]))))
         self._optim = optim
         self.stochastic = stochastic
@@ -208,25 +211,26 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """Return what decides which states there are: see optim.protocol."""
+        """Return the kind of states: see optim.protocol."""
         return protocol.optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
-        """Update as optim.protocol says; the coefficient acts inside the update, without a pass over the gradients.
+        """Update as optim.protocol defines; the coefficient is applied inside the update, without a pass over
+        the gradients.
 
         No host sync.
         """
         set_learning_rate(self.param_groups, learning_rate)
         self.step(clip=coefficient)
 
-    # torch's signature has a closure that is called for the loss: no loop here gives one.
+    # torch's signature has a closure that computes the loss: no loop here passes one.
     @torch.no_grad()
     def step(self, closure: None = None, clip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, at the learning rates of the groups.
+        """Update every parameter that has a gradient with its group's learning rate.
 
         Args:
             closure: must be None.
-            clip: fp32 0-d, multiplies the gradients; nan: nothing is updated; None: 1.
+            clip: fp32 0-d factor of the gradients; nan: nothing is updated; None: 1.
         """
         assert closure is None
         for group in self.param_groups:
@@ -234,7 +238,7 @@ class AdamW(torch.optim.Optimizer):
         self._update_all(clip)
 
     def _update_all(self, clip: Tensor | None) -> None:
-        """Update every parameter that has a gradient, as `step` says."""
+        """Update every parameter that has a gradient, like `step`."""
         numbered = self._numbered()
         if not numbered:
             return
@@ -243,7 +247,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _numbered(self) -> list[Numbered]:
         """Return the parameters that have a gradient, in the order of their update."""
-        # Empty shards too: their updates are counted, and Muon gathers the shards of all ranks.
+        # Includes empty shards: their updates are counted, and Muon gathers the shards of all ranks.
         return [
             Numbered(number, param, group)
             for group in self.param_groups
@@ -252,14 +256,15 @@ class AdamW(torch.optim.Optimizer):
         ]
 
     def _corrected(self, numbered: list[Numbered], clip: Tensor) -> Tensor:
-        """Count an update of these parameters, unless it is skipped; return their rows of
-        `corrections`, fp64 [P, 2]."""
+        """Count an update of these parameters, unless it is skipped, and return their rows of `corrections`,
+        fp64 [P, 2].
+        """
         for one in numbered:
             if not self.state[one.param]:
                 self.state[one.param].update(self.new_state(one.param, one.group))
         steps = [self.state[one.param]["step"] for one in numbered]
         # Private: one launch for all counts. torch's own optimizers use these operators, and torch 2.13 has no public
-        # ones (pytorch/pytorch#145355; #193607 proposes torch.foreach).
+        # alternative (pytorch/pytorch#145355; #193607 proposes torch.foreach).
         torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
         runs = [list(same) for _, same in itertools.groupby(numbered, key=lambda one: id(one.group))]
         groups = [members[0].group for members in runs]
@@ -279,7 +284,7 @@ class AdamW(torch.optim.Optimizer):
         return self.stochastic and param.dtype == torch.bfloat16
 
     def _zero_states(self, param: Tensor, group: Group) -> State:
-        """Return the states, without a master, before the first update; load_state_dict expects their names."""
+        """Return the states before the first update, without a master; load_state_dict expects their names."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
@@ -302,7 +307,7 @@ class AdamW(torch.optim.Optimizer):
                 update_eagerly(shard, clip, row)
 
     def _shard(self, one: Numbered) -> ParameterShard:
-        """Return what an update of a parameter needs, its tensors flat."""
+        """Return the inputs of a parameter's update, with flat tensors."""
         assert one.param.grad is not None
         state, weight = self.state[one.param], flat(one.param)
         master = state.get("master")
@@ -312,13 +317,14 @@ class AdamW(torch.optim.Optimizer):
         return ParameterShard(*tensors, *moments, numbers_of(one.group), first_element(one.param), self._key(one))
 
     def _key(self, one: Numbered) -> int:
-        """Return the 64-bit key of the random bits of an update."""
+        """Return the 64-bit key for the random bits of an update."""
         return random_key(self.seed, one.group["attempts"], one.number)
 
     @torch.no_grad()
     def warm_up(self, *, compiled: bool) -> None:
-        """Load the kernels that `update` will run, on tensors that are thrown away; parameters,
-        states and RNG stay untouched."""
+        """Load the kernels of `update` by running them on temporary tensors; parameters, states and RNG
+        do not change.
+        """
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
         for (dtype, device), group in kinds.items():
             if device.type == "cuda":
@@ -330,12 +336,13 @@ class AdamW(torch.optim.Optimizer):
 
     # Any, as in the protocol
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states bit for bit: torch's own would cast every state, also a master, to the dtype of its parameter.
+        """Load states bit for bit: torch's own method would cast every state, even a master, to its
+        parameter's dtype.
 
         Raises:
-            ConfigError: the states are those of another optimizer.
+            ConfigError: the states belong to another optimizer.
         """
-        # torch's own takes the groups; the states follow as they are.
+        # torch's own method loads the groups; the states are loaded unchanged.
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         saved_ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -345,7 +352,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
     def _check_states(self, saved: State, param: Tensor, group: Group) -> None:
-        """Reject states of other names or dtypes than this optimizer keeps for the parameter."""
+        """Reject states whose names or dtypes differ from this optimizer's states for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}
@@ -358,10 +365,10 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
-    """Build the optimizer of optim.name=adamw: torch's own where all is fp32, else ours, with masters."""
+    """Build the optimizer of optim.name=adamw: torch's own if all parameters are fp32, otherwise ours with masters."""
     parameters = list(parameters_of(groups))
-    # torch's fused update does not take `found_inf`, a plain tensor, together with sharded parameters:
-    # pytorch/pytorch#126670 is of a GradScaler, which sets it.
+    # torch's fused update rejects `found_inf`, a plain tensor, together with sharded parameters:
+    # pytorch/pytorch#126670 reports it for GradScaler, which sets the attribute.
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return AdamW(groups, optim, seed=seed)
@@ -371,7 +378,7 @@ def build_stochastic(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW:
     """Build the optimizer of optim.name=adamw_sr: weights and moments in bf16, exact in expectation.
 
     Raises:
-        ConfigError: no weight is bf16, so that nothing would be rounded.
+        ConfigError: no weight is bf16, so nothing would be rounded.
     """
     if all(p.dtype != torch.bfloat16 for p in parameters_of(groups)):
         raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")

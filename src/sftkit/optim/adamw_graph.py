@@ -1,8 +1,8 @@
-"""AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
+"""AdamW with one graph for the update of all parameters: optim.implementation compiled and foreach_map.
 
-The formula, the states and the random bits are those of adamw.py. There a kernel written by hand updates
-all parameters; here Inductor writes the kernels, with foreach_map one for many parameters (horizontal fusion), and CUDA
-graphs may replay the call. The price is a graph that grows with the model, and guards on every tensor in it.
+The formula, the states and the random bits are those of adamw.py. That file updates all parameters with a handwritten
+kernel. Here Inductor generates the kernels, with foreach_map one for many parameters (horizontal fusion), and CUDA
+graphs can replay the call. The price is a graph that grows with the model, and guards on every tensor in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-# Private: of pytorch/pytorch#142098, without a public name as of torch 2.15.
+# Private: from pytorch/pytorch#142098, without a public name as of torch 2.15.
 from torch._higher_order_ops.foreach_map import foreach_map
 from torch.distributed.tensor import DTensor
 
@@ -30,21 +30,21 @@ WARM_UP_CALLS = 3
 
 
 class Each(Protocol):
-    """Something that applies an operator to the first elements of some lists, to the second ones, and so on."""
+    """A callable that applies an operator to the first elements of some lists, then to the second ones, and so on."""
 
     def __call__(self, operator: Callable[..., Tensor], *lists: Tensors) -> Sequence[Tensor]:
         """Return the results, in order."""
 
 
 def one_by_one(operator: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
-    """Return what the operator makes of each parameter, by a loop that the graph unrolls."""
+    """Apply the operator to each parameter in a loop that the graph unrolls, and return the results."""
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
+EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types here
 
 
-# Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.
+# Pointwise functions of flat tensors, as foreach_map requires; a clip of nan changes nothing.
 
 
 def _exp_avg(old: Tensor, grad: Tensor, clip: Tensor, rate1: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _exp_avg_sq(old: Tensor, grad: Tensor, clip: Tensor, rate2: Tensor) -> Tenso
     return torch.where(clip.isnan(), old, old + (clipped * clipped - old) * rate2)
 
 
-# foreach_map gives an operator each list of tensors as an argument of its own.
+# foreach_map passes each list of tensors to the operator as a separate argument.
 def _weight(
     old: Tensor,
     exp_avg: Tensor,
@@ -78,15 +78,15 @@ def _rounded(old: Tensor, weight: Tensor, clip: Tensor, key0: Tensor, key1: Tens
 def update_all(
     each: Each, parameters: Sequence[Tensors], clip: Tensor, scalars: Tensor, corrected: Tensor, keys: Tensor
 ) -> None:
-    """Update P parameters in place, as adamw.update_eagerly updates one whose states are exact.
+    """Update P parameters in place, like adamw.update_eagerly for a parameter with exact states.
 
     Args:
-        each: applies an operator to all parameters.
-        parameters: flat tensors: weights, fp32, masters before parameters without one; the bf16 parameters of the
-            masters; gradients, exp_avg and exp_avg_sq, in the order of the weights.
+        each: callable that applies an operator to all parameters.
+        parameters: flat tensors: weights in fp32 (masters first, then parameters without one); the bf16 parameters of
+            the masters; gradients, exp_avg and exp_avg_sq in the order of the weights.
         clip: fp32 0-d; nan: nothing changes.
-        scalars: fp32 [P, 4], of adamw.numbers_of. corrected: fp64 [P, 2], of adamw.corrections.
-        keys: int32 [P, 2], of the random bits.
+        scalars: fp32 [P, 4], from adamw.numbers_of. corrected: fp64 [P, 2], from adamw.corrections.
+        keys: int32 [P, 2], keys of the random bits.
     """
     weights, rounded, grads, exp_avgs, exp_avg_sqs = parameters
     clips = [clip] * len(weights)
@@ -105,7 +105,9 @@ def update_all(
 
 
 def _numbers(column: Tensor) -> list[Tensor]:
-    """Return the elements of a column, each 0-d: copies, since foreach_map takes no two views of one tensor."""
+    """Return the elements of a column, each 0-d and a copy, because foreach_map does not accept two views of
+    one tensor.
+    """
     return [number.clone() for number in column.unbind()]
 
 
@@ -116,11 +118,11 @@ def _copy(stored: Tensors, new: Tensors) -> None:
 
 
 class GraphAdamW(AdamW):
-    """AdamW with the states, masters and random bits of its base class, whose parameters are updated by one graph."""
+    """AdamW with the states, masters and random bits of its base class, which updates its parameters by one graph."""
 
-    # Any, here and in `build`: torch.compile's arguments are of many types.
+    # Any, here and in `build`: torch.compile's arguments have many types.
     def __init__(self, groups: Groups, optim: OptimConfig, seed: int, graph: Mapping[str, Any]) -> None:
-        """Compile lazily. `graph`: arguments of torch.compile."""
+        """Set up lazy compilation. `graph`: arguments of torch.compile."""
         super().__init__(groups, optim, seed=seed)
         self._compiled = True
         each = EACH[optim.implementation]
@@ -131,23 +133,23 @@ class GraphAdamW(AdamW):
         self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
-        "Memory of the gradients, flat, where optim.static_gradients keeps it."
+        "Memory for the flat gradients if optim.static_gradients keeps it."
 
     def _numbered(self) -> list[Numbered]:
         """Return the parameters that have a gradient, those with a master weight first."""
         return sorted(super()._numbered(), key=lambda one: not self._has_master(one.param))
 
     def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
-        """Update these parameters by the graph; if another has no gradient, without it."""
-        # The graph is for these very parameters: without one of them it would be compiled again, in the middle of
-        # training.
+        """Update these parameters by the graph, or without it if another parameter has no gradient."""
+        # The graph is compiled for exactly these parameters: with one missing it would be compiled again
+        # during training.
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
         shards = [self._shard(one) for one in numbered]
         stored = [[getattr(shard, name) for shard in shards] for name in ("weight", "exp_avg", "exp_avg_sq")]
         rounded = [shard.rounded for shard in shards if shard.rounded is not None]
-        # Private: of pytorch/pytorch#107154, without a public name. CUDA graphs then write to these tensors where they
-        # lie, instead of to copies.
+        # Private: from pytorch/pytorch#107154, without a public name. CUDA graphs then write to these tensors in
+        # place instead of to copies.
         for tensor in (*rounded, *(tensor for kind in stored for tensor in kind)):
             torch._dynamo.mark_static_address(tensor)
         keys = [(signed32(shard.key), signed32(shard.key >> 32)) for shard in shards]
@@ -158,8 +160,7 @@ class GraphAdamW(AdamW):
         run(parameters, clip, scalars, corrected, small_table(keys, torch.int32, device))
 
     def _gradient(self, param: torch.nn.Parameter) -> Tensor:
-        """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
-        elsewhere is copied there."""
+        """Return the flat gradient, in its reserved memory if any; a gradient elsewhere is copied there."""
         assert param.grad is not None
         grad = flat(param.grad)
         if not self._keeps_gradients:
@@ -169,16 +170,16 @@ class GraphAdamW(AdamW):
         kept = self._gradients[param]
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)
-        # Private, as above. CUDA graphs then read the gradient here and do not copy it; torch's own optimizers do not
-        # mark gradients, since their memory stays taken (pytorch/pytorch#107504).
+        # Private, as above. CUDA graphs then read the gradient in place without a copy; torch's own optimizers do not
+        # mark gradients, because that keeps their memory allocated (pytorch/pytorch#107504).
         torch._dynamo.mark_static_address(kept)
         return kept
 
-    # The flag may come by its place: the signature is torch's.
+    # The flag may be positional: the signature is torch's.
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch gives it by its place
-        """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to.
+        """Drop the gradients, or zero those with reserved memory, for the next step to add to.
 
-        A kept gradient that the next step does not add to stays 0, and its parameter decays.
+        A reserved gradient that the next step does not add to stays 0, and its parameter decays.
         """
         if not self._gradients:
             super().zero_grad(set_to_none=set_to_none)
@@ -189,12 +190,13 @@ class GraphAdamW(AdamW):
 
     @torch.no_grad()
     def warm_up(self, *, compiled: bool) -> None:
-        """Compile the update of these very parameters, with their states made; it is left out,
-        so that nothing changes."""
+        """Compile the update of these parameters after creating their states; the update is skipped, so
+        nothing changes.
+        """
         self._compiled = compiled
         if not compiled:
             return
-        # A coefficient of nan leaves an update out.
+        # A coefficient of nan skips the update.
         nan = torch.full((), torch.nan, device=next(iter(parameters_of(self.param_groups))).device)
         before = {p: p.grad for p in parameters_of(self.param_groups)}
         for param in before:
@@ -206,10 +208,10 @@ class GraphAdamW(AdamW):
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int, graph: Mapping[str, Any]) -> GraphAdamW:
-    """Build the optimizer of optim.implementation other than auto.
+    """Build the optimizer for any optim.implementation except auto.
 
     Raises:
-        ConfigError: sharded weights.
+        ConfigError: the weights are sharded.
     """
     if any(isinstance(p, DTensor) for p in parameters_of(groups)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Builds the optimizer of optim.name: checks what it needs, imports its code, sorts the parameters into groups."""
+"""Build the optimizer of optim.name: check its requirements, import its code, sort the parameters into groups."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from sftkit.optim.protocol import Build, Groups, Optimizer
 def build_optimizer(
     model: PreTrainedModel, optim: OptimConfig, seed: int = 0, graph: Mapping[str, Any] | None = None
 ) -> Optimizer:
-    """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
+    """Build the recipe's optimizer, with weight decay on matrices but not on norms, biases and embeddings.
 
     Args:
-        model: in fp32 or bf16; with bf16 the optimizer keeps what the weights would lose.
-        seed: of stochastic rounding; the same on every rank.
-        graph: arguments of torch.compile for an update that is one graph (optim.implementation).
+        model: model in fp32 or bf16; with bf16 the optimizer keeps the updates that the weights would lose.
+        seed: seed of stochastic rounding, the same on every rank.
+        graph: arguments of torch.compile for an update in one graph (optim.implementation).
 
     Raises:
         ConfigError: the optimizer does not fit the model's precision or sharding, needs decoder blocks that
@@ -39,14 +39,14 @@ def build_optimizer(
     groups = parameter_groups(model, optim)
     if spec.unshardable and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
-            f"optim.name={spec.name} {spec.unshardable}: "
-            f"take optim.name={FALLBACK} with sharded weights, or accelerate_configs/ddp.yaml"
+            f"optim.name={spec.name} {spec.unshardable}: use optim.name={FALLBACK} with sharded weights, or "
+            "accelerate_configs/ddp.yaml"
         )
     stages = stages_of(model)
     if spec.unshardable and stages is not None and stages.share_a_weight:
         raise ConfigError(
             f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
-            f"which both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
+            f"which both hold the tied weight of embedding and head: use optim.name={FALLBACK}"
         )
     if optim.implementation != "auto":
         return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
@@ -64,24 +64,24 @@ def build_optimizer(
 
 
 def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
-    """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they
-    are matrices of a block.
+    """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they are matrices of
+    a block.
 
     Returns:
-        groups with the `params` that this process holds and their `numbers` among all of the model. Random bits follow
-        from these: in a pipeline a tied weight is held by two processes, which must round it alike.
+        groups with the `params` that this process holds and their `numbers` among all of the model. The numbers
+        determine the random bits: two processes of a pipeline hold a tied weight and must round it alike.
 
     Raises:
-        ConfigError: such an optimizer, and no block that transformers names has a matrix.
+        ConfigError: the optimizer needs block matrices, and no block that transformers names has one.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings |= {id(p) for p in model.parameters() if is_table(p)}
     trained = [p for p in model.parameters() if p.requires_grad]
-    # Embeddings are matrices, too, but a table of rows that are looked up: decay would shrink rows that are rarely met.
+    # Embeddings are matrices too, but their rows are looked up: decay would shrink the rows of rare tokens.
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
     others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
     groups: Groups = [{"params": matrices, "weight_decay": optim.weight_decay}]
-    # Optimizers for matrices alone, as Muon: whatever is no matrix of a block is updated as AdamW does.
+    # Optimizers for matrices only, such as Muon: all other parameters are updated as by AdamW.
     if (elsewhere := OPTIMIZERS[optim.name].elsewhere) is not None:
         inside = {id(p) for block in decoder_blocks(model) for p in block.parameters() if p.ndim == 2}
         in_blocks = [p for p in matrices if id(p) in inside]

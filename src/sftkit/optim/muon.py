@@ -1,4 +1,4 @@
-"""Muon on the matrices of the decoder blocks, AdamW on everything else, in one optimizer."""
+"""Muon on the matrices of the decoder blocks and AdamW on all other parameters, in one optimizer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
 BATCH_ELEMENTS = 2**24
-"""Elements of matrices that are updated together. At its peak an update of bf16 ones holds 8.5 fp32 tensors of so many
-elements, 544 MiB."""
+"""Number of matrix elements updated together. At its peak, an update of bf16 matrices holds 8.5 fp32 tensors of this
+size, 544 MiB.
+"""
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Return nearly U V^T of the singular value decomposition of each matrix, bf16 [B, R, C].
+    """Return approximately U V^T of each matrix's singular value decomposition, bf16 [B, R, C].
 
-    It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
+    It uses five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
 
-    Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon
+    Singular values end between 0.5 and 1.5, which is good enough here. The arithmetic is that of torch.optim.Muon
     (pytorch/pytorch#160213), whose functional form is private and has changed between releases.
 
     Args:
-        matrices: [B, R, C]. One launch does a step of all: small matrices one by one would wait for the host.
+        matrices: tensor [B, R, C]. One launch computes a step for all of them: small matrices one by one would wait
+            for the host.
     """
     a, b, c = (3.4445, -4.7750, 2.0315)
     tall = matrices.size(1) > matrices.size(2)
@@ -42,9 +44,10 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def _batches(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
-    """Yield matrices of one shape, dtype, sharding and group together, at most BATCH_ELEMENTS or a single one.
+    """Yield matrices of one shape, dtype, sharding and group together, up to BATCH_ELEMENTS or a single
+    larger matrix.
 
-    By whole shapes, not by those of shards, which may differ between ranks: all must gather in one order.
+    Batches use whole shapes, not those of shards, which may differ between ranks: all ranks must gather in one order.
     """
     alike: dict[tuple[object, ...], list[Numbered]] = {}
     for one in matrices:
@@ -70,7 +73,7 @@ class Muon(AdamW):
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
     def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
-        """Update matrices of blocks in batches, and each run of other parameters as AdamW."""
+        """Update matrices of blocks in batches, and each run of other parameters by AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
             run = slice(members[0], members[-1] + 1)  # indexing by a list would copy and sync with the host
@@ -82,10 +85,10 @@ class Muon(AdamW):
     def _update_matrices(self, batch: list[Numbered], clip: Tensor) -> None:
         """Update matrices of one shape in place: Nesterov momentum, orthogonalized and scaled.
 
-        The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so
-        that one learning rate serves both.
+        The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982),
+        so that one learning rate suits both.
 
-        The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
+        The update needs the whole matrix, so a sharded one is gathered and each rank computes the whole update.
         """
         params = [one.param for one in batch]
         group = batch[0].group
@@ -98,8 +101,8 @@ class Muon(AdamW):
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(updates, alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
         torch.where(usable, new, weight, out=new)
-        # Private: one launch for all copies. torch's optimizers use this operator; none is public
-        # (pytorch/pytorch#193607).
+        # Private: one launch for all copies. torch's optimizers use this operator; there is no
+        # public one (pytorch/pytorch#193607).
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
             keys = [self._key(one) for one in batch]
@@ -110,17 +113,18 @@ class Muon(AdamW):
             torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
     def _updates(self, params: list[torch.nn.Parameter], clip: Tensor) -> Tensor:
-        """Update the momentum of matrices of one shape; return this rank's shards of their directions, bf16 [B, R, C].
+        """Update the momentum of matrices of one shape and return this rank's shards of their directions, bf16
+        [B, R, C].
 
-        Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
+        Computed even if the step is skipped, which only the device knows: the result is then not stored.
         """
         buffers = [self.state[param]["momentum_buffer"].view(local(param).shape) for param in params]
         grads = torch.stack([local(param.grad) for param in params if param.grad is not None]).float() * clip
         before = torch.stack(buffers)
         momentum = before.lerp(grads, 1 - MOMENTUM)
         whole = grads.lerp_(momentum, MOMENTUM)
-        torch._foreach_copy_(buffers, list(torch.where(~clip.isnan(), momentum, before, out=momentum)))  # private, too
-        del before, momentum  # the memory of the steps that follow
+        torch._foreach_copy_(buffers, list(torch.where(~clip.isnan(), momentum, before, out=momentum)))  # also private
+        del before, momentum  # memory for the following steps
         if isinstance(params[0], DTensor):
             sharded = [as_sharded(shard.bfloat16(), param) for shard, param in zip(grads, params, strict=True)]
             whole = torch.stack([matrix.full_tensor() for matrix in sharded])  # type: ignore[attr-defined]

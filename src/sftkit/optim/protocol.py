@@ -1,8 +1,8 @@
-"""The protocol of optimizers, and what a step needs beside an update.
+"""The protocol of optimizers, and the other parts of an optimizer step.
 
-That is the norm of all gradients with the factor that clips them, without a host sync; the learning rate as a pure
-function of the step; and optimizer states by the names of their parameters and in their shapes, which checkpoints store
-at any sharding.
+These are the norm of all gradients with the factor that clips them, without a host sync; the learning rate as a pure
+function of the step; and optimizer states under the names and in the shapes of their parameters, which checkpoints
+store at any sharding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from sftkit.config.schema import OptimConfig
 from sftkit.ops.tensors import as_sharded, local
 
 Group = dict[str, Any]
-"""A parameter group as torch types and stores it: params, weight_decay, lr, and what else an optimizer keeps for each
-group. Any, for a TypedDict would fit no optimizer of torch, whose `param_groups` has this type."""
+"""A parameter group as torch types and stores it: params, weight_decay, lr, and an optimizer's own keys. Any, because
+a TypedDict would not fit torch's optimizers, whose `param_groups` has this type.
+"""
 Groups = list[Group]
 State = dict[str, Tensor]
 "The states of a parameter by name."
@@ -35,32 +36,32 @@ class Optimizer(Protocol):
 
     param_groups: Groups
     state: defaultdict[Tensor, State]
-    """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without skipped
-    ones. Empty before the first update."""
+    """States of each parameter by name, including `step`, a 0-d tensor: the number of its updates without skipped
+    ones. Empty before the first update.
+    """
 
     @property
     def kind(self) -> str:
-        """Return a name for the kind of states, for messages and checkpoints: a checkpoint resumes only
-        its own kind."""
+        """Return a name for the kind of states: a checkpoint resumes only its own kind."""
 
     def warm_up(self, *, compiled: bool) -> None:
-        """Compile and load all that an update will run; parameters, states and random numbers do not change.
+        """Compile and load the code of an update; parameters, states and random numbers do not change.
 
-        States that do not exist yet may be made, as the first update makes them.
+        Missing states may be created, as the first update would.
 
         Args:
-            compiled: whether the run compiles. If not, an optimizer that can do both updates eagerly from here on.
+            compiled: whether the run compiles. If not, an optimizer that supports both updates eagerly from now on.
         """
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Set the learning rate of every group, multiply gradients by the coefficient, update parameters
         with a gradient.
 
-        Gradients are undefined afterwards: the product may be taken inside the update.
+        Gradients are undefined afterwards: the product may be computed inside the update.
 
         Args:
-            coefficient: fp32 0-d on the device; nan: the update is skipped: weights, states and their update counts do
-                not change. Only a group's `attempts`, where there is one, counts it.
+            coefficient: fp32 0-d on the device; nan skips the update, so weights, states and their update counts do
+                not change. Only a group's `attempts`, if it has them, counts it.
         """
 
     def new_state(self, param: Tensor, group: Group) -> State:
@@ -69,13 +70,13 @@ class Optimizer(Protocol):
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zeros."""
 
-    # Any, as torch has it: its state dict holds groups beside states, and no type of it has both.
+    # Any, as in torch: its state dict holds groups and states, and no type of torch covers both.
     def state_dict(self) -> dict[str, Any]:
         """Return groups and states, as torch.optim.Optimizer does."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, bit for bit."""
+        """Load the result of `state_dict` bit for bit."""
 
 
 class Build(Protocol):
@@ -85,13 +86,13 @@ class Build(Protocol):
         """Build the optimizer.
 
         Args:
-            groups: as build.parameter_groups makes them.
-            seed: of stochastic rounding; the same on every rank.
+            groups: parameter groups from build.parameter_groups.
+            seed: seed of stochastic rounding, the same on every rank.
         """
 
 
 def optimizer_kind(label: str, groups: Groups) -> str:
-    """Return `kind`: the label, which is in checkpoints and never changes, and the dtypes of the parameters."""
+    """Return `kind`: the label, which is stored in checkpoints and never changes, and the dtypes of the parameters."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters_of(groups)}
     return f"{label} {'+'.join(sorted(dtypes))}"
 
@@ -108,20 +109,20 @@ def set_learning_rate(groups: Groups, learning_rate: float) -> None:
 
 
 SUM_CHUNK = 1 << 16
-"Elements whose squares are added up at once on a CPU: their copy in fp64 stays in the cache."
+"Number of elements whose squares are added up at once on a CPU: their fp64 copy stays in the cache."
 
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[int, int] | None = None) -> Tensor:
     """Return this rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
 
-    A gradient that n ranks hold, such as that of a replica or an unsharded weight, counts 1/n on each.
+    A gradient that n ranks hold, such as a replica's or an unsharded weight's, counts 1/n on each.
 
     Args:
-        copies: id of a parameter -> number of ranks that hold it; others, and None: all ranks.
+        copies: id of a parameter -> number of ranks that hold it; None, or a missing id: all ranks.
 
     Returns:
-        0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
+        0-d on the device, no host sync: fp32 on a GPU, which sums in trees; fp64 on a CPU, which sums one by one.
     """
     by_copies: dict[int, list[Tensor]] = {}
     device = torch.device("cpu")
@@ -130,11 +131,11 @@ def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[
         if p.grad is not None:
             number = (copies or {}).get(id(p), world_size)
             if isinstance(p, DTensor):
-                # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
+                # Not is_shard(): it is false for the strided shards that FSDP makes of tensor-parallel ones.
                 sharding = [i for i, place in enumerate(p.placements) if not place.is_replicate()]
                 number //= math.prod(p.device_mesh.size(i) for i in sharding)
             by_copies.setdefault(number, []).append(local(p.grad))
-    if not by_copies:  # in the dtype of ranks that have gradients, since the shares are added up
+    if not by_copies:  # in the dtype of ranks that have gradients, because the shares are added up
         return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
 
@@ -142,10 +143,10 @@ def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
     if grads[0].device.type != "cpu":
-        # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but in
-        # the dtype of the gradients.
+        # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but
+        # in the dtype of the gradients.
         return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
-    # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
+    # In fp32, torch's sum on a CPU loses 6e-4 of a norm over 2^24 elements, 5e-3 over 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))
     return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
 
@@ -154,8 +155,8 @@ def clip_coefficient(norm: Tensor, usable: Tensor, max_norm: float | None) -> Te
     """Return the factor that brings gradients to `max_norm`: min(1, max_norm / (norm + 1e-6)); nan if not usable.
 
     Args:
-        norm: fp32 0-d, of the gradients. usable: bool 0-d, whether there may be an update.
-        max_norm: None: gradients are not clipped.
+        norm: fp32 0-d, norm of the gradients. usable: bool 0-d, whether an update is allowed.
+        max_norm: largest norm; None: gradients are not clipped.
     """
     factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(usable, factor, torch.nan)
@@ -163,8 +164,7 @@ def clip_coefficient(norm: Tensor, usable: Tensor, max_norm: float | None) -> Te
 
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: Tensor) -> None:
-    """Multiply gradients in place, for optimizers that cannot do it inside their update; nan
-    leaves them as they are."""
+    """Multiply gradients in place, for optimizers that cannot do it inside their update; nan leaves them unchanged."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         # Private: a few kernels for all gradients. The public clip_grads_with_norm_ (pytorch/pytorch#139662) takes a
@@ -180,15 +180,15 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
     if optim.schedule == "constant":
         return optim.lr
     decay = max(round(share(optim.decay_ratio, total_steps)), 1) if optim.schedule == "wsd" else total_steps - warmup
-    # Counted up to the step before, so that the first step of a decay has the full rate and the last is not lost at 0.
+    # Counted up to the previous step, so that the first step of a decay has the full rate and the last is not
+    # lost at 0.
     progress = min(max((step - 1 - (total_steps - decay)) / decay, 0.0), 1.0)
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0 - progress
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * remaining)
 
 
 def share(ratio: float, total_steps: int) -> Fraction:
-    """Return the exact product with the decimal number that a recipe writes: in floats 0.07 of
-    100 steps is more than 7."""
+    """Return the exact product with the decimal number in the recipe: in floats, 0.07 of 100 steps is more than 7."""
     return Fraction(str(ratio)) * total_steps
 
 
@@ -199,10 +199,10 @@ ATTEMPTS = "attempts"
 def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the optimizer's states by the names of their parameters. No host sync.
 
-    `exp_avg.<parameter>` is a tensor of the parameter's shape, a view of the live state (where the parameter is
-    sharded, a DTensor of this rank's shard). `step.<parameter>` is its number of updates, int64 0-d, a copy.
+    `exp_avg.<parameter>` is a tensor of the parameter's shape, a view of the live state; for a sharded parameter, a
+    DTensor with this rank's shard. `step.<parameter>` is its number of updates, int64 0-d, a copy.
 
-    States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
+    Missing states are first created as zeros, so that a checkpoint can be loaded into them.
     """
     found: dict[str, Tensor] = {}
     for name, param, group in _named(optimizer, orig_model):
@@ -222,10 +222,10 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
 
 
 def states_loaded(optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, Tensor], steps: int) -> None:
-    """Take over the numbers of updates after a checkpoint was loaded into the tensors of `named_states`.
+    """Restore the numbers of updates after a checkpoint was loaded into the tensors of `named_states`.
 
     Args:
-        steps: of the run so far, skipped ones included: an update was asked for in each.
+        steps: number of steps of the run so far, including skipped ones: each requested an update.
     """
     for name, param, _ in _named(optimizer, orig_model):
         optimizer.state[param][STEP].copy_(tensors[f"{STEP}.{name}"])
@@ -235,11 +235,11 @@ def states_loaded(optimizer: Optimizer, orig_model: PreTrainedModel, tensors: di
 
 
 def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter, Group]]:
-    """Return name, parameter and group of all that the optimizer updates."""
+    """Return name, parameter and group of every updated parameter."""
     names = {id(p): name for name, p in orig_model.named_parameters()}
     return [(names[id(p)], p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
-    """Return a state in the parameter's shape, sharded as that is."""
+    """Return a state in the parameter's shape and sharding."""
     return as_sharded(value.view(local(param).shape), param)

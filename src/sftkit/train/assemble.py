@@ -1,5 +1,6 @@
-"""The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
-special to the stage; each function takes what the previous one returns, and imports what it is the first to need."""
+"""Assemble a run, the same way for all stages. A stage script calls these functions in order and adds the parts of
+its stage. Each function takes the result of the previous one and imports the modules that it needs first.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +55,10 @@ if TYPE_CHECKING:
 
 
 def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
-    """Return the recipe by its sections, with `resolved` and `environment` beside them."""
+    """Return the recipe's sections together with `resolved` and `environment`."""
     rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
     environment = read_object(run.dir / ENVIRONMENT) if rt.is_main else {}
-    # What was chosen or counted before the first step.
+    # Choices and counts made before the first step.
     resolved = {
         "stage": run.stage,
         "model_type": orig_model.config.model_type,
@@ -86,13 +87,13 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
 
 @contextmanager
 def start_run(cfg: Config, stage: str) -> Iterator[Run]:
-    """Start a run: join the process group and open the run directory, for the duration of the context.
+    """Start a run: join the process group and open the run directory for the duration of the context.
 
-    On exit, restore what was changed in the process; an error is printed and recorded.
+    On exit, restore the process's changed settings; an error is printed and recorded.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to resume is
-            damaged.
+        ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to
+            resume is damaged.
     """
     set_environment(cfg)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
@@ -110,13 +111,14 @@ def train_stage(
     objective: Objective,
 ) -> None:
     """Train a stage from its start to its last step. Evaluation, samples and checkpoints use orig_model; only a
-    training step runs the model compiled.
+    training step runs the compiled model.
 
     Args:
-        row_tokenizer: given data section, tokenizer and max_length, returns what the stage learns from a row.
+        row_tokenizer: function from data section, tokenizer and max_length to the stage's rule for the targets
+            of a row.
 
     Raises:
-        ConfigError, DataError, NumericsError, CheckpointError: as the functions below.
+        ConfigError, DataError, NumericsError, CheckpointError: as in the functions below.
     """
     loaded = load_orig_model(run, tokenizer)
     data = load_data(run, loaded, row_tokenizer(run.cfg.data, tokenizer, loaded.max_length), objective)
@@ -125,30 +127,31 @@ def train_stage(
 
 
 def set_environment(cfg: Config) -> None:
-    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before the
-    process group is made, which reads them."""
+    """Set the environment variables that graph.passes needs; the user's own values stay. Call it before the process
+    group is created, which reads them.
+    """
     for name, value in environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
 
 
 def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
-    """Load the model of the recipe, and find how long documents may be (max_length).
+    """Load the recipe's model and determine the maximum length of documents (max_length).
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
-            option of the compiler is unknown to this torch, which is checked first.
+        ConfigError: the model cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules. A
+            compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.modules import check_options, named_parts
     from sftkit.models.rope import check_rope
 
     cfg, rt = run.cfg, run.rt
-    # First refuse what the recipe alone shows to be wrong, before weights are loaded.
+    # Reject errors visible in the recipe before loading weights.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
         from sftkit.graph.engine import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
-    # Empty, on the meta device, where ranks hold parts only: the weights are read when the model is sharded.
+    # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
@@ -169,7 +172,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: 
         tokenize: the stage's rule, which turns a row into documents and their loss mask.
 
     Raises:
-        ConfigError, DataError: what is wrong with the sources or the layout.
+        ConfigError, DataError: the sources or the layout are invalid.
     """
     from sftkit.evals.suite import sample_rows
 
@@ -183,7 +186,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: 
     documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     prompted = check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
-    # for models with an encoder the evaluation chooses the samples itself
+    # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
 
@@ -195,8 +198,9 @@ def lay_out(
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
 ) -> Batches:
-    """Return this rank's batches of the documents, in rows of declared shapes. They continue the plan segments of the
-    resumed checkpoint, so that no document of the epoch is repeated or lost."""
+    """Return this rank's batches of the documents in rows of declared shapes. They continue the plan segments of the
+    resumed checkpoint, so that no document of the epoch is repeated or lost.
+    """
     examples, earlier = documents.examples, resume.segments
     lengths = examples.lengths, documents.max_length
     layout = make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
@@ -207,13 +211,13 @@ def lay_out(
 
 
 def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data) -> Engine:
-    """Return the engine that computes the steps of this run; print its choices and warnings before anything compiles.
+    """Return the engine that computes the steps of this run; print its choices and warnings before compilation.
 
     Raises:
-        ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
+        ConfigError: this model, layout or machine does not support the recipe.
     """
 
-    # Called by the engine before anything is moved or compiled, so that a run that then fails has left its report.
+    # The engine calls it before anything is moved or compiled, so that a run that fails later has its report.
     def record(plan: MemoryPlan | None) -> None:
         if not run.rt.is_main:
             return
@@ -225,25 +229,26 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
     training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
-    # what was measured is written down, for a resume to keep
+    # measured values are written down, so that a resumed run keeps them
     if run.rt.is_main and engine.setup.pipeline_layers:
         replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
     return engine
 
 
 def earlier_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if this schedule
-    and as many ranks can have so many stages; None: they are measured."""
+    """Return the layers of each pipeline stage: the recipe's, otherwise those of the resumed checkpoint if this
+    schedule and number of ranks support as many stages. None: they are measured.
+    """
     train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
     if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
-    # Timed again they might differ. A checkpoint's recipe has them written out: see open_checkpoints.
+    # A new measurement could differ. A checkpoint's recipe contains them: see open_checkpoints.
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
     return tuple(before) if before and stages_fit(len(before), train.pipeline_schedule, pipeline_size) else None
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:
-    """Return the recipe with the layers of each stage written out; None: unchanged."""
+    """Return the recipe with the layers of each stage filled in; None: unchanged."""
     return cfg if layers is None else replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
 
 
@@ -254,10 +259,11 @@ def make_engine(
     training: Training,
     planned: Callable[[MemoryPlan | None], None] = lambda _: None,
 ) -> Engine:
-    """Return the engine that train.engine names, for a model that was just made or loaded.
+    """Return the engine of train.engine for a model that was just made or loaded.
 
     Args:
-        planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
+        planned: function called before the model is moved or compiled, with the memory plan of an engine that
+            makes one.
     """
     if cfg.train.engine == "reference":
         from sftkit.engine.reference import Reference
@@ -268,9 +274,9 @@ def make_engine(
         if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
                 "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or "
-                "take train.engine=blocks"
+                "use train.engine=blocks"
             )
-        from sftkit.graph.engine import GraphEngine  # experimental: nothing else of the core knows it
+        from sftkit.graph.engine import GraphEngine  # experimental: nothing else in the core imports it
 
         return GraphEngine(cfg, training, rt, run_dir, planned)
     from sftkit.engine.blocks import Blocks
@@ -282,8 +288,8 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     """Make evaluation, checkpoints and tracker; run the loop; write the summary.
 
     Raises:
-        ConfigError: the run cannot work or be resumed like this.
-        NumericsError, CheckpointError: as train says.
+        ConfigError: the run cannot work or resume with these settings.
+        NumericsError, CheckpointError: as in train.
     """
     from sftkit.evals.suite import Suite
     from sftkit.verify.counts import validation_check
@@ -302,12 +308,12 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         sample_rows=data.samples,
         run_dir=run_dir,
     )
-    # Weights and optimizer states are loaded into the engine's own tensors, as they are sharded by now.
+    # Weights and optimizer states are loaded into the engine's own tensors, which are sharded by now.
     checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     step = resumed["step"]
     check_steps_left(run, data.batches, step)
-    # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
+    # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id, open_window=is_open(resumed)) as tracker:
@@ -319,10 +325,10 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
 
 
 def check_steps_left(run: Run, batches: Batches, step: int) -> None:
-    """Refuse a new run that goes on from the last step of another: it would train nothing and save nothing.
+    """Reject a new run that continues from the last step of another: it would train nothing and save nothing.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: names the remedies.
     """
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
@@ -334,7 +340,7 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
 
 
 def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:
-    """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
+    """Return the checkpoints of a run. The engine already exists, so that a resume can load into its optimizer.
 
     Raises:
         ConfigError: the disk cannot hold them, or plain transformers could not load them.

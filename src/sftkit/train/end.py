@@ -1,4 +1,4 @@
-"""The end of training: run_status.json, summary.json, the report, proof.json, and the closing lines on the console."""
+"""The end of training: run_status.json, summary.json, the report, proof.json, and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Trained:
-    """The result of the loop; until it ends, the newest values."""
+    """The result of the loop; its newest values until it ends."""
 
     step: int
     total_steps: int
     tokens: int = 0
     train_seconds: float | None = 0.0
-    """time in steps over all starts of the run, as step and tokens are, without evaluation, checkpoints and warm-up;
-    None: not known, of a run that a version began which did not keep it"""
+    """seconds spent in steps over all starts of the run, like step and tokens, without evaluation, checkpoints and
+    warm-up; None: unknown, because a version without this count began the run
+    """
     start_train_seconds: float = 0.0
-    "the same, of this start alone"
+    "the same seconds for this start alone"
     warm_up_seconds: float = 0.0
-    "of this start"
+    "for this start"
     compiled: bool = False
     stopped: bool = False
-    "ended early, by a signal or train.max_minutes"
+    "whether it ended early, by a signal or train.max_minutes"
     metrics: dict[str, float | None] = field(default_factory=dict)
     "the last logged line"
     evals: dict[str, float | None] = field(default_factory=dict)
@@ -55,10 +56,11 @@ class Trained:
 
 
 def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
-    """Write to run_status.json that training has ended; every rank calls it.
+    """Record the end of training in run_status.json; every rank calls it.
 
     Args:
-        stopped: before its last step; then the signal is written, too, which only one rank may have received.
+        stopped: whether it ended before its last step; the signal, which perhaps only one rank received, is then
+            recorded too.
     """
     number = rt.signal_of_any_rank() if stopped else None
     if rt.is_main:
@@ -66,7 +68,7 @@ def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
 
 
 def _seconds(trained: Trained) -> str:
-    """Return the time in steps in words; of a resumed run, that of this start too."""
+    """Format the time in steps; for a resumed run, add that of this start."""
     own, whole = f"{trained.start_train_seconds:.0f} s", trained.train_seconds
     if whole is None:
         return f"{own} of this start"
@@ -74,24 +76,24 @@ def _seconds(trained: Trained) -> str:
 
 
 def write_run_page(run_dir: Path, print_line: Callable[[str], None] = print_text) -> None:
-    """Write the report of a run that has ended; imported here, as only the end of a run needs reports."""
+    """Write the report of a finished run; reports are imported here because only the end of a run needs them."""
     from sftkit.reports.page import try_report
 
     try_report(run_dir, print_line)
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
-    """Write summary.json and the report, and print the closing lines."""
+    """Write summary.json and the report, and print the last lines."""
     if not rt.is_main:
         return
     file = run_dir / SUMMARY
-    # An earlier start of the run has ended with its last evaluation.
+    # An earlier start of the run finished it with its last evaluation.
     if not trained.metrics and not trained.stopped and file.exists() and not json.loads(file.read_text())["stopped"]:
         rt.print(f"\nalready finished at step {trained.step}; {file} is unchanged")
         return
     try:
         replace_text(file, json.dumps(asdict(trained), indent=1, ensure_ascii=False))
-    except OSError as error:  # the checkpoint is there: this is no failed run
+    except OSError as error:  # the checkpoint exists, so the run has not failed
         rt.print(f"{file} cannot be written: {error}")
     speed = trained.metrics.get("perf/tok_per_sec")
     how = "stopped at" if trained.stopped else "finished"
@@ -107,7 +109,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
 
 
 def reported(checks: list[Check], rt: Runtime) -> list[Check]:
-    """Return checks as they are, after a warning about each that failed: a failed check ends no run."""
+    """Return the checks unchanged, after a warning about each failure: a failed check does not end a run."""
     for check in checks:
         if check.ok is False:
             text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
@@ -116,7 +118,7 @@ def reported(checks: list[Check], rt: Runtime) -> list[Check]:
 
 
 def write_proof(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | None = None) -> None:
-    """Write proof.json; on the main rank only. A full disk costs the file, not the run."""
+    """Write proof.json on the main rank. A full disk loses the file, not the run."""
     text = json.dumps({"rows": [asdict(check) for check in checks], "logits": logits}, indent=1, ensure_ascii=False)
     try:
         replace_text(run_dir / PROOF, text)
@@ -128,7 +130,7 @@ def write_proof(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any
 def write_proof_on_error(
     status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
-    """If training ends with an error, write a proof.json that says what went wrong."""
+    """Write a proof.json with the error if training ends with one."""
     try:
         yield
     except BaseException as error:
@@ -138,7 +140,7 @@ def write_proof_on_error(
 
 
 def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
-    """Return the checks that can be made when training ends; `error`: what ended it early."""
+    """Return the final checks at the end of training; `error`: the exception that ended it early."""
     from sftkit.verify.proof import report_checks
     from sftkit.verify.rows import divisor_check, shapes_check
 

@@ -1,5 +1,6 @@
-"""The only training loop, with what it does before its first step and at each logged line. It takes things and
-functions, never a stage name."""
+"""The only training loop, with its work before the first step and at each logged line. It takes parts and functions,
+never a stage name.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +40,20 @@ AHEAD = 2
 
 
 def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[StepBatches]:
-    """Yield the same steps with their micro-batches on the device. Pinned batches are copied
-    while earlier steps compute."""
+    """Yield the same steps with their micro-batches on the device. Pinned batches are copied while earlier
+    steps compute.
+    """
     if device.type != "cuda":
         yield from steps
         return
-    # On the compute stream a copy would begin only after the steps that are queued there.
+    # On the compute stream a copy would wait for the steps already queued there.
     stream = torch.cuda.Stream(device)
     waiting: deque[tuple[StepBatches, torch.cuda.Event]] = deque()
     for step in steps:
         with torch.cuda.stream(stream):
             moved = replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches])
         waiting.append((moved, stream.record_event()))
-        # A step is handed out when the copies of the next ones are launched, so that they run while it computes.
+        # A step is yielded after the copies of the next ones are launched, so that they run while it computes.
         if len(waiting) > AHEAD:
             yield _arrived(*waiting.popleft())
     while waiting:
@@ -59,7 +61,7 @@ def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[St
 
 
 def _arrived(step: StepBatches, copied: torch.cuda.Event) -> StepBatches:
-    """Let the compute stream, not the host, wait for the copy; its memory is not reused before that stream is done."""
+    """Make the compute stream, not the host, wait for the copy; its memory is not reused before that stream is done."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)
     for batch in step.micro_batches:
@@ -69,11 +71,10 @@ def _arrived(step: StepBatches, copied: torch.cuda.Event) -> StepBatches:
 
 
 class Monitor:
-    """Meter, health and load of experts, which all see the same steps. Every rank has one and calls
-    the same methods."""
+    """Record each step in meter, health and expert load. Every rank has an instance and calls the same methods."""
 
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
-        """Begin to measure; a resumed run restores its counts and the window of steps that are not logged yet."""
+        """Begin to measure; a resumed run restores its counts and the window of steps not logged yet."""
         model = engine.model
         self.meter = Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
@@ -82,12 +83,12 @@ class Monitor:
             rt.print(line)
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Add a step that has been launched."""
+        """Add a launched step."""
         self.meter.add(step_batches, outcome)
         self.health.add(step, step_batches, outcome)
 
     def read_flags(self, *, wait: bool) -> bool:
-        """Check the steps whose flags have arrived; `wait`: all steps.
+        """Check the steps whose flags have arrived, or all steps if `wait`.
 
         Returns:
             whether a rank requests a stop
@@ -107,17 +108,17 @@ class Monitor:
 def log_window(
     monitor: Monitor, engine: Engine, services: TrainServices, status: RunStatus, values: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """Close the window of steps since the last line, and log it; every rank calls it. Waits for the device.
+    """Close the window of steps since the last line and log it; every rank calls it. Waits for the device.
 
     Args:
-        values: of the last step.
+        values: values of the last step.
 
     Returns:
-        the metrics of the line
+        metrics of the line
     """
     assert status.total_steps is not None
     tracker, checkpoints = services.tracker, services.checkpoints
-    # Each of these exchanges sums with the other ranks, so their order must be the same on all.
+    # Each of these calls exchanges sums with the other ranks, so all ranks must use the same order.
     loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
     report = engine.report()
     metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
@@ -129,14 +130,14 @@ def log_window(
 
 
 def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
-    """Return the status of the run, at the step that this start resumes from; start the time limit of the main rank.
+    """Return the run's status at the step that this start resumes from; start the time limit of the main rank.
 
     Args:
-        max_minutes: train.max_minutes.
+        max_minutes: value of train.max_minutes.
     """
     status = rt.open_status(rt.output_dir(services.checkpoints.run_dir))
     status.step, status.total_steps = services.resumed["step"], total_steps
-    # One clock decides: the other ranks learn of its stop from the flags of a step.
+    # One clock decides: the flags of a step carry its stop to the other ranks.
     if max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
     return status
@@ -148,7 +149,7 @@ def warm_up_engine(
     """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
     Raises:
-        ConfigError: the run cannot work like this.
+        ConfigError: the run cannot work with these settings.
     """
     from sftkit.verify import rows
     from sftkit.verify.counts import flops_check, rates_check
@@ -165,9 +166,9 @@ def warm_up_engine(
         rows.mask_check(batches.examples, rows.eos_token_ids_of(engine.model.orig_model)),
         rows.resume_check(status.step, services.checkpoints.resumed_from),
     ]
-    # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
+    # A failed check only warns here: the engine already rejected certain failures. None: not checked.
     end.reported(checks, rt)
-    # A start that has nothing left to train leaves the proof of the one that trained.
+    # A start with no steps left keeps the proof of the start that trained.
     if rt.is_main and status.step != status.total_steps:
         end.write_proof(status.run_dir, checks)
     return ready, checks
@@ -177,7 +178,7 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation
     """Return the summary of a start before its first step.
 
     Args:
-        evaluation: the one before the first step, empty without one.
+        evaluation: evaluation before the first step, empty without one.
     """
     assert status.total_steps is not None
     return Trained(
@@ -199,16 +200,15 @@ def begin_writing(
     left to do.
 
     Args:
-        step: that this start resumed from, or 0. evaluation: of that step, empty if there was none. axes: see
-            Meter.axes.
+        step: step that this start resumed from, or 0. evaluation: evaluation of that step, empty if there was none.
+            axes: see Meter.axes.
 
     Returns:
-        the seconds that this took.
+        seconds that this took.
     """
     started = time.perf_counter()
-    # In this order: the directory becomes ours, checkpoints of steps that are trained again go aside, and only
-    # then lines are appended after the resumed step. A start that fails before its first step thus changes nothing
-    # of an earlier run.
+    # In this order: claim the directory, archive checkpoints of steps that are trained again, and only then append
+    # lines after the resumed step. A start that fails before its first step thus changes nothing of an earlier run.
     claim_run_dir(rt)
     services.checkpoints.archive_later_steps(step)
     services.tracker.open()
@@ -216,22 +216,25 @@ def begin_writing(
         services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
     if evaluation.metrics or evaluation.samples:
         saves.record_evaluation(services, step, evaluation, axes)
-    # No rank goes on before the directory is as the main rank leaves it.
+    # All ranks wait until the main rank has prepared the directory.
     rt.barrier()
     return time.perf_counter() - started
 
 
 def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Trained:
-    """Train from services.resumed["step"] to the last step, logging, evaluating and saving on the way.
+    """Train from services.resumed["step"] to the last step, with logging, evaluation and saving.
 
     Args:
-        cfg: how long the run is, what is due after which step, and what is watched; not how a step is computed.
-        engine: how a step is computed. Evaluation and checkpoints see `engine.model.orig_model`, not the wrapped model.
-        batches: this rank's batches of every step, by the plans of the epochs, which also give the number of steps.
-        services: for evaluating, saving and logging; and the state that this start resumes.
+        cfg: recipe: length of the run, actions after each step, and monitoring; it does not define how a step
+            is computed.
+        engine: engine that computes a step. Evaluation and checkpoints use `engine.model.orig_model`, not the
+            wrapped model.
+        batches: this rank's batches of every step, from the plans of the epochs, which also determine the
+            number of steps.
+        services: functions that evaluate, save and log; and the state that this start resumes.
 
     Raises:
-        NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
+        NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every define.
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
@@ -246,16 +249,15 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
-    already_done = step == total_steps  # then the proof.json of the earlier start stays
+    already_done = step == total_steps  # keeps the proof.json of the earlier start
     with Watchdog(rt, status, cfg.run), closing(engine):
-        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data
-        # go to proof.json.
+        # Warm-up: compile every graph for every declared shape. Its checks and those of the data go to proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
-        # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
+        # After the warm-up, so that a run that cannot train fails before it spends time on an evaluation.
         evaluation = saves.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
-        # What is measured, watched and written; the run directory is claimed when the first step is done.
+        # Measuring, monitoring and writing; the run directory is claimed when the first step is done.
         orig_model.train()
         monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
@@ -263,13 +265,13 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)
-        # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads
-        # (pytorch/pytorch#138957).
+        # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
+        # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
         closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
-        # Left in the reverse order: an error first lets the checkpoint that is being written finish, then the engine
-        # adds what to do about it, and last it goes into proof.json.
+        # Exited in reverse order: on an error the checkpoint in progress is finished first, then the engine adds its
+        # advice, and last the error goes into proof.json.
         with (
             end.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
@@ -290,7 +292,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 monitor.meter.waited(time.perf_counter() - started)
 
                 # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts
-                # if it does.
+                # such waits.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()
@@ -299,7 +301,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     outcome = engine.step(step_batches, lr, stop=stop_requested, spikes=monitor.health.spikes)
                 monitor.add(step, step_batches, outcome)
                 window.add(step_batches, outcome)
-                # A step is done, so this start can train: from here on the run directory is its own.
+                # A step is done, so this start can train: claim the run directory now.
                 if step == start_step + 1:
                     grad_norm = float(outcome.grad_norm)  # waits until the device has done the step
                     pausing = time.perf_counter()
@@ -314,9 +316,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if trace_seconds := trace.after(step):
                     monitor.meter.paused(trace_seconds)
 
-                # What is due after this step. All ranks see a stop request at the same step.
+                # Actions after this step. All ranks see a stop request at the same step.
                 due = saves.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
-                stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
+                stopped = monitor.read_flags(wait=due.waits)  # without waiting: only flags that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
                 open_window = monitor.open_window() if due.window else None
@@ -326,10 +328,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
                     checks += end.reported(window.check(trained.metrics), rt)
-                    collect(1)  # young objects only, and here, where the ranks have just waited for each other
+                    collect(1)  # collect young objects only, and here, where the ranks have just waited for each other
 
-                # Compare replicas: every so many steps, and before they are kept, which is a pause. The device has
-                # nothing left to do then, so no step's time is in it.
+                # Compare replicas every few steps, and before weights are kept, which is a pause. The device is idle
+                # then, so the time of no step includes it.
                 comparing = time.perf_counter()
                 replicas.check(step, is_kept=due.keeps_weights)
                 if due.keeps_weights:
@@ -359,7 +361,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                         collect()
                     monitor.meter.paused(time.perf_counter() - pausing)
 
-        # The last checkpoint, the checks of the whole run, and logits to compare a loaded checkpoint with.
+        # Save the last checkpoint, the checks of the whole run, and logits for comparison with a loaded checkpoint.
         status.at(step, "checkpoint")
         checkpoints.finish()
         report_ended_saves()

@@ -31,12 +31,12 @@ class Run:
 
     cfg: Config
     stage: str
-    "base, mid, sft or caption; the run has this name on a dashboard"
+    "base, mid, sft or caption; also the run's name on a dashboard"
     rt: Runtime
     dir: Path
-    "where it writes before its first step is done: run.dir, or a folder in it if run.dir holds an earlier run"
+    "directory written before the first step is done: run.dir, or a folder in it if run.dir holds an earlier run"
     resume: ResumeCheckpoint = NO_CHECKPOINT
-    "the checkpoint that it resumes, by train.resume, or by auto if the launcher has restarted the run"
+    "checkpoint to resume, by train.resume, or by auto if the launcher restarted the run"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LoadedModel:
     """The model and tokenizer that training starts from."""
 
     orig_model: PreTrainedModel
-    "what evaluation, samples and checkpoints see; only a training step runs it compiled"
+    "model for evaluation, samples and checkpoints; only a training step runs it compiled"
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     "maximum row positions of a document: from the recipe, or from the run that the model comes from"
@@ -52,14 +52,14 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run: for training, for validation, for samples."""
+    """The data of a run: for training, validation and samples."""
 
     batches: Batches
     validation: dict[str, Examples]
     samples: list[Row]
-    "rows of the validation data that the model answers as samples"
+    "validation rows that the model answers as samples"
     prompted_targets: PromptedTargets | None
-    "comparison of targets with a server's prompts, on small conversations; None: every token is learned"
+    "comparison of targets with a server's prompts, on small conversations; None: every token is a target"
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class EncodedDocuments:
 
 
 class Saves(Protocol):
-    """The checkpoints that the loop uses: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests a stand-in."""
+    """The checkpoints of the loop: checkpoint.checkpoint.Checkpoints, or a stand-in for benchmarks and tests."""
 
     @property
     def run_dir(self) -> Path:
-        """Return the directory that the step directories are in."""
+        """Return the parent of the step directories."""
 
     @property
     def resumed_from(self) -> Path | None:
@@ -85,14 +85,14 @@ class Saves(Protocol):
 
     @property
     def skipped_checkpoints(self) -> Sequence[str]:
-        """Return why newer checkpoints were not resumed."""
+        """Return the reasons why newer checkpoints were skipped."""
 
     @property
     def last_save(self) -> Mapping[str, float]:
         """Return seconds and bytes of the newest save, by their metric names without ckpt/."""
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
-        """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
+        """Save a checkpoint in the background and return its step directory; `wait`: return after it is published."""
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Choose the best checkpoint by the metrics of an evaluation."""
@@ -101,7 +101,7 @@ class Saves(Protocol):
         """Rename checkpoints of later steps, which will be trained again."""
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any."""
+        """Wait for a save in progress."""
 
     def ended_saves(self) -> Sequence[SaveEnd]:
         """Return the results of the saves that ended since the last call."""
@@ -109,15 +109,15 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class TrainServices:
-    """The parts with which the loop evaluates, saves and logs."""
+    """The functions with which the loop evaluates, saves and logs."""
 
     evaluate: Evaluate
     "evaluates orig_model at a step; every rank calls it"
     checkpoints: Saves
     tracker: Tracker
     resumed: Mapping[str, Any]
-    "what Checkpoints.resume returned"
+    "result of Checkpoints.resume"
     data_checks: Sequence[Check] = ()
-    "checks of the data that were made before, for proof.json"
+    "earlier checks of the data, for proof.json"
     check_validation: Callable[[], list[Check]] = list
-    "compares validation losses with those by hand, when the engine is warm; every rank calls it"
+    "compares validation losses with an independent computation after the warm-up; every rank calls it"

@@ -1,4 +1,4 @@
-"""What follows a step: what is due, evaluations, the state of the loop in a checkpoint, and reports about saves."""
+"""Actions after a step: what is due, evaluations, the state of the loop in a checkpoint, and reports about saves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Due:
     """The actions after a step, in this order."""
 
     window: bool
-    """keep the open window for the checkpoint, before a line that only a stop makes due would close it: a resumed run
-    then writes the same lines as an uninterrupted one"""
+    """keep the open window for the checkpoint: a line that is due only because of a stop would close it, but a
+    resumed run must write the same lines as an uninterrupted one
+    """
     log: bool
     save: bool
     wait_for_save: bool
@@ -52,7 +53,7 @@ class Due:
 
 
 def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, eval: EvalConfig) -> Due:
-    """Return what follows a step, as the recipe says."""
+    """Return the actions after a step, according to the recipe."""
     last = step == total_steps
     logs = last or step % log.every == 0
     saves = last or bool(checkpoint.every and step % checkpoint.every == 0)
@@ -61,7 +62,7 @@ def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: Checkpoin
 
 
 def evaluation_due(eval: EvalConfig, step: int, total_steps: int) -> bool:
-    """Return whether a step is followed by an evaluation."""
+    """Return whether an evaluation follows a step."""
     return step == total_steps or bool(eval.every and step % eval.every == 0)
 
 
@@ -73,16 +74,16 @@ class Evaluation:
     samples: list[dict[str, Any]] = field(default_factory=list)
     "sample answers"
     stopped: bool = False
-    "a stop was requested meanwhile, so it has found nothing"
+    "a stop was requested during the evaluation, so there are no results"
 
 
 def first_evaluation(
     cfg: Config, status: RunStatus, rt: Runtime, engine: Engine, services: TrainServices
 ) -> Evaluation:
-    """Evaluate before the first step of this start, if that is due; every rank calls it.
+    """Evaluate before the first step of this start if that is due; every rank calls it.
 
     Args:
-        status: at the step that this start goes on from.
+        status: status at the step from which this start continues.
 
     Raises:
         ConfigError: the time of train.max_minutes is up.
@@ -102,13 +103,14 @@ def first_evaluation(
 
 
 def first_evaluation_due(eval: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
-    """Return whether an evaluation comes before the first step of this start: at step 0 if eval.at_start says so; later
-    if the resumed step lacks its own, because a stop cut it short or because the checkpoint is another run's."""
+    """Return whether an evaluation precedes the first step of this start: at step 0 if eval.at_start is set; later if
+    the resumed step lacks its evaluation, because a stop interrupted it or the checkpoint belongs to another run.
+    """
     if step == 0:
         return eval.at_start
     if not evaluation_due(eval, step, total_steps):
         return False
-    # One rank reads the file for all: each must decide alike, and only the main rank's disk is sure to have it.
+    # One rank reads the file for all: every rank must decide alike, and only the main rank's disk surely has it.
     return not (rt.resumes and rt.from_main(lambda: has_row(run_dir / EVALS, step)))
 
 
@@ -125,7 +127,7 @@ def evaluate_at(step: int, status: RunStatus, engine: Engine, evaluate: Evaluate
 def record_evaluation(
     services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
 ) -> None:
-    """Log an evaluation, and let it choose the best checkpoint.
+    """Log an evaluation and let it choose the best checkpoint.
 
     Args:
         axes: see Meter.axes.
@@ -135,7 +137,7 @@ def record_evaluation(
 
 
 DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
-"Keys of the recipe's data section that say what is learned from a document."
+"Keys of the recipe's data section that define the targets of a document."
 
 
 @dataclass(frozen=True)
@@ -146,23 +148,23 @@ class LoopPosition:
     total_steps: int
     progress: Progress
     window: Window
-    "the steps that no line has reported yet"
+    "steps that no line has reported yet"
 
 
 def checkpoint_state(
     position: LoopPosition, data: DataConfig, batches: Batches, services: TrainServices
 ) -> dict[str, Any]:
-    """Return the state as JSON values, by the names under which Checkpoints.resume returns them."""
+    """Return the state as JSON values under the names that Checkpoints.resume returns."""
     return {
-        # Beside weights, optimizer and random states this is all that a resume needs: what it must not count
-        # or plan anew.
+        # Besides weights, optimizer and random states, a resume needs only this: the counts and plans that it must
+        # not redo.
         "tokens": position.progress.tokens,
         "max_length": batches.layout.max_length,
         PROGRESS: asdict(position.progress),
         "epoch": position.epoch,
         "total_steps": position.total_steps,
         "tracker": services.tracker.run_id,
-        # Plan segments, under the name that they have had in all checkpoints.
+        # Plan segments, under the name that all checkpoints use.
         "stretches": [segment._asdict() for segment in batches.segments],
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),
@@ -172,7 +174,7 @@ def checkpoint_state(
 
 @contextmanager
 def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -> Iterator[None]:
-    """Finish the checkpoint that is being written if numerics end training, which they do on all ranks together."""
+    """Finish the checkpoint in progress if numerics end training, which happens on all ranks together."""
     try:
         yield
     except NumericsError:
@@ -182,7 +184,7 @@ def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -
 
 
 def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
-    """Make an event of each save that failed since the last call, and note in run_status.json if the newest failed."""
+    """Log an event for each save that failed since the last call; record a failure of the newest in run_status.json."""
     for saved, failure in checkpoints.ended_saves():
         if failure is not None:
             text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"

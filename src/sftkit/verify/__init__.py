@@ -1,1 +1,1 @@
-"""What a run proves of itself besides its gradients, around any engine: the first update, rates, norm, counts, bits."""
+"""Verify a run around any engine: gradients, first update, learning rates, norm, counts, bits."""

@@ -1,4 +1,4 @@
-"""Check what a run logs, each value by a way of its own: validation loss and bits per byte of a few documents, learning
+"""Check the logged values of a run independently: validation loss and bits per byte of a few documents, learning
 rates, the FLOPs of a step, and the counts of the first window.
 """
 
@@ -36,13 +36,13 @@ from sftkit.tracking.names import Check, StepOutcome
 DOCUMENTS = 4
 "Maximum number of documents."
 LONGEST = 1024
-"Longer documents are not taken, if there are shorter ones."
+"Longer documents are skipped if there are shorter ones."
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 "Limit of the relative difference of a mean over few targets, by the dtype of the weights."
 
 
 def some_documents(examples: Examples) -> Examples:
-    """Return the first few documents that are not long, as examples of their own."""
+    """Return the first few documents that are short enough, as separate examples."""
     lengths = examples.lengths
     fitting = np.flatnonzero(lengths <= max(LONGEST, int(lengths.min())))[:DOCUMENTS]
     parts = [np.arange(examples.offsets[i], examples.offsets[i + 1]) for i in fitting]
@@ -69,8 +69,8 @@ def validation_check(
 ) -> list[Check]:
     """Return the check of val/loss and val/bpb; empty without validation data. Every rank calls it.
 
-    A few documents go through the validation of the run. By hand: each alone through transformers, the base-2 logarithm
-    of the probability of each target, the bytes of what the targets are decoded to.
+    A few documents go through the run's validation. The reference computes each one alone through transformers: the
+    base-2 logarithm of the probability of each target, and the bytes of the decoded targets.
     """
     chosen = next((examples for examples in validation.values() if len(examples)), None)
     if chosen is None:
@@ -80,7 +80,7 @@ def validation_check(
         found = validate(model, {"": examples}, layout, int(tokenizer.pad_token_id or 0), rt)
     bits = targets = 0.0
     try:
-        # Every rank computes all of them: shards are gathered, stages pass on what they compute.
+        # Every rank computes all of them: shards are gathered, stages pass their results on.
         with as_whole(orig_model), inference(orig_model), without_sequence_parallel(orig_model):
             for (document,) in documents_of(examples, [(i,) for i in range(len(examples))], rt.device):
                 learned = document.targets >= 0
@@ -110,8 +110,8 @@ def validation_check(
             same = same and abs(logged - value) <= limit * abs(value)
         words.append(f"{name} {_number(logged)} against {_number(value)}")
     how = (
-        "documents of the validation data, each alone through transformers: log2 of the probability of each target, by "
-        "the UTF-8 bytes of the decoded targets"
+        "documents of the validation data, each alone through transformers: log2 of the probability of each target, "
+        "by the UTF-8 bytes of the decoded targets"
     )
     text = f"{'; '.join(words)}, {len(examples)} documents"
     return [Check("Validation loss and bits per byte, by hand", same, text, f"equal to {limit:.0e}", how)]
@@ -131,14 +131,14 @@ FLOPS_POSITIONS = 64
 def plain_rates(steps: np.ndarray, total_steps: int, optim: OptimConfig) -> np.ndarray:
     """Return the learning rates of some steps, counted from 1, as docs/optimizers.md defines the schedules: float64.
 
-    Shares of the steps are those of the decimal numbers that a recipe writes: warm-up is rounded up to whole steps, the
-    decay of wsd to the nearest.
+    Shares of the steps use the decimal numbers in the recipe: warm-up is rounded up to whole steps, the decay of wsd
+    to the nearest step.
     """
     warm_up = int((Decimal(str(optim.warmup_ratio)) * total_steps).to_integral_value(ROUND_CEILING))
     decay = total_steps - warm_up
     if optim.schedule == "wsd":
         decay = max(1, int((Decimal(str(optim.decay_ratio)) * total_steps).to_integral_value(ROUND_HALF_EVEN)))
-    # The first step of the decay still has the full rate; the last one has a step's share of it left.
+    # The first step of the decay still has the full rate; at the last, one step's share of it is left.
     done = np.clip((steps - (total_steps - decay) - 1.0) / max(decay, 1), 0.0, 1.0)
     shapes = {"cosine": np.cos(np.pi / 2 * done) ** 2, "constant": np.ones_like(done)}
     left = shapes.get(optim.schedule, 1.0 - done)
@@ -147,7 +147,7 @@ def plain_rates(steps: np.ndarray, total_steps: int, optim: OptimConfig) -> np.n
 
 
 def rates_check(total_steps: int, optim: OptimConfig) -> Check:
-    """Return the check of the learning rates of the whole run, those around each change of the schedule included."""
+    """Return the check of the learning rates of the whole run, including those around each change of the schedule."""
     edges = [0.0, optim.warmup_ratio, 1.0 - optim.decay_ratio, 1.0]
     near = [round(edge * total_steps) + offset for edge in edges for offset in range(-2, 4)]
     chosen = np.unique(
@@ -160,25 +160,26 @@ def rates_check(total_steps: int, optim: OptimConfig) -> Check:
     words = f"{len(chosen):,} of {total_steps:,} steps, {off[worst]:.1e} off at most"
     if not (same := bool(off[worst] <= SAME_RATE)):
         words += f" (step {chosen[worst]:,}: {found[worst]:.3g}, not {expected[worst]:.3g})"
-    how = f"{optim.schedule} with warm-up as train/lr has it, against the formula in docs/optimizers.md in numpy"
+    how = f"{optim.schedule} with warm-up as logged in train/lr, against the formula in docs/optimizers.md in numpy"
     return Check("Learning rates follow the schedule", same, words, f"equal to {SAME_RATE:.0e} of optim.lr", how)
 
 
 def flops_check(model: ModelWithLoss) -> Check:
-    """Return the check of the FLOPs that train/flops and the MFU count, against torch's own counter: a forward pass of
-    transformers on the meta device, which computes nothing."""
+    """Check the FLOPs counted in train/flops and the MFU against torch's own counter: a forward pass of transformers
+    on the meta device, which computes nothing.
+    """
     name, expected = "FLOPs are those that torch counts", f"equal to {SAME_FLOPS:.0%}"
     how = f"a document of {FLOPS_POSITIONS} positions through transformers on the meta device, torch.utils.flop_counter"
     orig_model = model.orig_model
     kinds = attention_windows(orig_model)
-    # Routers choose experts by what they compute, which the meta device does not.
+    # Routers choose experts by computed values, which the meta device does not have.
     if kinds is None or model.routing is not None or orig_model.config.is_encoder_decoder:
         return Check(name, None, "not counted for models with experts, an encoder, or other layers", expected, how)
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:
         with torch.device("meta"), torch.no_grad():
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
-            # Given a mask, transformers makes none, for which it would read numbers.
+            # If given a mask, transformers makes none itself, which would read numbers.
             mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
             of_layers = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
             masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
@@ -188,12 +189,12 @@ def flops_check(model: ModelWithLoss) -> Check:
             }
             counter = FlopCounterMode(display=False)
             with implementation(plain, "eager"), counter:
-                # Of a step only positions with a target have logits: here one of them.
+                # In a step only positions with a target have logits: here one of them.
                 plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
-    # The architecture reads a number of a tensor, which the meta device does not have.
+    # The architecture reads a number from a tensor, which the meta device does not have.
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         return Check(name, None, f"not counted: {' '.join(str(error).split())[:120]}", expected, how)
-    # A plain pass computes whole squares of scores; of a step a third is forward.
+    # A plain pass computes full squares of scores; a third of a step is the forward pass.
     pairs = sum(kinds.values()) * length**2
     ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / 3
     torchs = float(counter.get_total_flops())
@@ -202,22 +203,23 @@ def flops_check(model: ModelWithLoss) -> Check:
 
 
 class FirstWindow:
-    """Counts the steps of the first logged line from the documents themselves. Every rank has one and calls the same
-    methods."""
+    """Count the first logged steps from the documents themselves. Every rank has an instance and calls
+    the same methods.
+    """
 
     def __init__(self, examples: Examples, rt: Runtime, model: ModelWithLoss, start_step: int, every: int) -> None:
         """Begin to count.
 
         Args:
-            start_step: of this start. Within a window the first line has steps of an earlier start too, so the second
-                one is compared.
-            every: log.every.
+            start_step: step of this start. In the middle of a window the first line includes steps of an earlier
+                start, so the second line is compared.
+            every: value of log.every.
         """
         self._examples, self._rt, self._model = examples, rt, model
         self._waits, self._from_start = start_step % every != 0, start_step == 0
         kinds = None if examples.encoder_inputs is not None else attention_windows(model.orig_model)
         self._kinds = kinds if rt.topology.stages == 1 else None
-        "layers by what their queries see; None: their work is not counted here"
+        "layers by what their queries see; None: their work is not counted"
         self.done = False
         self._reset()
 
@@ -240,7 +242,7 @@ class FirstWindow:
                 of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
                 self._pairs += layers * int(of_query.sum())
         self._targets += targets
-        # Ranks that share rows have parts of them.
+        # Ranks that share rows each hold a part of every row.
         shapes = [batch.shape for batch in step_batches.micro_batches]
         self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
         self._losses.append(
@@ -248,7 +250,7 @@ class FirstWindow:
         )
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Check]:
-        """Return the check of a line that has just been logged; empty if it is not compared. Every rank calls it."""
+        """Return the check of the line just logged; empty if it is not compared. Every rank calls it."""
         if self.done:
             return []
         if self._waits:
@@ -290,7 +292,7 @@ class FirstWindow:
             if logged is not None and not math.isnan(value) and not abs(logged - value) <= limit * abs(value) + 1e-9:
                 wrong.append(f"{name} is {logged:.6g}, not {value:.6g}")
         counted = f"{tokens:,.0f} tokens, {targets:,.0f} targets and {laid_out:,.0f} positions in {self._steps:,} steps"
-        how = "ids and masks of the documents of the first logged steps, and their losses, added up by themselves"
+        how = "ids and masks of the documents of the first logged steps, and the sum of their own losses"
         return [
             Check("Logged counts are those of the documents", not wrong, "; ".join(wrong or [counted]), "equal", how)
         ]

@@ -1,4 +1,4 @@
-"""Check before training that an engine's forward pass computes what the plain model does, document by document."""
+"""Check before training that an engine's forward pass computes the same as the plain model, document by document."""
 
 from __future__ import annotations
 
@@ -29,36 +29,38 @@ _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
 _BEYOND = 8
-"Positions before and behind a limit of the model whose logits are compared."
+"Number of positions before and after a limit of the model whose logits are compared."
 REFUSED_FROM = 0.05
-"With this relative difference of the logits, or a larger one, no run starts; proof.json allows less: roundings.limits."
+"From this relative difference of the logits on, no run starts; the limit in proof.json is tighter: roundings.limits."
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"Limit of the relative difference between two ways to compute the loss of a dozen targets, by the dtype of the weights."
+"""Limit of the relative difference between two computations of the loss of a dozen targets, by the dtype
+of the weights.
+"""
 
 
 @dataclass(frozen=True)
 class DocumentCheck:
-    """Two documents and padding in one row, against each document alone."""
+    """Two documents and padding in one row, compared with each document alone."""
 
     backend: str
     "attention backend that was compared"
     logits_difference: float
-    "relative: norm of the difference over the norm of the plain model's logits"
+    "relative difference: norm of the difference over the norm of the plain model's logits"
     loss: float
-    "mean of the objective's monitored sum in nats per target, over both documents, each in a micro-batch of its own"
+    "mean of the objective's monitored sum in nats per target over both documents, each in its own micro-batch"
     plain_loss: float
-    "the same from the plain model's logits, by the objective's plain operators"
+    "the same mean from the plain model's logits, by the objective's plain operators"
     targets: int
-    "what both documents add to the divisor"
+    "number of target tokens of both documents"
     leak: float
-    "the largest change of a hidden state of one document when every token of the other is replaced"
+    "largest change of a hidden state of one document when every token of the other is replaced"
     changed: float
-    "the same for the document that was replaced"
+    "largest change in the document that was replaced"
     limits: tuple[int, ...] = ()
-    "of the model, in positions, such as a sliding window, that documents on both sides of them were compared at"
+    "position limits of the model, such as a sliding window, with documents compared on both sides"
     beyond: float = 0.0
-    "relative difference of the logits there; the largest"
+    "largest relative difference of the logits at these limits"
 
 
 def check_documents(
@@ -70,22 +72,23 @@ def check_documents(
     forward: ForwardPass | None = None,
 ) -> DocumentCheck:
     """Compare the logits of two documents and padding in one row through our forward pass with those of each document
-    alone through the plain model, and those of longer documents at the limits of the model.
+    alone through the plain model, and likewise longer documents at the limits of the model.
 
-    Sliding windows are made shorter than the two documents for it; at the limits they are as they are.
+    Sliding windows are shortened below the two documents for this comparison; at the limits they keep their size.
 
     Args:
-        backend: of attention; "sdpa" takes one document a row, so the reference kernel stands in for it.
-        layout: of the run: how long documents may be, and which ones are computed together; None: as the two.
-        plain: None: one without files.
-        forward: of the engine; None: the model itself.
+        backend: attention backend; "sdpa" takes one document a row, so the reference kernel replaces it.
+        layout: layout of the run: the longest documents, and which documents are computed together; None: the two
+            documents only.
+        plain: plain model; None: one without files is made.
+        forward: forward pass of the engine; None: the model itself.
 
     Raises:
-        ConfigError: they differ, or the model does not take our arguments: this architecture does something that our
-            attention or head leaves out, or mixes the tokens of a row outside attention.
+        ConfigError: the logits differ, or the model does not accept our arguments: this architecture does something
+            that our attention or head leaves out, or mixes the tokens of a row outside attention.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
-    # A convolution or a recurrent layer carries tokens across documents whatever the masks say.
+    # A convolution or a recurrent layer carries tokens across documents regardless of the masks.
     mixer = mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
@@ -103,7 +106,7 @@ def check_documents(
                 found = _compare(model, forward or model, plain, backend, device, length)
             if layout is not None:
                 found = _at_limits(model, forward or model, plain, backend, device, layout, found)
-    # What a model raises when it is called with arguments that it does not know; out of memory says nothing about it.
+    # Errors of a model called with unknown arguments; running out of memory says nothing about the model.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -112,8 +115,8 @@ def check_documents(
         return found
     if plain.differing:
         raise ConfigError(
-            f"the weights in memory are not those of the files: {first_of(sorted(plain.differing))}; logits differ by "
-            f"{found.logits_difference:.0%} from those of transformers. The files are not what their config.json says: "
+            f"the weights in memory are not those of the files: {first_of(sorted(plain.differing))}; logits differ "
+            f"by {found.logits_difference:.0%} from those of transformers. The files do not match their config.json: "
             "load the model in transformers, save it again with save_pretrained, and start from that"
         )
     if not found.logits_difference < REFUSED_FROM:
@@ -131,25 +134,25 @@ def check_documents(
 def _compare(
     model: ModelWithLoss, forward: ForwardPass, plain: PlainModel, backend: str, device: torch.device, length: int
 ) -> DocumentCheck:
-    """Compute both sides with the reference kernel or the run's own. `length`: of texts for an encoder."""
-    # The same documents in every run: the check of one start can be compared with that of another.
+    """Compute both sides with the reference kernel or the run's own. `length`: length of texts for an encoder."""
+    # The same documents in every run, so that the checks of two starts can be compared.
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
     examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
     batch = _batch(examples, (0, 1)).to(device)
     hidden = forward.hidden_states(batch, backend)
     ours = _projected(model, hidden)[0, : sum(_SIZES)]
-    # The plain side knows nothing of batches: a collation that shifts no target, or two, would shift both sides.
+    # The plain side does not use batches: a collation that shifts targets by zero or two would shift both sides.
     (own,) = documents_of(examples, [(0, 1)], device)
     theirs = torch.cat([plain_logits(plain, document) for document in own])
     monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
-    # Each document in a micro-batch of its own: their sums must add up to the plain model's over both.
+    # Each document in its own micro-batch: the sums must add up to the plain model's over both.
     sums = [
         from_last(model.orig_model, forward.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
         for document in (0, 1)
     ]
     expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
-    # Leakage, by its effect: with every token of the first document replaced, the second one must not move.
+    # Measure leakage by its effect: with every token of the first document replaced, the second must not change.
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
@@ -164,18 +167,19 @@ def _compare(
 
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of the second."""
+    """Return the norm of the difference over the norm of the second tensor."""
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def limits_of(orig_model: PreTrainedModel) -> list[int]:
-    """Return the numbers of positions from which on the model computes differently: its sliding window, its attention
-    chunk, and the length from which rotary factors change (longrope, dynamic)."""
+    """Return the numbers of positions beyond which the model computes differently: its sliding window, its attention
+    chunk, and the length at which rotary factors change (longrope, dynamic).
+    """
     config = orig_model.config.get_text_config()
     found = [getattr(config, "sliding_window", None)] if windows(orig_model.config) else []
     found.append(getattr(config, "attention_chunk_size", None))
     rope = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each type of layer.
+    # One value for all layers, or one for each type of layer.
     for one in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
         if one.get("rope_type") in ("longrope", "dynamic"):
             longest = getattr(config, "max_position_embeddings", None)
@@ -192,8 +196,9 @@ def _at_limits(
     layout: Layout,
     found: DocumentCheck,
 ) -> DocumentCheck:
-    """Add what documents that end behind a limit of the model show, each next to one that ends before it, where the
-    run's rows are long enough."""
+    """Add the comparison at the limits of the model: a document that ends after a limit next to one that ends before
+    it, if the run's rows are long enough.
+    """
     rows, row_length = layout.shapes[-1]
     longest = layout.batch_shape(rows, row_length).max_doc_length
     limits = [limit for limit in limits_of(model.orig_model) if limit < longest]
@@ -204,7 +209,7 @@ def _at_limits(
         sizes = (min(limit + _BEYOND, longest), _SIZES[1])
         ids = np.random.default_rng(limit).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
         examples = Examples.of(ids, sizes)
-        # Together as in a step: in one row, or in two rows of a micro-batch, or by themselves.
+        # Together as in a step: in one row, in two rows of a micro-batch, or alone.
         if layout.kind == "packed" and sum(sizes) <= row_length:
             batches: list[list[tuple[int, ...]]] = [[(0, 1)]]
         else:
@@ -226,12 +231,12 @@ def _at_limits(
         with _last_positions(plain.orig_model, 2 * _BEYOND):
             theirs = [plain_logits(plain, document) for document in alone]
         differences += [_relative(own[number], theirs[number]) for number in (0, 1)]
-    return replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # NaN stays
+    return replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
 
 
 @contextmanager
 def _last_positions(orig_model: PreTrainedModel, count: int) -> Iterator[None]:
-    """Let the head project only the last positions within the context: whole logits of a long document take GiB."""
+    """Make the head project only the last positions within the context: the logits of a long document take GiB."""
     handle = output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
     try:
         yield
@@ -241,7 +246,7 @@ def _last_positions(orig_model: PreTrainedModel, count: int) -> Iterator[None]:
 
 @contextmanager
 def _rotary_state_kept(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Restore after the context what rotary embeddings keep of the longest document that they have seen."""
+    """Restore after the context the state that rotary embeddings keep of the longest document so far."""
     rotary = [module for module in orig_model.modules() if any("inv_freq" in name for name in module._buffers)]
     # Private: transformers registers the buffer again when it changes, and keeps the length next to it.
     before = [(module, dict(module._buffers), dict(vars(module))) for module in rotary]
@@ -255,7 +260,7 @@ def _rotary_state_kept(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a batch with every token and the encoder's input of its first document replaced."""
+    """Return the inputs of a batch with every token and the encoder input of its first document replaced."""
     found = {name: value.clone() for name, value in batch.inputs.items()}
     ids = found["input_ids"][:, : _SIZES[0]]
     ids.copy_((ids + 1) % vocabulary)
@@ -279,16 +284,16 @@ def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
 def document_checks(
     check: DocumentCheck, dtype: torch.dtype, backend: str, layout_kind: str = "packed", logits_limit: float = 1e-4
 ) -> list[Check]:
-    """Return the checks of two documents in one row, made before the first step: logits, loss, isolation.
+    """Return the checks of two documents in one row from before the first step: logits, loss, isolation.
 
     Args:
-        dtype: of the weights.
-        backend: attention of the run. Where `check` had to be made with another one, its isolation is unknown.
-        layout_kind: of the run; in all but packed a row holds one document.
+        dtype: dtype of the weights.
+        backend: attention backend of the run. If `check` had to use another one, its isolation is unknown.
+        layout_kind: layout of the run; in every kind but packed a row holds one document.
         logits_limit: largest relative difference of the logits, from roundings.limits.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
-    # Judged by what the change does to its own document: where that does not move either, nothing is shown.
+    # Judged relative to the changed document: if that does not move either, nothing is shown.
     isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
     alone = bool(stand_in) and isolated and layout_kind != "packed"
@@ -300,23 +305,23 @@ def document_checks(
             f"relative difference {check.logits_difference:.2e}{beyond}",
             f"below {logits_limit:.1e}",
             "two documents and padding in one row through this run's attention and head, each alone through a model "
-            "that transformers made of the start's files; longer documents on both sides of the config's limits",
+            "that transformers made from the start files; longer documents on both sides of the config's limits",
         ),
         loss_check(check.loss, check.plain_loss, check.targets, dtype),
         Check(
             "Documents in a row do not see each other",
-            # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are
-            # wrong for either.
+            # If another kernel isolates, that says nothing about the run's own; if it leaks, the masks are
+            # wrong for both.
             None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
-            "no move beyond rounding",
-            "every token of one document is replaced; largest change of the hidden states of the other one",
+            "no change beyond rounding",
+            "every token of one document is replaced; largest change of the other document's hidden states",
         ),
     ]
 
 
 def loss_check(loss: float, plain_loss: float, targets: int, dtype: torch.dtype) -> Check:
-    """Return the check of the loss of a few documents, nats per target. `dtype`: of the weights."""
+    """Return the check of the loss of a few documents in nats per target. `dtype`: dtype of the weights."""
     limit = _SAME.get(dtype, _SAME[torch.float32])
     off = abs(loss - plain_loss) / max(abs(plain_loss), 1e-9)
     return Check(

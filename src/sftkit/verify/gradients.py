@@ -1,11 +1,11 @@
-"""Check before training that the gradients of an engine's step are those of the plain model, document by document.
+"""Check before training that an engine's gradients equal those of the plain model, document by document.
 
-A few short documents go through the engine's own gradients, micro-batches, masks and loss included: in a declared
-shape through the compiled code, and in one short row without the compiler. The plain model (verify.plain) gets the
-documents' own ids and masks, by transformers' own forward pass and torch's cross entropy. Gradients are compared in a
-sample of each parameter, so nothing as large as a gradient is kept. The limits are what rounding does to gradients of
-such a model: known ones, and a measurement if they are exceeded. Afterwards there are no gradients, and random state
-and weights are as before.
+A few short documents go through the engine's own gradients, including micro-batches, masks and loss: once in a
+declared shape through the compiled code, once in a short row without the compiler. The plain model (verify.plain)
+computes each document's own ids and mask with transformers' forward pass and torch's cross entropy. A sample of each
+parameter's gradient is compared, so that no full gradient is kept. The limits are the rounding noise in gradients of
+such a model: fixed limits, and a measurement if they are exceeded. Afterwards gradients are cleared, and random state
+and weights are unchanged.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ from sftkit.verify.documents import REFUSED_FROM
 from sftkit.verify.plain import PlainModel
 
 _SAMPLE = 4096
-"Maximum number of elements of a parameter that are compared, evenly spread."
+"Maximum number of compared elements of a parameter, evenly spaced."
 LAST_ROWS = 8
-"Rows at the end of embedding and head, all compared: padding, added tokens and the last chunk of the loss are there."
+"""Number of last rows of embedding and head that are all compared: they hold padding, added tokens and the last chunk
+of the loss.
+"""
 FLOOR, FLOOR_OF_EXPERTS = 1e-2, 5e-2
-"""A difference is measured against the parameter's own gradient, but at least against this share of its block's
-gradient: some parameters have little but rounding errors (the bias of keys without positions, projections of queries
-where scores hardly differ). The share is larger in a block of experts, where a rounding may send a token to another
-expert. The check says how many parameters are below it."""
+"""A difference is relative to the parameter's own gradient, but at least to this share of its block's gradient: the
+gradients of some parameters are mostly rounding errors (the bias of keys without positions, projections of queries if
+scores hardly differ). The share is larger in a block of experts, where rounding may send a token to another expert.
+The check reports how many parameters are below it.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,15 @@ class GradientDifference:
     """The difference of two sets of gradients."""
 
     relative: float
-    "largest of all parameters: norm of the difference over the norm of the plain gradient, in the sample"
+    "largest over all parameters: norm of the difference over the norm of the plain gradient, in the sample"
     parameter: str
-    "the one with the largest"
+    "parameter with the largest difference"
     scale: float = 1.0
-    "over all parameters: dot product of ours and the plain ones over the squared norm of the plain ones"
+    "over all parameters: dot product of our and the plain gradients over the squared norm of the plain ones"
     below: int = 0
-    "parameters whose gradient is below the floor, a share of their block's"
+    "number of parameters with a gradient below the floor, a share of their block's gradient"
     parameters: int = 0
-    "how many were compared"
+    "number of compared parameters"
 
 
 class SampledElements(NamedTuple):
@@ -76,22 +79,23 @@ class SampledElements(NamedTuple):
 
     parameter: str
     at: Tensor
-    """int64 [N], on its device: indices into the flattened parameter, or in this rank's shard if it is sharded by
-    columns"""
+    """int64 [N], on its device: indices into the flattened parameter, or into this rank's shard if it is
+    sharded by columns
+    """
     each: float
-    "how many elements of the parameter each one stands for"
+    "number of elements of the parameter that each sample represents"
 
 
 def sample_elements(
     orig_model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], tokens: Tensor
 ) -> dict[str, SampledElements]:
-    """Return the elements to compare of each parameter, by its name.
+    """Return the compared elements of each parameter by name.
 
-    Embedding and head [V, H] have three entries each: all elements of the rows of `tokens`, all of the last rows, and a
-    sample of the other rows, whose gradients are far smaller.
+    Embedding and head [V, H] have three entries each: all elements of the rows of `tokens`, all of the last rows, and
+    a sample of the other rows, whose gradients are far smaller.
 
     Args:
-        tokens: int64 [K], the tokens of the documents.
+        tokens: int64 [K], tokens of the documents.
     """
     vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
     samples: dict[str, SampledElements] = {}
@@ -119,7 +123,7 @@ def sample_elements(
 
 
 def evenly(size: int) -> Tensor:
-    """Return at most _SAMPLE indices into `size` elements, int64. An odd distance passes through all columns."""
+    """Return at most _SAMPLE indices into `size` elements, int64. An odd distance visits all columns."""
     return torch.arange(0, size, -(-size // _SAMPLE) | 1)
 
 
@@ -131,7 +135,7 @@ def _elements(rows: Tensor, width: int) -> Tensor:
 def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return (index of this rank's first element in the flattened whole, size of the whole).
 
-    For a parameter that is sharded by columns, this rank's shard counts as the whole.
+    A parameter sharded by columns counts this rank's shard as the whole.
     """
     if not isinstance(parameter, DTensor):
         return 0, parameter.numel()
@@ -142,13 +146,13 @@ def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def on_this_rank(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """Return which of these indices this rank has: bool [N]."""
+    """Return which of these indices this rank holds: bool [N]."""
     first = window(parameter)[0]
     return (at >= first) & (at < first + local(parameter).numel())
 
 
 def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """Return the gradient at those of these indices that this rank has: float64, zeros where there is no gradient."""
+    """Return the gradient at the indices that this rank holds: float64, zeros without a gradient."""
     own = at[on_this_rank(parameter, at)] - window(parameter)[0]
     if parameter.grad is None:
         return torch.zeros(len(own), dtype=torch.float64, device=own.device)
@@ -156,8 +160,9 @@ def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
 
 
 def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
-    """Return name of each parameter of a block -> name of the block. In a model that names no blocks, such as Marian,
-    the items of a list of modules are taken for them."""
+    """Map each parameter of a block to the name of the block. A model that names no blocks, such as Marian, uses the
+    items of a module list.
+    """
     names = {id(module): name for name, module in orig_model.named_modules()}
     blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
     found = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
@@ -168,14 +173,14 @@ def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
 
 
 def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> GradientDifference:
-    """Return the parameter with the largest relative difference, and the scale of all.
+    """Return the largest relative difference with its parameter, and the scale over all parameters.
 
     Args:
-        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot
-            product of that and ours.
+        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot product of
+            that and ours.
         blocks: name of a parameter -> name of its block.
     """
-    # The floor is a share of the block's gradient: names that belong to no block are a block of their own.
+    # The floor is a share of the block's gradient; parameters outside blocks form a block of their own.
     of_block: dict[str, float] = defaultdict(float)
     for name, (_, norm, _) in sums.items():
         of_block[blocks.get(name, name)] += norm
@@ -187,7 +192,7 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
         floor = share**2 * of_block[block]
         below += norm < floor
         against = max(norm, floor)
-        # Without any gradient in the block every difference is infinitely large; NaN must fail, and would
+        # In a block without any gradient every difference is infinitely large. NaN must fail, but would
         # win no comparison.
         relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
         relative = math.inf if math.isnan(relative) else relative
@@ -201,11 +206,13 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
 _SIZES = (8, 5)
 "Largest lengths of the documents of a micro-batch, in positions."
 _ROW_LENGTH = 16
-"Positions of the row without the compiler, for each rank that shares it."
+"Positions of the uncompiled row, for each rank that shares it."
 MICRO_BATCHES = 3
-"Maximum number of micro-batches, or the pipeline stages if more: from 3 on a step adds up bf16 gradients in fp32."
+"""Maximum number of micro-batches, or the number of pipeline stages if larger: from 3 on a step adds up bf16
+gradients in fp32.
+"""
 TOKENS = 32
-"Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
+"Maximum number of distinct tokens in the documents: all ranks compare the same few rows of embedding and head."
 
 
 class ProbeBatch(NamedTuple):
@@ -213,37 +220,37 @@ class ProbeBatch(NamedTuple):
 
     examples: Examples
     rows: tuple[tuple[int, ...], ...]
-    "which documents each row has; all ranks that share rows have the same"
+    "documents of each row, the same on all ranks that share rows"
     own: Batch
-    "what this rank computes of them, collated as in a step"
+    "this rank's part of them, collated as in a step"
 
 
 def same_rows(rt: Runtime) -> bool:
-    """Return whether all ranks get the same documents, as under tensor parallelism, through
-    whose exchange both sides pass."""
+    """Return whether all ranks get the same documents, as under tensor parallelism; both sides use its collectives."""
     return rt.topology.tensor > 1
 
 
 def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
-    """Return the tokens of the documents, and 0, which is padding: int64 [K], ascending."""
+    """Return the tokens of the documents and 0, the padding token: int64 [K], ascending."""
     return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
 
 
 def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool) -> list[ProbeBatch]:
-    """Return micro-batches of one row with two documents and padding, or of two rows with one document each if
-    `alone`."""
+    """Return micro-batches of one row with two documents and padding, or of two rows with one document
+    each if `alone`.
+    """
     row_length = _ROW_LENGTH * rt.topology.ranks_per_row
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
     return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
 
 
 def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> list[ProbeBatch]:
-    """Return what `short_rows` returns, in the smallest declared shape.
+    """Return the batches of `short_rows` in the smallest declared shape.
 
-    If rows hold one document each, two rows have one, and the others are padding.
+    If rows hold one document each, two rows have one and the others are padding.
     """
     rows, row_length = layout.shapes[0]
-    # A packed row takes both documents, so that their isolation is part of what is compared.
+    # A packed row holds both documents, so that the comparison covers their isolation.
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
     recipe = [*recipe, *[()] * rows][:rows]
@@ -253,21 +260,21 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> l
 def _micro_batches(
     orig_model: PreTrainedModel, layout: Layout, rt: Runtime, rows: list[tuple[int, ...]], shape: BatchShape
 ) -> list[ProbeBatch]:
-    """Build micro-batches of random tokens, every third of them no target.
+    """Build micro-batches of random tokens, with every third token excluded from the targets.
 
-    Each rank with rows of its own gets other tokens.
+    Each rank with rows of its own gets different tokens.
     """
     # Declared shapes may be shorter than the usual sizes.
     room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
     sizes = [min(size, room) for size in _SIZES]
-    # Ranks with rows of their own need different tokens, or a missing exchange would go unseen; ranks that share rows
-    # need the same ones.
+    # Ranks with rows of their own need different tokens, otherwise a missing collective would be invisible; ranks
+    # that share rows need the same tokens.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
     found = []
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
-        # A loss that ignored the mask, or counted wrong, would show in every gradient.
+        # A loss that ignored the mask or counted wrong would show in every gradient.
         examples.is_target[2::3] = False
         own = collate(examples, tuple(rows), shape, shard=row_shard(rt.topology, rt.rank)).to(rt.device)
         found.append(ProbeBatch(examples, tuple(rows), own))
@@ -275,21 +282,24 @@ def _micro_batches(
 
 
 SCALE = 0.01
-"Largest distance of the gradients' scale from 1 in bf16: up to a quarter of it was measured, 4 to 28 blocks on a CPU."
+"""Largest distance of the gradients' scale from 1 in bf16: up to a quarter of it was measured, with 4 to 28 blocks on
+a CPU.
+"""
 DRAWS = 3
-"Passes with random roundings, of which the worst counts."
+"Number of passes with random rounding; the worst counts."
 APART = 3.0
-"The limit is this many times the difference of such a pass: both sides of the comparison round, in 28 blocks and more."
+"The limit is this multiple of such a pass's difference: both sides of the comparison round, in 28 blocks and more."
 MAX_LIMIT, MAX_SCALE_LIMIT = 0.5, 0.05
 """No limit is wider, so that faults are still found: an attention scale wrong by a factor of 1.2 moves such gradients
-by 0.7 and more, a wrong divisor moves the scale."""
+by 0.7 and more, a wrong number of target tokens moves the scale.
+"""
 
 
 class Roundings(NamedTuple):
-    """The measured effect of rounding on gradients of the plain model: the worst of `DRAWS` passes."""
+    """The measured rounding noise in gradients of the plain model: the worst of `DRAWS` passes."""
 
     relative: float
-    "relative difference of the parameter that they move furthest"
+    "relative difference of the most affected parameter"
     scale: float
     "distance of the scale of all gradients from 1"
 
@@ -299,7 +309,7 @@ class RoundingLimits(NamedTuple):
 
     logits: float
     gradients: float | None
-    "of a parameter; None: unknown"
+    "limit for a parameter; None: unknown"
     scale: float
     "distance of the scale of all gradients from 1"
 
@@ -312,29 +322,29 @@ class RoundingLimits(NamedTuple):
         )
 
     def widened(self, measured: Roundings) -> RoundingLimits:
-        """Return the limits for a model whose gradients rounding moves further than usual."""
+        """Return the limits for a model whose gradients are more sensitive to rounding than usual."""
         assert self.gradients is not None
         gradients = max(self.gradients, min(APART * measured.relative, MAX_LIMIT))
         return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MAX_SCALE_LIMIT)))
 
 
 def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLimits:
-    """Return what rounding may do, by the dtype of the weights.
+    """Return the limits of rounding noise by the dtype of the weights.
 
     fp32 and fp64: 1e-4.
 
-    bf16 and fp16, with eps the distance from 1 to the next number: two kernels round differently what each block adds
-    to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits. Gradients go
-    through the blocks twice, and the worst of all parameters is taken: four times that. Over all parameters
-    rounding errors cancel out in the scale: 1 %.
+    bf16 and fp16, with eps the distance from 1 to the next number: two kernels differ in how they round each block's
+    addition to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits.
+    Gradients pass through the blocks twice, and the worst of all parameters counts: four times that. Over all
+    parameters rounding errors cancel out in the scale: 1 %.
 
-    Measured on an H200 in bf16 from random weights, 2 to 80 blocks of six architectures: logits up to 0.4 of the limit,
-    gradients up to 0.7; an attention scale that is wrong by a factor of 1.2 moves gradients by 4 times the limit and
-    more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the
-    scale, with losses 0.006 % apart over 100 steps): where these limits are exceeded, `Roundings` are measured.
+    Measured on an H200 in bf16 from random weights, with 2 to 80 blocks of six architectures: logits up to 0.4 of the
+    limit, gradients up to 0.7; an attention scale wrong by a factor of 1.2 moves gradients by 4 times the limit and
+    more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of
+    the scale, with losses 0.006 % apart over 100 steps): if it exceeds these limits, `Roundings` are measured.
 
-    Float8 products scale each matrix by what else is in the batch: 5 % for the logits, above which no run starts, and
-    no known limit for the gradients.
+    Float8 products scale each matrix by the other contents of the batch: 5 % for the logits, above which no run
+    starts, and no known limit for the gradients.
     """
     if fp8:
         return RoundingLimits(REFUSED_FROM, None, SCALE)
@@ -345,7 +355,7 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLim
 
 
 def worst(draws: Sequence[GradientDifference]) -> Roundings:
-    """Return the worst of several passes with random roundings."""
+    """Return the worst of several passes with random rounding."""
     return Roundings(max(d.relative for d in draws), max(abs(d.scale - 1.0) for d in draws))
 
 
@@ -353,8 +363,8 @@ def worst(draws: Sequence[GradientDifference]) -> Roundings:
 def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
     """Round the model's activations at random within the context.
 
-    What each module without submodules returns in half precision moves by up to half a unit of its last place, as
-    another kernel might round it. Takes from torch's random state.
+    Half-precision outputs of each module without submodules move by up to half a unit of the last place, as another
+    kernel might round them. It consumes torch's random state.
     """
 
     def move(_: torch.nn.Module, __: object, output: object) -> Tensor | None:
@@ -373,12 +383,12 @@ def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Gradients of our step against the plain model's."""
+    """Our step's gradients compared with the plain model's."""
 
     eager: GradientDifference
     compiled: GradientDifference | None
     skip_reason: str = ""
-    "why the compiled step is not compared; empty where there is none"
+    "why the compiled step is not compared; empty if it is"
     backend: str = ""
     "attention backend of the eager comparison"
     roundings: Roundings | None = None
@@ -388,22 +398,21 @@ class GradientCheck:
 def check_gradients(
     sides: Sides, layout: Layout, eager: str, allowed: RoundingLimits, *, compiled: bool
 ) -> GradientCheck:
-    """Compare our gradients with the plain model's, after the warm-up; every rank calls it.
+    """Compare our gradients with the plain model's after the warm-up; every rank calls it.
 
     Args:
-        eager: attention backend where nothing is compiled.
-        compiled: whether the step is compiled. It is not compared with dropout, where two passes differ.
-        allowed: the limits; if one is exceeded in half precision, the effect of rounding alone is measured, see
-            Roundings.
+        eager: attention backend without compilation.
+        compiled: whether the step is compiled. It is not compared with dropout, which makes two passes differ.
+        allowed: the limits; if half precision exceeds one, rounding noise is measured, see Roundings.
     """
     model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
-    # Everything that is changed below is put back at the end, whatever happens: training goes on with this very model.
+    # Everything changed below is restored at the end in any case: training continues with this model.
     was_training, attention = orig_model.training, model.backend
     with random_state_kept():
         try:
-            # Two passes with dropout differ, so a model that has it is compared in eval mode, and only
-            # without the compiler.
+            # Two passes with dropout differ, so a model with dropout is compared in eval mode, and only without
+            # the compiler.
             orig_model.train(not dropout)
             model.backend = eager
             # Without the compiler, in one short row of two documents: sdpa takes only one document a row.
@@ -419,7 +428,7 @@ def check_gradients(
                 orig_model.train()
                 micro_batches = declared_rows(orig_model, layout, rt)
                 same = replace(same, compiled=sides.compare(micro_batches))
-            # Beyond the limits: is this model that sensitive to rounding?
+            # Beyond the limits: measure whether this model is that sensitive to rounding.
             known = [d for d in (same.eager, same.compiled) if d is not None]
             if allowed.gradients is None or orig_model.dtype == torch.float32 or all(map(allowed.hold, known)):
                 return same
@@ -427,13 +436,13 @@ def check_gradients(
         finally:
             model.backend = attention
             orig_model.train(was_training)
-            # A failed pass may leave gathered weights and half of the gradients behind.
+            # A failed pass may leave gathered weights and some gradients behind.
             model.zero_grad(set_to_none=True)
             reshard(orig_model)
 
 
 class Sides:
-    """The two ways to the same gradients: our step and the plain model."""
+    """Compute the gradients in two ways: with our step and with the plain model."""
 
     def __init__(
         self,
@@ -443,17 +452,17 @@ class Sides:
         rt: Runtime,
         plain: PlainModel | None = None,
     ) -> None:
-        """Choose what is compared, before anything is computed.
+        """Choose the compared elements before anything is computed.
 
         Args:
-            gradients: of the engine: see engine.Engine.
-            parameters: those that are trained.
-            plain: None: one without files.
+            gradients: gradients of the engine, see engine.Engine.
+            parameters: trained parameters by name.
+            plain: plain model; None: one without files is made.
         """
         self.model, self.gradients, self.rt = model, gradients, rt
         self.plain = plain or PlainModel(model, rt.device, rt=rt)
         self.parameters = list(parameters)
-        # Tied weights have one parameter and several names: the first one stands for it, as named_parameters gives it.
+        # A tied weight has one parameter and several names: its first name is used, as in named_parameters.
         wanted = {id(p) for p in self.parameters if p.requires_grad}
         self.named = {name: p for name, p in model.orig_model.named_parameters() if id(p) in wanted}
         self.blocks = block_names(model.orig_model)
@@ -465,14 +474,14 @@ class Sides:
     def compare(self, micro_batches: Sequence[ProbeBatch]) -> GradientDifference:
         """Return the difference between our gradients and the plain model's."""
         targets = self._targets(micro_batches)
-        # The sums themselves are not compared here: verify.documents has compared the loss.
+        # The sums themselves are not compared here: verify.documents compared the loss.
         self.gradients([one.own for one in micro_batches], targets)
         ours = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.sampled.items()}
         self.model.zero_grad(set_to_none=True)
         return self._largest(ours, self._plain(micro_batches, targets))
 
     def roundings(self, micro_batches: Sequence[ProbeBatch]) -> Roundings:
-        """Return how far the plain model's gradients move when it is rounded at random."""
+        """Return how far random rounding moves the plain model's gradients."""
         targets, draws = self._targets(micro_batches), []
         plain = self._plain(micro_batches, targets)
         for _ in range(DRAWS):
@@ -481,24 +490,25 @@ class Sides:
         return worst(draws)
 
     def _targets(self, micro_batches: Sequence[ProbeBatch]) -> int:
-        """Return the number of targets in all documents that add to the gradients of a rank, by their own masks."""
+        """Return the number of targets, by their own masks, in all documents that contribute to a rank's gradients."""
         targets = sum(int(self.model.objective.divisors(one.examples).sum()) for one in micro_batches)
-        # Shards add gradients up over all ranks. Ranks that share a row, or a pipeline, counted the same targets each.
+        # Shards add up gradients over all ranks. Ranks that share a row, or a pipeline, each counted the
+        # same targets.
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
             targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
         return targets
 
     def _plain(self, micro_batches: Sequence[ProbeBatch], targets: int) -> dict[str, Tensor]:
-        """Return the samples of the plain model's gradients, uncompiled, of this rank's elements.
+        """Return this rank's samples of the plain model's gradients, uncompiled.
 
-        Each rank computes whole gradients of its rows, which are added up over ranks by a plain sum: nothing goes
-        through the exchange of a step.
+        Each rank computes full gradients of its rows, which a plain sum adds up over ranks: nothing uses the
+        step's collectives.
         """
         plain, orig_model = self.plain, self.plain.orig_model
         multiple = position_multiple(orig_model)
         rows = [documents_of(one.examples, one.rows, self.rt.device, multiple) for one in micro_batches]
-        # Where weights are gathered for each pass, one pass takes all documents. Routers count each by itself.
+        # If weights are gathered for each pass, one pass takes all documents. Routers count each separately.
         if plain.gathers and plain.routing is None:
             rows = [[[in_one_pass(chain.from_iterable(chain.from_iterable(rows)))]]]
         sums = {
@@ -511,7 +521,7 @@ class Sides:
 
         def add(parameter: str, gradient: Tensor) -> None:
             for name in of.get(parameter, ()):
-                # Of a parameter that is sharded by columns this rank's shard counts as the whole.
+                # A parameter sharded by columns counts this rank's shard as the whole.
                 live = self.named[parameter]
                 part = gradient if window(live)[1] == live.numel() else local_part(gradient, live)
                 sums[name] += part.flatten()[self.sampled[name].at].double()
@@ -524,13 +534,13 @@ class Sides:
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up over the ranks whose gradients a step adds up here: replicas do without their exchange."""
+        """Add up over the ranks whose gradients a step adds up here; replicas have no collective in it."""
         stages, topology = stages_of(self.model.orig_model), self.rt.topology
         if not topology.sharded:
             return sums
         if same_rows(self.rt):
             return {name: value * self.rt.data_world_size for name, value in sums.items()}
-        # One exchange for all samples. In a pipeline only ranks of the same stage have the same names.
+        # One collective for all samples. In a pipeline only ranks of the same stage have the same names.
         values = torch.cat(list(sums.values()))
         if stages is None:
             values = self.rt.sum(values) / topology.ranks_per_row
@@ -540,9 +550,8 @@ class Sides:
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
         """Return the largest difference over all ranks, the same on each."""
-        # A rank has the elements of its own shards only. Squares and products add up over ranks, relative
-        # differences do not, so these are exchanged and the differences taken afterwards; `each` makes a sample
-        # stand for the whole parameter.
+        # A rank has only the elements of its own shards. Squares and products add up over ranks, but relative
+        # differences do not, so the sums are exchanged first; `each` scales a sample to the whole parameter.
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}
         for name, elements in self.sampled.items():
@@ -553,38 +562,40 @@ class Sides:
 
 
 def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str) -> Check:
-    """Return the check of the gradients of a few short documents, made before the first step.
+    """Return the check of the gradients of a few short documents from before the first step.
 
     Args:
-        allowed: the limits for this model; roundings that were measured widen them.
-        backend: attention of the run; if the eager half needed another backend, the check names that one.
+        allowed: limits for this model, widened by measured rounding noise.
+        backend: attention backend of the run; if the eager half needed another one, the check names it.
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
     not_compiled = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
     found = not_compiled + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
-    # Roundings are measured only where a fixed limit was exceeded. Where they alone move gradients beyond any limit
-    # that would still find a fault, the comparison decides nothing.
+    # Rounding noise is measured only if a fixed limit was exceeded. If it alone exceeds any limit that would still
+    # find a fault, the comparison decides nothing.
     unknown = allowed.gradients is None
     if allowed.gradients is not None and (alone := check.roundings) is not None:
         allowed = allowed.widened(alone)
-        found += f"; roundings alone: {alone.relative:.1e}, {alone.scale:.1e} of the scale"
+        found += f"; rounding noise alone: {alone.relative:.1e}, {alone.scale:.1e} of the scale"
         unknown = alone.relative > MAX_LIMIT or alone.scale > MAX_SCALE_LIMIT
     same = all(allowed.hold(d) for d in known.values())
     return Check(
         "Same gradients as the plain model",
-        # Without a limit it was not checked. A pass needs both halves, but a difference in one is enough to fail.
+        # Without a limit it was not checked. Passing needs both halves, but a difference in one is enough to fail.
         None if allowed.gradients is None or (unknown and not same) or (same and check.skip_reason) else same,
         found,
-        "no limit is known of float8 products"
+        "no limit is known for float8 products"
         if allowed.gradients is None
         else f"below {allowed.gradients:.1e} in every parameter, {allowed.scale:.0e} of the scale",
-        "short documents through this run's micro-batches, masks, loss and exchange, compiled in a declared shape and "
-        "uncompiled, against each alone through transformers and torch's cross entropy; of a sample of each parameter",
+        "short documents through this run's micro-batches, masks, loss and collectives, compiled in a declared shape "
+        "and uncompiled, against each alone through transformers and torch's cross entropy; a sample of each parameter",
     )
 
 
 def _words(difference: GradientDifference) -> str:
-    """Return a line: the worst parameter, the scale of all, and how many are too small to be measured by themselves."""
-    small = f", {difference.below} of {difference.parameters} too small beside their block" if difference.below else ""
+    """Return a line with the worst parameter, the scale of all, and the number of parameters too small to be
+    measured alone.
+    """
+    small = f", {difference.below} of {difference.parameters} too small next to their block" if difference.below else ""
     return f"{difference.relative:.1e} at most ({difference.parameter}), scale {difference.scale:.5f}{small}"

@@ -1,9 +1,9 @@
-"""The plain model, against which ours is checked: transformers' own modules, made from the files that training starts
-from, each document alone through their forward pass and torch's loss.
+"""The plain model, the reference for ours: transformers' own modules, made from the start files, with each document
+alone through their forward pass and torch's loss.
 
-It is never the model that is trained, so what was lost while that one was loaded shows. Weights are not kept twice: a
-parameter of the trained model whose samples are those of the files lends its memory, any other is read from the files.
-On the host the files are mapped, not copied.
+The plain model is never the trained model, so that a weight lost while loading the latter shows up. Weights are not
+stored twice: a parameter of the trained model whose samples equal the files lends its memory, any other is read from
+the files. Files on the host are mapped, not copied.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from sftkit.runtime.start import Runtime, replaced_in_each
 WEIGHT_SAMPLE = 1024
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."
 MEAN_COLUMNS = 8
-"Columns of which the mean over all known tokens is computed again, for the rows of added ones."
+"Columns whose mean over all known tokens is recomputed for the rows of added tokens."
 
 
 class Start(NamedTuple):
-    """Where the weights of a run come from."""
+    """The source of a run's weights."""
 
     model: ModelConfig
-    "of the recipe"
+    "model section of the recipe"
     checkpoint: Path | None = None
-    "the step directory that is resumed; None: a new run"
+    "step directory that the run resumes from; None: a new run"
 
     @classmethod
     def of(cls, model: ModelConfig | None, checkpoint: Path | None) -> Start | None:
-        """Return the start of a run; None: of a model that was made in this process, without a recipe."""
+        """Return the start of a run; None for a model made in this process, without a recipe."""
         return None if model is None else cls(model, checkpoint)
 
 
 class PlainModel:
-    """A model of transformers with the weights of the start's files, and the run's objective. Every rank makes one.
+    """A transformers model with the weights of the start files and the run's objective. Every rank makes one.
 
-    If ranks hold parts of the weights, those of a block are gathered while it computes, in the backward pass again.
+    If ranks hold parts of the weights, those of a block are gathered while it computes, and again in the
+    backward pass.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class PlainModel:
         """Load the files, compare the trained model's weights with them, and make the plain model ready to compute.
 
         Args:
-            model: the one that is trained, on the device, whole or distributed.
-            start: None, or one without files (model.scratch): the config and the weights are those of `model`.
-            rt: None: there is one process.
+            model: trained model, on the device, whole or distributed.
+            start: start of the run; if None or without files (model.scratch), config and weights come from `model`.
+            rt: runtime; None: a single process.
 
         Raises:
             ConfigError: transformers cannot load the files.
         """
         live = model.orig_model
         self.objective, self.kind, self._device = model.objective, model.kind, device
-        # Captured now: in a pipeline, or between two gathers, the modules hold others for some time.
+        # Captured now: in a pipeline, or between two gathers, the modules temporarily hold other parameters.
         self._live = dict(live.named_parameters(remove_duplicate=False))
         self._first = {id(p): name for name, p in live.named_parameters()}
         self._rows, self._stages = without_padding(live), stages_of(live)
@@ -82,11 +83,11 @@ class PlainModel:
         self.has_files = files is not None
         self.orig_model = _skeleton(live, start) if files is None else files
         if self.orig_model._can_set_experts_implementation():
-            # Private, as in models.load: experts by the trained model's operator, whose choice is transformers' own.
+            # Private, as in models.load: experts use the trained model's operator, which transformers chooses.
             self.orig_model.set_experts_implementation(live.config._experts_implementation)
         own = dict(self.orig_model.named_parameters(remove_duplicate=False))
         self.differing: dict[str, float] = {}
-        "name of a parameter or buffer -> share of its compared elements that are not those of the files; all ranks'"
+        "name of a parameter or buffer -> share of its compared elements that differ from the files, over all ranks"
         self._vocabulary = set(map(id, vocabulary_of(live)))
         self._new = None if start is None or start.checkpoint is not None else new_rows(live)
         if self.has_files:
@@ -101,25 +102,25 @@ class PlainModel:
             for other in [differing] if rt is None else rt.gathered(differing):
                 self.differing |= other
         self.compared = len(own)
-        # Those that differ are the files' own; the others are the trained model's memory.
+        # Differing parameters come from the files; the others share the trained model's memory.
         self._own = {name: p.detach() for name, p in own.items() if name in self.differing or name not in self._live}
         self._listener: Callable[[str, Tensor], None] | None = None
         _match_float8(self.orig_model, live)
         self.orig_model.train(live.training)
         self.orig_model.config.use_cache = False
         self.gathers = self._stages is not None or any(isinstance(p, DTensor) for p in self._live.values())
-        "whether weights are gathered where they are used"
+        "whether weights are gathered for each use"
         self._place()
         weight = model.routing.weight if model.routing is not None else None
         self.routing = None if model.routing is None else routing_of(self.orig_model, weight)
 
     @contextmanager
     def gradients_to(self, listener: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Give each gradient that a backward pass finds within the context to a function, and keep none.
+        """Pass each gradient of a backward pass within the context to a function, and keep none.
 
         Args:
-            listener: takes the first name of the trained model's parameter, and the whole gradient in its shape; it is
-                called more than once for a name, with gradients that add up.
+            listener: called with the first name of the trained model's parameter and the whole gradient in its shape;
+                it may be called more than once for a name, with gradients that add up.
         """
         self._listener = listener
         try:
@@ -129,7 +130,7 @@ class PlainModel:
 
     def _place(self) -> None:
         """Put the modules on the device, without weights of their own."""
-        # Buffers are small, and the files' own or computed from the config.
+        # Buffers are small, and come from the files or are computed from the config.
         for module in self.orig_model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -170,14 +171,14 @@ class PlainModel:
         self._found(name, gradient)
 
     def _placeholder(self, name: str) -> torch.nn.Parameter:
-        """Return a parameter without memory, NaN at every place, so that a result that reads it shows."""
+        """Return a parameter without memory, NaN everywhere, so that a result that reads it is visibly wrong."""
         shape, dtype = self._shape(name)
         return torch.nn.Parameter(
             torch.full((), torch.nan, dtype=dtype, device=self._device).expand(shape), requires_grad=False
         )
 
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape of a parameter without padding of the vocabulary, and the dtype of the run."""
+        """Return a parameter's shape without padding of the vocabulary, and the dtype of the run."""
         live = self._live.get(name)
         if live is None or (name in self._own and id(live) not in self._vocabulary):
             own = self._own[name]
@@ -203,8 +204,9 @@ class PlainModel:
         return _Gathered.apply(anchor, self, name)
 
     def _whole(self, name: str) -> Tensor:
-        """Return the whole weight on the device, without padding of the vocabulary; if ranks hold parts of it all of
-        them call this together."""
+        """Return the whole weight on the device, without padding of the vocabulary; if ranks hold parts of it, all of
+        them call this together.
+        """
         p, own = self._live.get(name), self._own.get(name)
         if p is None or (own is not None and id(p) not in self._vocabulary):
             assert own is not None
@@ -217,7 +219,7 @@ class PlainModel:
         if id(p) in self._rows:
             value = value[: self._rows[id(p)]]
         if own is not None:
-            # Rows of the files, except those that no file has.
+            # Rows from the files, except the rows that no file has.
             known = torch.ones(min(len(own), len(value)), dtype=torch.bool)
             if self._new is not None:
                 known[self._new.among(0, len(known))] = False
@@ -226,7 +228,7 @@ class PlainModel:
         return value
 
     def _found(self, name: str, gradient: Tensor) -> None:
-        """Give a gradient to the listener, with zeros where the vocabulary is padded."""
+        """Pass a gradient to the listener, with zeros in the padding of the vocabulary."""
         live = self._live[name]
         if self._listener is None:
             return
@@ -237,11 +239,11 @@ class PlainModel:
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight that exists while it is used."""
+    """A weight that is gathered only while it is used."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, plain: PlainModel, name: str) -> Tensor:
-        """Return the whole weight. `anchor`: what makes autograd ask for the gradient."""
+        """Return the whole weight. `anchor`: tensor that makes autograd request the gradient."""
         ctx.plain, ctx.name = plain, name
         return plain._whole(name)
 
@@ -252,12 +254,14 @@ class _Gathered(torch.autograd.Function):
 
 
 def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
-    """Return a model of transformers with the config and the buffers of another, its parameters on the meta device."""
+    """Return a transformers model with the config and the buffers of another model, its parameters on the
+    meta device.
+    """
     trusted = start is not None and start.model.trust_remote_code
     with no_init_weights(), init_empty_weights(include_buffers=False):
         fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
     fresh.tie_weights()
-    # Those of the state dict only: the others follow from the config, and are checked by the result.
+    # Only buffers in the state dict: the others follow from the config, and the result checks them.
     theirs = live.state_dict()
     for name, buffer in fresh.named_buffers():
         if name in theirs and not theirs[name].is_meta:
@@ -266,12 +270,12 @@ def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
 
 
 def _difference(file: Tensor, live: Tensor | None, vocabulary: set[int], new: NewRows | None) -> float:
-    """Return the share of a sample of this rank's part of a parameter that is not what the files have, after rounding
-    to its precision.
+    """Return the share of sampled elements in this rank's part of a parameter that differ from the files, after
+    rounding to its precision.
 
     Args:
-        vocabulary: ids of the parameters with a row for each token: rows behind those of the files are left out.
-        new: rows of tokens that were added, left out too, as the files' rows belong to no token.
+        vocabulary: ids of the parameters with a row for each token: rows after those of the files are left out.
+        new: rows of added tokens, left out too, because the files' rows belong to no token.
     """
     if live is None or live.is_meta:
         return float(live is None)
@@ -294,7 +298,7 @@ def _difference(file: Tensor, live: Tensor | None, vocabulary: set[int], new: Ne
 
 
 def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
-    """Return the share of the first columns of added rows that are not the mean of the rows of known tokens."""
+    """Return the share of the first columns of added rows that differ from the mean of the rows of known tokens."""
     if live.is_meta:
         return 0.0
     (start, size), *columns = local_region(live)
@@ -311,7 +315,7 @@ def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
 
 
 def _differing_buffers(fresh: PreTrainedModel, live: PreTrainedModel) -> dict[str, float]:
-    """Return the buffers of the files that the trained model does not have as they are."""
+    """Return the buffers of the files whose values differ in the trained model."""
     there, parameters = live.state_dict(), {name for name, _ in fresh.named_parameters(remove_duplicate=False)}
     found = {}
     for name, value in fresh.state_dict().items():
@@ -324,9 +328,9 @@ def _differing_buffers(fresh: PreTrainedModel, live: PreTrainedModel) -> dict[st
 
 
 def _match_float8(fresh: PreTrainedModel, live: PreTrainedModel) -> None:
-    """Let the layers compute in float8 that do so in the trained model: what float8 costs is not what is compared."""
+    """Convert the layers that the trained model computes in float8: the comparison leaves out the cost of float8."""
     for name, module in live.named_modules():
-        # By name: torchao may not be installed.
+        # Compared by name: torchao may not be installed.
         if type(module).__name__ == "Float8Linear" and hasattr(type(module), "from_float"):
             parent, _, last = name.rpartition(".")
             setattr(

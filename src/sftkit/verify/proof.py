@@ -1,7 +1,7 @@
-"""Verify any engine: its warm-up with the checks that need no step, and the rows of proof.json on what it compiled.
+"""Verify any engine: its warm-up with the checks that need no step, and the rows of proof.json on compilation.
 
-An engine offers a forward pass, the gradients of micro-batches and the losses of its warm-up; everything that they are
-compared with is computed here.
+An engine offers a forward pass, the gradients of micro-batches and the losses of its warm-up; this module computes
+the references.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sftkit.verify.gradients import Sides, check_gradients, gradients_check, lim
 from sftkit.verify.plain import PlainModel, Start
 
 SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
-"The same for the mean over a whole batch, in which roundings cancel."
+"Limit for the mean over a whole batch, in which rounding noise cancels."
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class WarmUp:
     seconds: float
     "duration of the warm-up with its checks"
     checks: list[Check]
-    "for proof.json"
+    "rows for proof.json"
 
 
 def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], None]) -> WarmUp:
-    """Warm up an engine, and compare its forward pass and its gradients with those of the plain model; every rank calls
-    it once, before the first step.
+    """Warm up an engine and compare its forward pass and gradients with the plain model's; every rank calls it once,
+    before the first step.
 
     Args:
-        print_line: prints a line on the console.
+        print_line: function that prints a line on the console.
 
     Raises:
         ConfigError: the run cannot work with these settings, or the model computes something that we leave out.
@@ -61,10 +61,10 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     layout, dtype = training.layout, orig_model.dtype
     allowed = limits(dtype, len(decoder_blocks(orig_model)), fp8=engine.setup.fp8)
     eager = eager_backend(model.backend, orig_model)
-    # Before anything is compiled: does the forward pass compute what the plain model does? No other model is trained.
+    # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
     documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
-    # Within the context no graph may be new, so gradients are compared through those that the steps run.
+    # No graph may be new within the context, so the gradients are compared through the graphs of the steps.
     with engine.warm_up(print_line) as losses:
         sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
         gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
@@ -79,12 +79,12 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
 
 
 def report_checks(report: EngineReport, error: BaseException | None = None) -> list[Check]:
-    """Return the checks of what an engine reports on its steps. `error`: what ended training early."""
+    """Return the checks of an engine's own report on its steps. `error`: the exception that ended training early."""
     if (records := report.records) is None:
         return [Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")]
     how = (
-        "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of "
-        "them; and whether the step calls the module at all"
+        "hooks of every module, at each logged line, against those at the end of the warm-up, because torch does "
+        "not guard them; and whether the step calls the module at all"
     )
     unheeded = "; ".join(records.hooks) or "all of them"
     hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)
@@ -92,10 +92,10 @@ def report_checks(report: EngineReport, error: BaseException | None = None) -> l
 
 
 def weights_check(plain: PlainModel) -> Check:
-    """Return the check of the weights in memory against the files that training starts from."""
+    """Return the check of the weights in memory against the start files."""
     name, how = (
         "Weights are those of the files",
-        "a sample of each parameter and every buffer against a new from_pretrained of the start's files",
+        "a sample of each parameter and every buffer against a new from_pretrained of the start files",
     )
     if not plain.has_files:
         return Check(name, None, does_not_apply("the model is new"), "-", how)
@@ -109,8 +109,8 @@ def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dty
     """Return the check of the warm-up's batch, through the compiled step and eagerly.
 
     Args:
-        compiled, eager: nats per target; None: not run.
-        dtype: of the weights.
+        compiled, eager: losses in nats per target; None: not run.
+        dtype: dtype of the weights.
     """
     how = "the warm-up batch of the largest declared shape, forward pass of the compiled step and of the eager one"
     if compiled is None or eager is None:
@@ -124,10 +124,10 @@ def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dty
 def compiled_against_eager(
     rt: Runtime, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float], eager: str
 ) -> Check:
-    """Compare the loss of the warm-up's largest batch with one that is computed without the compiler.
+    """Compare the loss of the warm-up's largest batch with a loss computed without the compiler.
 
     Args:
-        losses: as shape_runner fills them; empty: nothing is compiled.
+        losses: losses from shape_runner; empty if nothing is compiled.
         eager: attention backend without the compiler.
     """
     orig_model, shape = model.orig_model, layout.shapes[-1]
@@ -138,32 +138,32 @@ def compiled_against_eager(
     with as_whole(orig_model):
         with torch.no_grad(), run_eagerly():
             loss = float(from_last(orig_model, model(batch, eager).loss)) / max(model.objective.count(batch), 1)
-        # No backward pass follows that would reshard the weights that this one gathers.
+        # No backward pass follows that would reshard the gathered weights.
         reshard(orig_model)
     return compiled_check(losses[shape], loss, orig_model.dtype)
 
 
 def compile_checks(graphs: int | None, evaluations: int, records: Records, error: BaseException | None) -> list[Check]:
-    """Return the checks of what the compiler did, from torch's own records.
+    """Return the checks of the compiler from torch's own records.
 
     Args:
-        graphs: how many this rank has; None: nothing is compiled.
-        evaluations: how many there were so far.
-        records: of all ranks.
-        error: what ended training, if anything did: a recompile or graph break that was refused counts as one.
+        graphs: number of graphs on this rank; None: nothing is compiled.
+        evaluations: number of evaluations so far.
+        records: records of all ranks.
+        error: exception that ended training, if any: a rejected recompile or graph break counts as one.
     """
     how = "torch.compile's own records of every rank"
     if graphs is None:
         return [Check("The step is compiled", None, "eager", "-", how)]
     late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
-    # A refused recompile ends the run before torch records it. A graph break raises the same error, but is
-    # in the records.
+    # A rejected recompile ends the run before torch records it. A graph break raises the same error, but is in
+    # the records.
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
     ran = counted(graphs, "graph")
-    # Calls that fell back left no record of a compile, but the step was not what the warm-up had built either.
+    # Calls that fell back left no record of a compile, but did not run the step that the warm-up built.
     if uncompiled:
-        ran += f", and {uncompiled:,} calls ran without one (compile.on_recompile=eager)"
+        ran += f", and {uncompiled:,} calls ran uncompiled (compile.on_recompile=eager)"
         late += [f"run uncompiled instead: {reason}" for reason in records.fallback_kinds]
     return [
         Check("The step is compiled", graphs > 0 and not uncompiled, ran, "1 or more, for every call", how),

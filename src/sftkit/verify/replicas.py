@@ -16,32 +16,32 @@ from sftkit.optim.protocol import Optimizer, named_states
 from sftkit.runtime.start import Runtime
 
 CHECKSUM_COLUMNS = 1 << 16
-"Words that a tensor is folded to before they are weighted: int64, 512 KiB, the only temporary memory."
+"Number of int64 words that a tensor is folded to before weighting: 512 KiB, the only temporary memory."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 20010911
 
 
 class Replicas:
-    """Compares checksums of all ranks.
+    """Compare the checksums of all ranks.
 
     Under DDP all ranks hold everything; with HSDP the ranks at the same place of each replica hold the same shards;
-    tensor-parallel ranks share norms, see `holders`. Where weights are sharded without replicas, only the buffers that
+    tensor-parallel ranks share norms, see `holders`. If weights are sharded without replicas, only the buffers that
     checkpoints keep are compared.
     """
 
     def __init__(self, orig_model: PreTrainedModel, optimizer: Optimizer, rt: Runtime, every: int | None) -> None:
-        """Remember what is compared. `every`: steps between comparisons; None: there are none."""
+        """Choose the compared tensors. `every`: number of steps between comparisons; None: no comparisons."""
         self._orig_model, self._optimizer, self._rt = orig_model, optimizer, rt
         self._every = every if rt.world_size > 1 else None
 
     def check(self, step: int, *, is_kept: bool) -> None:
-        """Compare, if it is time to; every rank must call it. Waits for the device where it compares.
+        """Compare if a comparison is due; every rank must call it. A comparison waits for the device.
 
         Args:
             is_kept: whether this step is saved or evaluated.
 
         Raises:
-            ReplicaError: on every rank, with the ranks that differ and the first tensor in which they do.
+            ReplicaError: on every rank, names the differing ranks and the first differing tensor.
         """
         if self._every is None or not (is_kept or step % self._every == 0):
             return
@@ -55,9 +55,9 @@ class Replicas:
             raise self._error(step, differing, len(tensors))
 
     def _shared(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of which another rank holds the same shard, by name.
+        """Return the tensors whose shard another rank also holds, by name.
 
-        Names are the same on every rank, except that pipeline stages differ: a rank has all of its own stage.
+        Names are the same on every rank, except between pipeline stages: a rank has all names of its own stage.
         """
         held = {name: p for name, p in self._orig_model.named_parameters() if not p.is_meta}
         named = {**held, **kept_buffers(self._orig_model)}
@@ -66,14 +66,14 @@ class Replicas:
 
     @torch.no_grad()
     def _exchange(self, tensors: Sequence[torch.Tensor | None]) -> list[list[tuple[int, int]]]:
-        """Return for each tensor what every rank has: (the first rank that holds the same shard, checksum).
+        """Return for each tensor every rank's value: (the first rank that holds the same shard, checksum).
 
-        A tensor that is None is another stage's: it counts as a shard of its own that no other rank has.
+        A tensor that is None belongs to another stage: it counts as a shard that no other rank holds.
         """
         device, ranks = self._rt.device, self._rt.world_size
         if not tensors:
             return []
-        # A table with a row for each rank, in which each fills its own: the sum over ranks is then an all_gather.
+        # A table with a row for each rank, which fills its own row: the sum over ranks is then an all_gather.
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         sums = [nothing if tensor is None else checksum(tensor).to(device) for tensor in tensors]
         first = [-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)) for tensor in tensors]
@@ -84,18 +84,18 @@ class Replicas:
 
     def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
         """Build the error that names the ranks and the first tensor, and write it to the rank's status."""
-        # The majority is taken to be right. The rank to look at is one of the others, so only those record a cause of
-        # their own; with two equal groups nobody knows.
+        # The majority counts as right. The suspect is one of the other ranks, so only those record a cause of their
+        # own; with two equal groups there is no suspect.
         name, groups = differing[0]
         *odd, majority = groups
-        unsure = len(odd[-1]) == len(majority)  # nobody is in the minority
+        unsure = len(odd[-1]) == len(majority)  # no rank is in the minority
         error = ReplicaError(
             f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
             f"({len(differing)} of {of} tensors differ). "
             f"{'' if unsure else f'The odd one out is {_named(odd[0])}. '}Since the last comparison their updates "
-            "differed: a faulty GPU or memory, a failed exchange, or a nondeterministic operator. Nothing of this "
-            "step is saved; resume from the last checkpoint with train.resume=auto, and exclude the machine of a "
-            "rank that is named again"
+            "differed: a faulty GPU or memory, a failed collective, or a nondeterministic operator. This step is "
+            "not saved; resume from the last checkpoint with train.resume=auto, and exclude the machine of a rank "
+            "that is named again"
         )
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
@@ -105,17 +105,17 @@ class Replicas:
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that checkpoints keep, by name.
 
-    Others follow what a rank has seen: some rotary frequencies do.
+    Other buffers depend on a rank's data, as some rotary frequencies do.
     """
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
-    """Return the ranks that must hold the same bits of a tensor as this one, itself among them.
+    """Return the ranks that must hold the same bits of a tensor, this rank included.
 
     Tensor-parallel ranks each add up the gradients of their copies in a group of their own. Two addends have one sum;
-    with more it depends on the order within the group, so those copies need not be alike.
+    with more, the sum depends on the order within the group, so those copies may differ.
     """
     if not isinstance(tensor, DTensor):
         return list(range(world_size))
@@ -123,7 +123,7 @@ def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
     coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
     assert coordinate is not None
     addends = mesh.size() // mesh.size(names.index("tensor")) if "tensor" in names else 1
-    # Along these dimensions of the mesh ranks hold copies; along the others only those at this place are holders.
+    # Along these dimensions of the mesh ranks hold copies; along the others only ranks at this place are holders.
     alike = [
         place.is_replicate() and not (name == "tensor" and addends > 2)
         for place, name in zip(tensor.placements, names or [""] * mesh.ndim, strict=True)
@@ -136,12 +136,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum over the bits of this rank's shard: int64 0-d on its device. No host sync.
 
     It adds integers modulo 2^64, so it is exact in any order. Elements whose positions differ by a multiple of
-    CHECKSUM_COLUMNS are added up, and the sums are weighted by odd numbers: a change of one element always changes it,
-    changes of several can only cancel out within a column or by a chance of 2^-63.
+    CHECKSUM_COLUMNS are added up, and the sums are weighted by odd numbers: a change of one element always changes
+    the checksum, changes of several can only cancel within a column or with probability 2^-63.
     """
     flat = local(tensor).detach().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    # Fold to one row of columns before anything is weighted, so that no temporary is as large as the tensor in int64.
+    # Fold to one row of columns before weighting, so that no temporary is as large as the tensor in int64.
     whole = len(words) // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS
     sums = rest = words[whole:].to(torch.int64)
     if whole:
@@ -154,17 +154,17 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
     generator = torch.Generator().manual_seed(_SEED)
-    # Made on the CPU, whose generator gives the same numbers on every machine. Odd, so that no change is
-    # multiplied to 0.
+    # Made on the CPU, whose generator gives the same numbers on every machine. Odd, so that no change is multiplied
+    # to 0.
     made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
     return (made | 1).to(device)
 
 
 def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:
-    """Return, for each shard whose holders differ, the holders grouped by what they have, the smallest group first.
+    """Return, for each shard whose holders differ, the holders grouped by their checksum, the smallest group first.
 
     Args:
-        sums: of each rank (the first rank that holds the same shard, checksum).
+        sums: for each rank, (the first rank that holds the same shard, checksum).
     """
     shards: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, found) in enumerate(sums):

@@ -38,7 +38,7 @@ def prompt_check(found: PromptedTargets | None) -> Check:
     )
     name, expected = "Every target is sampled by a server", "each after the ids of a prompt"
     if found is None or not found.answers:
-        reason = "every token is learned" if found is None else "no conversation was rendered"
+        reason = "every token is a target" if found is None else "no conversation was rendered"
         return Check(name, None, reason, "-", how)
     asked = found.answers - len(found.unasked)
     words = f"{asked} of {found.answers} answers in {len(found.conversations)} conversations"
@@ -52,13 +52,13 @@ def eos_token_ids_of(orig_model: PreTrainedModel) -> list[int]:
 
 
 def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
-    """Check that documents with a loss mask teach to end the turn, and measure the share of target tokens.
+    """Check that documents with a loss mask train the end of the turn, and measure the share of target tokens.
 
     Args:
         eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
-    last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
+    last = examples.offsets[1:] - 1  # the text after the last target was cut off
     masked = examples.num_targets < examples.lengths
     tokens, targets = int(examples.lengths.sum()), int(np.count_nonzero(examples.is_target))
     share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
@@ -73,12 +73,12 @@ def divisor_check(seen: int, divided_by: int) -> Check:
     """Check that the loss was divided by the number of targets that all ranks and micro-batches really had."""
     same = abs(seen - divided_by) <= 1e-6 * divided_by if divided_by else None  # None: no line was logged
     found = f"{seen:,} targets reached the model, {divided_by:,} were divided by"
-    how = "targets counted in the batches of all ranks, against the counts of the plan that gradients are divided by"
+    how = "targets counted in the batches of all ranks, against the planned number that gradients are divided by"
     return Check("Loss is divided by the targets of all ranks and micro-batches", same, found, "equal", how)
 
 
 def resume_check(step: int, folder: Path | None) -> Check:
-    """Report which checkpoint the run started from."""
+    """Report the checkpoint that the run started from."""
     how = "sha256 of the manifest of the checkpoint, whose files all matched the hashes in it"
     name = "Resumed from a verified checkpoint"
     if folder is None:
@@ -96,23 +96,25 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         seen = ", ".join(f"{rows} x {length}: {count:,}" for (rows, length), count in sorted(shapes.seen.items()))
     found = f"{seen or 'none'}; {shapes.undeclared:,} undeclared"
-    how = "the tensors of every micro-batch of the run, each against what its start declared, on the main rank"
+    how = "the tensors of every micro-batch of the run, against the shapes that its start declared, on the main rank"
     return Check("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
 
 
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank calls it.
+    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank
+    calls it.
 
-    Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`.
-    Attention is torch's math kernel: which of the others torch takes depends on settings of the process, which differ
-    between a run that trains with `sdpa` and a new process, and each kernel rounds differently.
+    Loading the checkpoint on the same kind of device and in the same dtype gives the same bits: see
+    `verify_checkpoint`. Attention uses torch's math kernel: torch's choice among the others depends on
+    settings of the process, which differ between a run that trains with `sdpa` and a new process, and
+    each kernel rounds differently.
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
     kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
     try:
-        # All that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
+        # Everything that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
         with as_whole(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
             made_up = kind.made_up_inputs(orig_model, 1, length)
             arrays = {"input_ids": np.array([ids]), **({} if made_up is None else made_up.arrays)}
@@ -132,22 +134,22 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
 
 
 def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
-    """Load a checkpoint with plain transformers and compare its logits with those that its run wrote down.
+    """Load a checkpoint with plain transformers and compare its logits with the digest that its run recorded.
 
     Args:
-        folder: a step directory.
+        folder: step directory.
         recorded: "logits" of the run's proof.json.
 
     Raises:
-        ConfigError: a file of it is damaged.
+        ConfigError: one of its files is damaged.
     """
     check_loadable(str(folder))
     dtype = getattr(torch, recorded["dtype"])
-    # Plain transformers, and nothing of ours that a run sets up before: so would a server load it.
+    # Plain transformers without any setup of ours, as a server would load it.
     name = files.auto_class_in(folder)
     model, info = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     found = logits_of(model.to(recorded["device"]).eval())
-    # Tensors that the class does not have change no logits, and yet the files are not those of this class.
+    # Tensors that the class lacks change no logits, but then the files do not match this class.
     others = [f"{key}: {sorted(map(str, names))[0]}" for key, names in info.items() if names]
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"

@@ -1,9 +1,9 @@
 """Check the first update of a start: samples of every parameter against torch's own optimizer, and the gradient norm
 against a plain sum over all ranks.
 
-The engine is not asked for anything: its optimizer's `update` is watched while one step runs. A sample of each
-parameter, its gradient and its states is copied on the device before and after, and read when the step is done.
-Everything that decides the update is stated here again, without the code that makes it: which parameters decay, the
+The engine does not take part: its optimizer's `update` is observed during one step. A sample of each parameter,
+its gradient and its states is copied on the device before and after, and read when the step is done. Everything
+that determines the update is restated here, independent of the training code: which parameters decay, the
 clipping, the arithmetic.
 """
 
@@ -29,18 +29,18 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
 
 UPDATE_SAMPLE = 512
-"Maximum number of elements of a parameter, or of this rank's shard, that are compared."
+"Maximum number of compared elements of a parameter, or of this rank's shard."
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 LIMIT = 2e-3
-"Largest difference of an update or a moment, relative to it, after the rounding of what is stored."
+"Largest relative difference of an update or a moment, beyond the rounding of stored values."
 EIGHT_BITS = 0.04
-"What 8-bit codes of a block may be off, relative to the largest value of the tensor."
+"Tolerance for the 8-bit codes of a block, relative to the largest value of the tensor."
 MATRICES = 2
-"Matrices of Muon whose whole update is compared: the smallest ones."
+"Number of Muon matrices whose whole update is compared: the smallest ones."
 MATRIX_LIMIT = 0.03
-"The same of a matrix, which is made orthogonal in bf16."
+"The limit for a matrix, which is orthogonalized in bf16."
 DEVIATIONS, RATIO = 6.0, 0.02
-"Stochastic rounding fails where the updates of all samples are off by more standard deviations, and by this share."
+"Stochastic rounding fails if the updates of all samples are off by more standard deviations, and by this share."
 
 
 @dataclass
@@ -58,23 +58,23 @@ class _Sampled:
 
 @dataclass
 class _Errors:
-    """What this rank has found."""
+    """The differences that this rank found."""
 
     relative: dict[str, float] = field(default_factory=dict)
-    "what was compared -> difference, relative to what torch computes"
+    "compared quantity -> difference, relative to torch's value"
     off: float = 0.0
-    "of weights that are rounded stochastically: sum of update x (found - expected)"
+    "for stochastically rounded weights: sum of update x (found - expected)"
     variance: float = 0.0
-    "of that sum, by the probabilities of rounding up and down"
+    "variance of that sum, from the probabilities of rounding up and down"
     squares: float = 0.0
-    "of the updates"
+    "sum of squared updates"
 
 
 class FirstUpdate:
-    """Watches the update of one step. Every rank has one and calls the same methods."""
+    """Observe the update of one step. Every rank has an instance and calls the same methods."""
 
     def __init__(self, engine: Engine, optim: OptimConfig, rt: Runtime) -> None:
-        """Choose the samples. `optim`: of the recipe; the engine's setup has the name of the optimizer."""
+        """Choose the samples. `optim` is the recipe's; the engine's setup has the name of the optimizer."""
         self._engine, self._optim, self._rt = engine, optim, rt
         self._name = engine.setup.optimizer
         self._sampled: dict[str, _Sampled] = {}
@@ -84,18 +84,18 @@ class FirstUpdate:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the optimizer of the engine within the context, in which one step runs."""
+        """Observe the engine's optimizer within the context, in which one step runs."""
         optimizer = self._engine.optimizer
         update = optimizer.update
 
         def watched(learning_rate: float, coefficient: Tensor) -> None:
             self._before(optimizer)
-            # The optimizer may compute in place of its argument.
+            # The optimizer may compute in place on its argument.
             self._given = learning_rate, coefficient.detach().clone()
             update(learning_rate, coefficient)
             self._after(optimizer)
 
-        # On the object, in front of the method of its class.
+        # Set on the object, so that it hides the method of its class.
         vars(optimizer)["update"] = watched
         try:
             yield
@@ -108,7 +108,7 @@ class FirstUpdate:
         orig_model = self._engine.model.orig_model
         tables = {id(m.weight) for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)}
         for name, p in orig_model.named_parameters():
-            if p.is_meta:  # another stage's
+            if p.is_meta:  # a parameter of another stage
                 continue
             # Decoupled decay on matrices; none on norms, biases and tables, a tied head included.
             decays = p.ndim >= 2 and id(p) not in tables and not (p.ndim == 3 and p.shape[0] == 1)
@@ -126,8 +126,9 @@ class FirstUpdate:
             self._keep_matrices(optimizer)
 
     def _keep_matrices(self, optimizer: Optimizer) -> None:
-        """Copy weight, gradient and momentum of the smallest matrices, whole: the update of a matrix needs all of it;
-        ranks that share them call it together."""
+        """Copy weight, gradient and momentum of the smallest matrices in full: a matrix update needs all of it. Ranks
+        that share them call it together.
+        """
         found = {name: one for name, one in self._sampled.items() if self._by_muon(one.param)}
         smallest = sorted(found, key=lambda name: (found[name].param.numel(), name))[:MATRICES]
         for name in smallest:
@@ -165,18 +166,18 @@ class FirstUpdate:
             self._sampled[name].after["matrix"] = stored.view(local(p).shape).clone()
 
     def checks(self, grad_norm: float, learning_rate: float) -> list[Check]:
-        """Return the checks of the update that was watched; every rank calls it. Waits for the device.
+        """Return the checks of the observed update; every rank calls it. It waits for the device.
 
         Args:
-            grad_norm: as the step has reported it.
-            learning_rate: of this step, by the schedule.
+            grad_norm: norm that the step reported.
+            learning_rate: rate of this step by the schedule.
         """
         norm, disagreeing = self._norm()
         norm_row = _norm_check(grad_norm, norm, disagreeing)
         given = self._given
         skipped = given is None or bool(given[1].isnan()) or not math.isfinite(norm)
         if skipped:
-            how = "the first step was skipped, as its loss or gradient norm was not finite, or it was a spike"
+            how = "the first step was skipped: its loss or gradient norm was not finite, or it was a spike"
             return [norm_row, Check(_UPDATE, None, how, "-", _HOW)]
         assert given is not None
         factor = 1.0 if self._optim.max_grad_norm is None else min(1.0, self._optim.max_grad_norm / (norm + 1e-6))
@@ -186,10 +187,10 @@ class FirstUpdate:
         return [norm_row, self._update_check(self._rt.gathered(errors), factor)]
 
     def _norm(self) -> tuple[float, list[str]]:
-        """Return the norm of the gradients of all ranks, and the parameters that ranks hold together and have different
-        gradients of.
+        """Return the norm of the gradients of all ranks, and the shared parameters whose gradients differ
+        between ranks.
 
-        Each part of a parameter counts once, however many ranks hold it.
+        Each part of a parameter counts once, regardless of how many ranks hold it.
         """
         keys, values = list(self._squares), list(self._squares.values())
         own = dict(zip(keys, torch.stack(values).tolist() if values else [], strict=True))
@@ -205,7 +206,7 @@ class FirstUpdate:
         return math.sqrt(math.fsum(parts.values())), list(disagreeing)
 
     def _compare(self, factor: float, learning_rate: float) -> _Errors:
-        """Compare what this rank has sampled with torch's optimizers in fp64. `factor`: of the gradients."""
+        """Compare this rank's samples with torch's optimizers in fp64. `factor`: factor of the gradients."""
         errors, optim = _Errors(), self._optim
         groups = {id(p): group for group in self._engine.optimizer.param_groups for p in group["params"]}
         for name, one in self._sampled.items():
@@ -216,9 +217,9 @@ class FirstUpdate:
             decay = optim.weight_decay if one.decays else 0.0
             group = groups.get(id(one.param))
             if one.trained and group is None:
-                errors.relative[f"{name}, which no group has"] = math.inf
+                errors.relative[f"{name}, which is in no group"] = math.inf
             if group is not None and (wrong := _wrong_settings(group, optim, decay)):
-                errors.relative[f"{wrong} of the group of {name}"] = math.inf
+                errors.relative[f"wrong {wrong} in the group of {name}"] = math.inf
             if not one.trained or "gradient" not in before:
                 changed = (after["weight"] != before["weight"]).double().mean()
                 errors.relative[f"{name}, which has no gradient"] = float(changed)
@@ -249,13 +250,14 @@ class FirstUpdate:
                     after[key], value, value, one.after[key].dtype, _eight(one, key)
                 )
             update = after[stored] - start if by_muon else expected.detach() - start
-            if not by_muon:  # whose whole matrices are compared below
+            if not by_muon:  # whole matrices are compared below
                 dtype, slack = one.after[stored].dtype, torch.maximum(after[stored].abs(), start.abs())
                 errors.relative[name] = _relative(after[stored], expected.detach(), update, dtype, slack)
                 if dtype == torch.bfloat16:
                     self._add_rounding(errors, after[stored], expected.detach(), update)
             if stored == "master":
-                # The copy that computes is one of the two neighbours of its master, on average the master itself.
+                # The bf16 copy used in computation is one of the two neighbours of its master; on average it equals
+                # the master.
                 gap = (after["weight"] - after["master"]).abs()
                 far = gap > 2**-7 * after["master"].abs()
                 errors.relative[f"{name}: copy of the master"] = float(far.double().mean())
@@ -267,7 +269,7 @@ class FirstUpdate:
         return errors
 
     def _of_matrix(self, name: str, weight: Tensor, gradient: Tensor, momentum: Tensor, learning_rate: float) -> float:
-        """Return how far the update of a matrix is from that of torch.optim.Muon, scaled so that LIMIT is the most."""
+        """Return the difference of a matrix's update from torch.optim.Muon's, scaled so that LIMIT is the maximum."""
         p = self._sampled[name].param
         expected = torch.nn.Parameter(weight.clone())
         expected.grad = gradient
@@ -284,8 +286,9 @@ class FirstUpdate:
         return float((found - end).norm() / update.norm()) * LIMIT / MATRIX_LIMIT
 
     def _add_rounding(self, errors: _Errors, found: Tensor, expected: Tensor, update: Tensor) -> None:
-        """Add what shows whether rounding to one of two bf16 neighbours leaves weights, or copies of masters, where
-        they should be on average."""
+        """Add evidence whether rounding to one of two bf16 neighbours keeps weights, or copies of masters, at their
+        expected value on average.
+        """
         below = expected.float().view(torch.int32).bitwise_and(-65536).view(torch.float32).double()
         # Towards zero; the other neighbour is a unit of the last place further.
         unit = torch.ldexp(torch.ones_like(expected), (torch.frexp(expected).exponent - 8))
@@ -295,7 +298,7 @@ class FirstUpdate:
         errors.squares += float(update.square().sum())
 
     def _update_check(self, found: list[_Errors], factor: float) -> Check:
-        """Return the row of the update, from what all ranks have found."""
+        """Return the row of the update from the results of all ranks."""
         relative: dict[str, float] = {}
         for errors in found:
             for name, value in errors.relative.items():
@@ -309,13 +312,13 @@ class FirstUpdate:
             deviations = abs(off) / max(deviation, 1e-30)
             words += f"; rounded updates are {1 + off / squares:.3f} of torch's ({deviations:.1f} deviations)"
             good = good and not (deviations > DEVIATIONS and abs(off) / squares > RATIO)
-        return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of what is stored", _HOW)
+        return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of stored values", _HOW)
 
 
 _UPDATE = "First update is that of torch's optimizer"
 _HOW = (
     "a sample of every parameter and its moments before and after the update of this start's first step, against "
-    "torch.optim.AdamW in fp64 and torch.optim.Muon, with decay and clipping by the recipe"
+    "torch.optim.AdamW in fp64 and torch.optim.Muon, with decay and clipping from the recipe"
 )
 
 
@@ -325,12 +328,12 @@ def _norm_check(reported: float, plain: float, disagreeing: list[str]) -> Check:
     same = abs(reported - plain) <= 1e-4 * plain if math.isfinite(plain) else not math.isfinite(reported)
     words = f"{reported:.6g} against {plain:.6g}"
     if disagreeing:
-        words += f"; ranks have different gradients of {disagreeing[0]}"
+        words += f"; gradients of {disagreeing[0]} differ between ranks"
     return Check("Gradient norm is that of all ranks", same and not disagreeing, words, "equal to 1e-04", how)
 
 
 def _wrong_settings(group: Mapping[str, Any], optim: OptimConfig, decay: float) -> str | None:
-    """Return the first setting of a parameter group that is not the recipe's; None: all are."""
+    """Return the first setting of a parameter group that differs from the recipe; None if all agree."""
     expected = {"weight_decay": decay, "betas": optim.betas, "eps": optim.eps}
     return next((name for name, value in expected.items() if name in group and group[name] != value), None)
 
@@ -340,7 +343,7 @@ def _exact(tensor: Tensor) -> torch.dtype:
 
 
 def _whole(shard: Tensor, p: torch.nn.Parameter) -> Tensor:
-    """Return the whole of which a rank holds a shard as it does of a parameter."""
+    """Return the whole tensor of a shard that is distributed like a parameter."""
     sharded = as_sharded(shard, p)
     return sharded.full_tensor() if isinstance(sharded, DTensor) else sharded.clone()
 
@@ -351,7 +354,7 @@ def _at(p: torch.nn.Parameter, state: Mapping[str, Tensor], at: Tensor) -> dict[
     for key in ("master", *MOMENTS):
         if key in state:
             value = local(state[key])
-            # torchao's 8-bit states: the largest value of the tensor bounds what a code may be off.
+            # torchao's 8-bit states: the largest value of the tensor bounds the error of a code.
             if hasattr(value, "dequantize") and hasattr(value, "codes"):
                 value = value.dequantize()
                 found[f"{key}, largest"] = value.abs().max().reshape(1)
@@ -362,15 +365,15 @@ def _at(p: torch.nn.Parameter, state: Mapping[str, Tensor], at: Tensor) -> dict[
 
 
 def _eight(one: _Sampled, key: str) -> float:
-    """Return what an 8-bit state may be off; 0.0: it has no 8-bit codes."""
+    """Return the tolerance of an 8-bit state; 0.0 without 8-bit codes."""
     largest = one.after.get(f"{key}, largest")
     return 0.0 if largest is None else EIGHT_BITS * float(largest)
 
 
 def _off(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, slack: float) -> float:
-    """Return how far a moment is from the expected one, relative to it."""
+    """Return the difference of a moment from the expected one, relative to the expected one."""
     if slack and float(expected.square().sum()):
-        # Codes are off by much where values are small, but the whole of them is not.
+        # Codes are inaccurate for small values, but accurate over the whole tensor.
         ratio = float((found * expected).sum() / expected.square().sum())
         wide = float(((found - expected).abs() > slack).double().mean())
         return max(abs(ratio - 1.0) / 0.1 * LIMIT, wide)
@@ -378,12 +381,12 @@ def _off(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, sla
 
 
 def _relative(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, magnitude: Tensor) -> float:
-    """Return the norm of the difference, beyond what storing in a dtype may round, over the norm of `scale`.
+    """Return the norm of the difference, beyond the rounding of the stored dtype, over the norm of `scale`.
 
     Args:
-        magnitude: of what is stored, to which rounding is relative.
+        magnitude: stored values, to which rounding is relative.
     """
-    # Two units of the last place, since the update's own arithmetic rounds too; of bf16 one.
+    # Two units of the last place, because the update's own arithmetic rounds too; one for bf16.
     ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22 if dtype == torch.float32 else 2.0**-50
     beyond = ((found - expected).abs() - ulp * magnitude).clamp(min=0.0)
     if bool(found.isnan().any()):
