@@ -34,7 +34,8 @@ def main() -> None:
 
     # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
-    orig_model = analysis.meta_model(cfg.model, tokenizer, analysis.gpu_precision(cfg.train))
+    precision = analysis.gpu_precision(cfg.train)
+    orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter)
     precision = analysis.precision_text(cfg.train)
     max_length, start = analysis.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)

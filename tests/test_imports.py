@@ -73,7 +73,17 @@ SHARED_NAMES = {
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
 TORCH_FREE = (
-    *("config", "launch", "reports", "models/files.py", "generation/repl.py", "preflight/inputs.py", "evals/flags.py"),
+    *(
+        "config",
+        "launch",
+        "reports",
+        "models/files.py",
+        "models/adapter_files.py",
+        "models/trained.py",
+        "generation/repl.py",
+        "preflight/inputs.py",
+        "evals/flags.py",
+    ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),

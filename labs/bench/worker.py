@@ -26,10 +26,13 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
+from sftkit.models.trained import freeze
 from sftkit.models.vocabulary import check_rows, pad_vocabulary
 from sftkit.objectives.next_token import Caption, NextToken
 from sftkit.objectives.objective import Objective
@@ -242,6 +245,10 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
+    freeze(orig_model, cfg.train.freeze)
+    if cfg.adapter is not None:
+        add_adapters(orig_model, Adapters(cfg.adapter, cfg.run.seed, base=cfg.model, digest=""))
+        join_layers(orig_model)
     parameters = count_parameters(orig_model).total
 
     objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
+from looped import proof_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
@@ -33,6 +35,7 @@ from sftkit.config.schema import (
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
+from sftkit.models.trained import freeze, frozen_names
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.rundir.manifest import verify
@@ -43,6 +46,9 @@ from sftkit.train.assemble import make_engine
 from sftkit.train.end import Trained, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
+from sftkit.verify.replicas import Replicas
+
+FROZEN = ("model.embed_tokens.*", "lm_head.*", "model.layers.0.mlp.*")
 
 
 def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
@@ -67,6 +73,7 @@ def run(
     kind="packed",
     stop=None,
     dtype: torch.dtype = torch.float32,
+    frozen: Sequence[str] = (),
 ) -> Trained:
     """A run of a dropout model whose 5-step epochs end in the middle."""
     rt = cpu_runtime()
@@ -74,6 +81,7 @@ def run(
     cfg = config(run_dir, max_steps, every)
     run_dir.mkdir(exist_ok=True)
     orig_model = tiny_llama(dropout=0.2).to(dtype)
+    freeze(orig_model, frozen)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(StepDataset(examples, layout), seed=0)
@@ -94,20 +102,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
+    ("kind", "dtype", "frozen"),
     [
-        ("packed", torch.bfloat16),
-        ("bucketed", torch.float32),
-        *(pytest.param(kind, torch.float32, marks=pytest.mark.slow) for kind in ("fixed", "dynamic")),
+        ("packed", torch.bfloat16, ()),
+        ("packed", torch.bfloat16, FROZEN),
+        ("bucketed", torch.float32, ()),
+        *(pytest.param(kind, torch.float32, (), marks=pytest.mark.slow) for kind in ("fixed", "dynamic")),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(
-    tmp_path: Path, tokenizer, kind: str, dtype: torch.dtype
+    tmp_path: Path, tokenizer, kind: str, dtype: torch.dtype, frozen: Sequence[str]
 ) -> None:
-    run(tmp_path / "whole", tokenizer, kind=kind, dtype=dtype)
-    run(tmp_path / "cut", tokenizer, every=7, kind=kind, dtype=dtype)
+    run(tmp_path / "whole", tokenizer, kind=kind, dtype=dtype, frozen=frozen)
+    run(tmp_path / "cut", tokenizer, every=7, kind=kind, dtype=dtype, frozen=frozen)
     shutil.rmtree(tmp_path / "cut" / "step-000012")  # as if killed after step 7
-    run(tmp_path / "cut", tokenizer, resume="auto", kind=kind, dtype=dtype)
+    run(tmp_path / "cut", tokenizer, resume="auto", kind=kind, dtype=dtype, frozen=frozen)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     whole, cut = (tmp_path / name / "step-000012" for name in ("whole", "cut"))
     back = weights(cut)
@@ -117,6 +126,28 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert dtype == torch.float32 or any(name.startswith("master.") for name in states[0])
+    rows = proof_rows(tmp_path / "cut")
+    assert ("Frozen weights unchanged" in rows) is bool(frozen)
+    if frozen:
+        start = tiny_llama(dropout=0.2).to(dtype).state_dict()
+        kept = frozen_names(start, frozen)
+        assert rows["Frozen weights unchanged"]["ok"]
+        assert all(torch.equal(start[name], back[name]) for name in kept)
+        assert not all(torch.equal(start[name], back[name]) for name in start.keys() - kept)
+        assert not [name for name in states[0] if name.partition(".")[2] in kept]
+
+
+def test_a_frozen_weight_that_changes_in_a_run_fails_its_row(tmp_path: Path, tokenizer, monkeypatch) -> None:
+    def check(replicas: Replicas, step: int, *, is_kept: bool) -> None:
+        if step == 5:
+            with torch.no_grad():
+                replicas._orig_model.lm_head.weight[2, 3] += 1.0
+
+    monkeypatch.setattr(Replicas, "check", check)
+    run(tmp_path / "run", tokenizer, every=4, frozen=FROZEN)
+    row = proof_rows(tmp_path / "run")["Frozen weights unchanged"]
+    assert not row["ok"]
+    assert row["found"] == "lm_head.weight (seen at step 8)"
 
 
 def optimizer_states(folder: Path) -> dict[str, torch.Tensor]:

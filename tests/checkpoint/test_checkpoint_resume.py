@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_worker import Run, experts, tied
-from helpers import cpu_runtime
+from helpers import cpu_runtime, tiny_llama
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +19,8 @@ from sftkit.checkpoint import states
 from sftkit.checkpoint.resume import check_recipe
 from sftkit.checkpoint.states import load_states, save_states, snapshot_states
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.trained import freeze
+from sftkit.optim.protocol import named_states
 from sftkit.rundir.names import step_dir
 
 RECIPE = "run: {seed: 0}\noptim: {name: adamw, lr: 1e-4}\ntrain: {max_steps: 10, epochs: null, micro_batch_size: 4}\n"
@@ -55,6 +57,33 @@ def test_a_changed_setting_that_a_run_keeps_is_refused_unless_it_is_named(tmp_pa
     assert "optim.lr is now 5e-05 (was 0.0001)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"optim\.lrr is not a key of a recipe. Did you mean optim\.lr\?"):
         run.checkpoints.resume("auto", ("optim.lrr",))
+
+
+def test_other_frozen_weights_are_refused_unless_named_and_then_what_is_newly_trained_starts_without_states(
+    tmp_path: Path, tokenizer, capsys
+) -> None:
+    def run(*patterns: str) -> Run:
+        model = tiny_llama()
+        freeze(model, patterns)
+        recipe = RECIPE.replace("max_steps: 10", f"max_steps: 10, freeze: {json.dumps(patterns)}")
+        return Run(tmp_path, tokenizer, cpu_runtime(), model=model, recipe=recipe)
+
+    first = run("model.embed_tokens.*", "model.layers.0.*")
+    first.steps(0, 3, every=3, wait=True)
+    other = run("model.embed_tokens.*", "lm_head.*")
+    with pytest.raises(
+        ConfigError, match=r'train\.freeze: \["model\.embed_tokens\.\*", "mode.* in the checkpoint'
+    ) as refused:
+        other.checkpoints.resume("auto")
+    assert "train.resume_changes=[train.freeze]" in str(refused.value)
+    other.checkpoints.resume("auto", ("train.freeze",))
+    assert "newly trained weights start without optimizer states" in capsys.readouterr().out
+    then, now = (named_states(one.optimizer, one.orig_model) for one in (first, other))
+    new = {name for name in now if ".model.layers.0." in name}
+    assert not any(now[name].any() for name in new)
+    assert now.keys() - new == then.keys() - {f"{key}.lm_head.weight" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert all(torch.equal(now[name], then[name]) for name in now.keys() - new)
+    other.steps(3, 5)
 
 
 def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() -> None:

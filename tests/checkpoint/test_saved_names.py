@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_recipe
 from made_models import MODELS, tiny_gemma2
 from transformers import (
     BartConfig,
@@ -26,6 +29,8 @@ from sftkit.checkpoint.states import check_saved_names
 from sftkit.errors import ConfigError
 from sftkit.models.rope import use_document_lengths
 from sftkit.models.vocabulary import pad_vocabulary
+from sftkit.train.assemble import open_checkpoints
+from sftkit.train.parts import LoadedModel
 
 
 def captioner() -> PreTrainedModel:
@@ -119,3 +124,14 @@ def test_another_class_than_that_of_the_config_is_rejected() -> None:
     model = Mine(MODELS["llama"]().config)
     with pytest.raises(ConfigError, match=r"names Mine, and transformers makes a LlamaForCausalLM"):
         check_saved_names(model)
+
+
+def test_a_run_of_a_model_with_a_foreign_parameter_ends_before_it_trains(tmp_path: Path) -> None:
+    model: Any = MODELS["qwen3"]()
+    model.model.layers[1].mlp.register_parameter("gate", torch.nn.Parameter(torch.ones(2)))
+    run: Any = SimpleNamespace(cfg=tiny_recipe(tmp_path))
+    # As run_to_end calls it: after the engine is built, before it is warmed up.
+    with pytest.raises(
+        ConfigError, match=r"they hold what it does not have, model\.layers\.1\.mlp\.gate\. Something has"
+    ):
+        open_checkpoints(run, LoadedModel(model, None, 8), None, None)  # type: ignore[arg-type]

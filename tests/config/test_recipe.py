@@ -16,7 +16,7 @@ import yaml
 from sftkit.config import keys
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
-from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
+from sftkit.config.schema import AdapterConfig, CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
 from sftkit.errors import ConfigError
 
 MINIMAL = """
@@ -290,7 +290,7 @@ def test_a_missing_recipe_names_its_likely_neighbour(recipe: Path):
         ("recipes/qwen3_1_7b.yaml", ': no such file. Did you mean "recipes/qwen3_1_7b/sft.yaml"?'),
         (
             "smoke",
-            ': no such file. Did you mean "recipes/smoke/base.yaml" or "recipes/smoke/mid.yaml" or "recipes/smoke/sft.yaml"?',
+            ': no such file. Did you mean "recipes/smoke/base.yaml" or "recipes/smoke/lora.yaml" or "recipes/smoke/mid.yaml" or "recipes/smoke/sft.yaml"?',
         ),
         ("recipes/qwen3_1_7b", ": a folder; name one of the recipes in it: recipes/qwen3_1_7b/sft.yaml"),
         (".", ": a folder without recipes in it; name a recipe, a .yaml file"),
@@ -410,6 +410,19 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
         (["train.pipeline_stages=2"], "train.pipeline_stages: only goes with train.engine pipeline, not blocks"),
         (["train.pipeline_schedule=gpipe"], "train.pipeline_schedule: only goes with train.engine pipeline"),
+        (
+            [*PIPELINE, "train.freeze=[lm_head.*]"],
+            "train.freeze: does not go with train.engine pipeline, which trains all",
+        ),
+        ([*PIPELINE, "adapter={}"], "adapter: does not go with train.engine pipeline"),
+        (["train.engine=graph", "adapter.rank=4"], "adapter: does not go with train.engine graph"),
+        (["adapter={}", "optim.name=muon"], "optim.name: muon does not go with adapter, whose factors are fp32"),
+        (["adapter={}", "train.fp8=rowwise"], "train.fp8: does not go with adapter"),
+        (["adapter={}", "train.freeze=[lm_head.*]"], "train.freeze: does not go with adapter, which freezes the whole"),
+        (["adapter.method=dora", "adapter.dropout=0.1"], "adapter.dropout: does not go with adapter.method dora"),
+        (["adapter.targets=[]"], "adapter.targets: is empty"),
+        (["adapter.method=lokr"], 'adapter.method: "lokr" is not one of lora, dora'),
+        (["adapter.r=8"], 'adapter.r: is not a known key. Did you mean "adapter.rank"?'),
         ([*PIPELINE, "data.layout=bucketed"], "rows of data.layout bucketed have several: take packed or fixed"),
         ([*PIPELINE, "train.fp8=rowwise"], "train.fp8: does not go with train.engine pipeline"),
         ([*PIPELINE, "compile.mode=reduce-overhead"], "which CUDA graphs would overwrite"),
@@ -455,6 +468,9 @@ def test_settings_that_exclude_each_other(recipe: Path, overrides: list[str], te
         ["eval.every=5", "eval.tasks=[families]"],
         ["eval.every=5", "data.val=[{path: 'builtin:tasks', split: heldout}]"],
         ["optim.schedule=cosine", "optim.warmup_ratio=0.9", "optim.decay_ratio=0.9"],
+        ["adapter={}"],
+        ["adapter=null", "optim.name=muon"],
+        ["adapter.targets=attention", "adapter.scaling=rslora", "optim.name=adamw"],
         ["train.resume=auto"],
         ["train.resume=runs/x/step-000100"],
         ["compile.mode=max-autotune", "compile.dynamic=null"],
@@ -681,3 +697,12 @@ def test_a_pipeline_has_rows_of_its_own_once_and_needs_as_many_micro_batches_as_
     assert (size, below, above) == ("3", "8", "10")
     for word in (f"micro_batch_size={size}", f"global_batch_size={below}", f"global_batch_size={above}"):
         assert read_config(recipe, [*words, *rounds, f"train.{word}"])
+
+
+def test_a_recipe_has_adapters_if_it_names_the_section_and_one_target_is_a_list_of_one(recipe: Path):
+    assert read_config(recipe).adapter is None
+    assert read_config(recipe, ["adapter={}"]).adapter == AdapterConfig()
+    found = read_config(recipe, ["adapter.targets=mlp", "adapter.rank=4"]).adapter
+    assert found == AdapterConfig(rank=4, targets=("mlp",))
+    assert read_config(recipe, ["adapter.targets=[mlp]", "adapter.rank=4"]).adapter == found
+    assert read_config(recipe, ["adapter.rank=4", "adapter=null"]).adapter is None

@@ -7,6 +7,8 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sftkit.verify.replicas import CHECKSUM_COLUMNS, checksum, holders, kept_buffers, parted
+from sftkit.config.schema import OptimConfig
+from sftkit.models.trained import freeze
+from sftkit.optim.build import build_optimizer
+from sftkit.verify.replicas import CHECKSUM_COLUMNS, Replicas, checksum, holders, kept_buffers, parted
 
 
 def some(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -111,3 +116,22 @@ def test_each_topology_compares_what_it_holds_more_than_once_and_finds_a_flipped
     assert found["fsdp2 x tensor"]["weights"] == norms
     assert found["fsdp2 of 4"]["flipped"] is None, "nobody else has that bit"
     assert found["fsdp2 of 4"]["weights"] == 0
+
+
+def test_frozen_weights_are_compared_once_and_trained_ones_each_time() -> None:
+    model, seen = tiny_llama(), list[list[str]]()
+    freeze(model, ["model.layers.*"])
+    # Two ranks that hold the same.
+    rt: Any = SimpleNamespace(
+        world_size=2,
+        rank=0,
+        device=torch.device("cpu"),
+        united=lambda names: seen.append(names) or names,
+        sum=lambda table: table[:1].repeat(2, 1, 1),
+    )
+    replicas = Replicas(model, build_optimizer(model, OptimConfig(name="adamw")), rt, every=2)
+    for step in range(1, 7):
+        replicas.check(step, is_kept=False)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert [frozen & {*names} for names in seen] == [frozen, set(), set()]
+    assert {*seen[0]} - frozen == {*seen[1]} == {*seen[2]} > {n for n, p in model.named_parameters() if p.requires_grad}

@@ -22,10 +22,12 @@ from sftkit.launch.layouts import (
     layers_on_paper,
     on_paper,
     setups,
+    shape_of_fields,
     topologies,
     ways,
 )
 from sftkit.memory.estimate import GIB, estimate
+from sftkit.models.files import of_fields
 from sftkit.parallel import tensor
 from sftkit.rundir.names import TRAINING_STATE
 
@@ -149,6 +151,25 @@ def test_a_launch_says_what_the_layout_takes_or_which_one_fits() -> None:
     line = advice(recipe(8192), Topology(shards=2, sharded=True), 16 * GIB, "fsdp2.yaml")
     assert line is not None
     assert "nor does another layout" in line
+
+
+@pytest.mark.parametrize("topology", [Topology(replicas=8), Topology(shards=8, sharded=True)])
+def test_a_partly_frozen_model_takes_less_and_sends_fewer_gradients(topology: Topology) -> None:
+    size = of_fields(QWEN)
+    assert size is not None
+    found = []
+    for known in (size, size._replace(frozen=size.parameters - size.ends)):
+        sizes = shape_of_fields(QWEN, known)
+        assert sizes is not None
+        setup, memory = next(setups(sizes, [topology], 8, 8192, [1]))
+        found.append(on_paper(setup, memory, Machines(8)))
+    whole, frozen = found
+    assert whole.estimate.weights == frozen.estimate.weights
+    # fp32 masters and two moments of the ends alone, on each GPU or shared by eight.
+    assert frozen.estimate.optimizer == 12 * size.ends // (8 if topology.sharded else 1) < whole.estimate.optimizer
+    # bf16 gradients, of DDP its buckets, when the backward pass begins.
+    assert frozen.estimate.gradients == 2 * size.ends // (8 if topology.sharded else 1) < whole.estimate.gradients
+    assert frozen.sent < whole.sent
 
 
 def test_what_is_said_is_of_the_recipes_settings_or_names_those_that_fit() -> None:

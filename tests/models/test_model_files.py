@@ -96,7 +96,7 @@ def test_leftovers_of_what_wrapped_a_model_are_rejected_by_name(folder: Path, na
 
 def test_adapters_that_would_be_left_out_are_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
-    assert "adapter_config.json: PEFT adapters are not loaded" in refused(folder)
+    assert "it holds adapter_config.json and config.json" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,13 @@ def test_on_cuda_the_heads_gradient_is_scaled_as_on_a_cpu(vocab: int) -> None:
         assert torch.equal(b.cpu(), a.cpu() * scale.cpu())
 
 
-def test_frozen_inputs_get_no_gradient() -> None:
+def test_frozen_inputs_get_no_gradient_and_none_is_computed() -> None:
     hidden, head, bias, targets = inputs()
     for trained in (hidden, head, bias):
         leaves = [t.detach().requires_grad_(t is trained) for t in (hidden, head, bias)]
-        linear_nll(leaves[0], Head(leaves[1], leaves[2]), targets, LossConfig(chunk_tokens=8)).loss.backward()
+        with Allocations() as made:
+            linear_nll(leaves[0], Head(leaves[1], leaves[2]), targets, LossConfig(chunk_tokens=8)).loss.backward()
+        assert (head.shape in made.shapes) is (trained is head)
         assert [leaf.grad is not None for leaf in leaves] == [t is trained for t in (hidden, head, bias)]
         (exact,) = gradients(reference(hidden, head, targets, LossConfig(), bias, None).loss, trained)
         (got,) = (leaf.grad for leaf in leaves if leaf.grad is not None)

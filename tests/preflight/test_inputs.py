@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,6 +43,50 @@ model: {scratch: {model_type: llama}, tokenizer: words}
 data: {train: [{path: chats.jsonl}], max_length: 64}
 train: {max_steps: 1}
 """
+
+
+def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_before_torch(here: Path) -> None:
+    names = [*(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)), "model.embed_tokens.weight"]
+    folder = model(here / "start")
+    entries = {
+        name: {"dtype": "BF16", "shape": [1], "data_offsets": [2 * i, 2 * i + 2]} for i, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    (folder / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
+    start = ("model.scratch=null", "model.path=start")
+    assert problems(*start, "train.freeze=[lm_head.*,'model.layers.[01].*']") == []
+    (told,) = problems(*start, "train.freeze=['model.layers.[23].*']")
+    assert told.startswith(
+        'train.freeze: "model.layers.[23].*" matches no parameter of the model: did you mean "model.l'
+    )
+    (told,) = problems(*start, "train.freeze=[model.layer.*,lm_head.*]")
+    assert told.startswith('train.freeze: "model.layer.*" matches no parameter')
+    (told,) = problems(*start, "train.freeze=[model.*,lm_head.*]")
+    assert told.startswith("train.freeze: freezes every parameter")
+
+
+def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -> None:
+    shapes = {f"model.layers.0.{name}.weight": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
+    shapes |= {"model.norm.weight": [4], "lm_head.weight": [16, 4], "model.layers.0.input_layernorm.weight": [4]}
+    folder, entries, end = model(here / "start"), {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    start = ("model.scratch=null", "model.path=start")
+    assert problems(*start, "adapter.rank=4", "adapter.targets=[attention,up_proj]") == []
+    (told,) = problems(*start, "adapter.rank=5")
+    assert "adapter.rank=5: model.layers.0.self_attn.q_proj has 4 inputs and 8 outputs" in told
+    (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[q_prj]")
+    assert 'adapter.targets: q_prj is no linear layer in the blocks of the model. Did you mean "q_proj"?' in told
+    (told,) = problems(*start, "adapter.rank=4", "adapter.targets=lm_head")
+    assert "lm_head is the head, which gets no adapter" in told
+    (told,) = problems("adapter={}")
+    assert "adapter: does not go with model.scratch" in told
 
 
 def write(path: Path, *records: object) -> Path:

@@ -92,6 +92,23 @@ def test_page_and_data_hold_what_the_files_say(run: Path) -> None:
     assert "c3ab8ff13720e8ad" in page.text
 
 
+def test_page_and_card_say_what_was_trained_of_a_partly_frozen_model(run: Path) -> None:
+    checkpoint = run / "step-000300"
+    header = {
+        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [1000, 494], "data_offsets": [0, 988_000]},
+        "model.norm.weight": {"dtype": "BF16", "shape": [6000], "data_offsets": [988_000, 1_000_000]},
+    }
+    text = json.dumps(header).encode()
+    (checkpoint / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(1_000_000))
+    recipe = (run / "config.yaml").read_text()
+    assert recipe.count("freeze: []") == 1
+    (run / "config.yaml").write_text(recipe.replace("freeze: []", "freeze: [lm_head.*]"))
+    page = read(write_report(run))
+    assert "(trains 6 k of 500 k parameters)" in page.text
+    card = (checkpoint / "README.md").read_text()
+    assert "with 500 k parameters, trained with sftkit, 6 k of them: the others are as in the start model." in card
+
+
 def test_page_says_why_rows_were_skipped_or_are_odd_with_the_first_of_each(run: Path) -> None:
     page = write_report(run).read_text()
     for expected in (

@@ -63,6 +63,7 @@ def test_the_config_has_what_was_resolved_beside_the_recipe_and_where_it_ran(off
     resolved, environment = config["resolved"], config["environment"]
     assert (resolved["optimizer"], resolved["attention"], resolved["stage"]) == ("adamw", "reference", "base")
     assert (resolved["row_length"], resolved["shapes"], resolved["parameters"] > 1e5) == (128, ["2x128"], True)
+    assert resolved["trained_parameters"] == resolved["parameters"]
     assert environment["packages"]["torch"]
     assert {"git", "device", "world_size", "python"} < environment.keys()
 

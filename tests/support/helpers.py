@@ -112,8 +112,8 @@ def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTra
     return AutoModelForCausalLM.from_config(config(**(sizes | fields)), dtype=torch.float32)  # type: ignore[no-any-return]
 
 
-def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0, head_dim: int = 8) -> PreTrainedModel:
-    return tiny(LlamaConfig, seed, num_hidden_layers=layers, attention_dropout=dropout, head_dim=head_dim)
+def tiny_llama(seed: int = 0, layers: int = 2, dropout: float = 0.0, head_dim: int = 8, **more: Any) -> PreTrainedModel:
+    return tiny(LlamaConfig, seed, num_hidden_layers=layers, attention_dropout=dropout, head_dim=head_dim, **more)
 
 
 def tiny_qwen3_with_windows(seed: int = 0) -> PreTrainedModel:

@@ -26,14 +26,24 @@ from transformers import (
 from sftkit.compile.contract import Ranks, compile_model, warm_up
 from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
 from sftkit.evals.suite import validate
+from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.structure import decoder
+from sftkit.models.trained import factors, freeze
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
@@ -62,8 +72,28 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 STEPS = 6
+
+
+def frozen(model: PreTrainedModel, *patterns: str) -> PreTrainedModel:
+    freeze(model, patterns)
+    return model
+
+
+def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
+    """B moved, so that A has gradients from the first step on."""
+    add_adapters(model, Adapters(AdapterConfig(rank=3, **settings), 0, ModelConfig(path="x"), ""))
+    with torch.no_grad():
+        for name, factor in factors(model).items():
+            if ".lora_B." in name:
+                factor.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
 MODELS = {
     "llama": tiny_llama,
+    "lora": lambda: with_adapters(tiny_llama()),
+    "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
+    "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
     "deeper": lambda: tiny_llama(layers=9),
     "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
@@ -72,7 +102,10 @@ MODELS = {
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
 }
-LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
+GRAPHS = {"frozen": 3, "prefix": 4}
+"""Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
+more for the first trained block, whose input has no gradient."""
+LEARNING_RATES = {"lora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -83,6 +116,14 @@ TWO_RANKS = {
     "llama muon fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(False, True), "muon"),
     "llama tensor": ("llama", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "llama context": ("llama", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "frozen ddp": ("frozen", Topology(replicas=2), Sharding(), "adamw"),
+    "frozen fsdp2": ("frozen", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
+    "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
+    "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),

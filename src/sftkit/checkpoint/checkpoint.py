@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_identity, check_recipe, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
-from sftkit.checkpoint.states import copies_done, load_states, snapshot_states, snapshot_weights
+from sftkit.checkpoint.states import copies_done, load_common_states, load_states, snapshot_states, snapshot_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
-from sftkit.models.weights import load_weights
+from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, replace_text
@@ -231,10 +231,14 @@ class Checkpoints:
         lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
         # Weights, then optimizer states, which are named after them. Random states come last, because earlier steps
         # may draw numbers.
-        load_weights(self.orig_model, folder)
+        load_checkpoint(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
-        load_states(tensors, folder / rundir.OPTIMIZER, *([stages.elsewhere] if stages else []))
+        states = folder / rundir.OPTIMIZER
+        if "train.freeze" in changes:
+            load_common_states(tensors, states)
+        else:
+            load_states(tensors, states, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)

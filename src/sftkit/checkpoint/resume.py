@@ -24,6 +24,7 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
@@ -145,7 +146,7 @@ _NO_KEY = object()
 "Placeholder for the value of a key that only one side has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
-    *("model.path", "model.revision"),
+    *("model.path", "model.revision", "train.freeze"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
@@ -158,6 +159,7 @@ CHANGED = {
     "rate follows the schedule for the new number of steps",
     "run.seed": "the remaining documents of this epoch come in another order",
     **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: the checkpoint's are"),
+    "train.freeze": "newly trained weights start without optimizer states, those of frozen ones are dropped",
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }
 "Effects of changing a key, if they are not obvious."
@@ -181,7 +183,9 @@ def run_identity(
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
     if padding_rows(orig_model):  # optimizer states have those rows too
         model["padding_rows"] = padding_rows(orig_model)
+    adapters = adapters_of(orig_model)
     return {
+        **({} if adapters is None else {"adapter": adapters.identity()}),
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": _digest(str(tokenizer.chat_template).encode()),

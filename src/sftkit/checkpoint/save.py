@@ -30,9 +30,10 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
+from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, flush, replace_text
-from sftkit.rundir.manifest import sha256_of
+from sftkit.rundir.manifest import BASE, sha256_of
 from sftkit.rundir.status import is_full_disk
 from sftkit.runtime.start import Runtime
 
@@ -56,8 +57,8 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
     }
 
 
-def write_manifest(folder: Path, step: int, files: Entries) -> None:
-    """Write manifest.json, which lists every other file.
+def write_manifest(folder: Path, step: int, files: Entries, base: str | None = None) -> None:
+    """Write manifest.json, which lists every other file. `base`: digest of the weights that an adapter belongs to.
 
     Raises:
         OSError: the folder's files differ from those that the ranks report.
@@ -65,7 +66,8 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if present != set(files):
         raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
-    (folder / rundir.MANIFEST).write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
+    content = {"step": step, **({} if base is None else {BASE: {"sha256": base}}), "files": dict(sorted(files.items()))}
+    (folder / rundir.MANIFEST).write_text(json.dumps(content, indent=1))
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -341,7 +343,8 @@ class Writer:
         if self.rt.lock is not None:
             self.rt.lock.check(self.run_dir)
         final = rundir.step_dir(self.run_dir, step)
-        write_manifest(temporary, step, files)
+        adapters = adapters_of(self.orig_model)
+        write_manifest(temporary, step, files, None if adapters is None else adapters.digest)
         flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / rundir.LATEST, final.name + "\n")

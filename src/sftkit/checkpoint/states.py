@@ -33,7 +33,9 @@ from sftkit.errors import ConfigError
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 
@@ -231,6 +233,12 @@ def load_states(
             raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
 
 
+def load_common_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Read those states that the checkpoint has, after a change of what is trained; the others stay as they are."""
+    saved = SafeReader(folder).read_metadata().state_dict_metadata
+    load_states({name: t for name, t in tensors.items() if name in saved}, folder, lambda name: name not in tensors)
+
+
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
     """Reject states that do not fit: torch would skip states that only the checkpoint has, and would convert
     another dtype.
@@ -283,6 +291,9 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
+    if adapters_of(orig_model) is not None:
+        gathered = _gathered(tensors, saved_rows, keep=rank == 0)
+        return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
@@ -322,9 +333,13 @@ def _gathered(
 
 
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that
-    transformers loads.
+    """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that transformers loads.
+    A model with adapters saves only its factors, under the names of peft.
     """
+    if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import PEFT_PREFIX
+
+        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
     # without save_pretrained.
@@ -347,6 +362,8 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: tensors are missing, unexpected or of another shape.
     """
+    if adapters_of(orig_model) is not None:  # its checkpoints hold nothing of the model
+        return
     plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
     name = plain.__name__
     with torch.device("meta"), no_init_weights():
@@ -415,8 +432,16 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     """Write config.json, generation_config.json and the code of remote models: save_pretrained without weights writes
     only these. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this call
     precedes the first such file of any rank.
+
+    A model with adapters gets adapter_config.json and no config.json: with one, transformers would look for the whole
+    model in this folder.
     """
-    orig_model.save_pretrained(folder, state_dict={})
+    if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import peft_config_text
+
+        (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
+    else:
+        orig_model.save_pretrained(folder, state_dict={})
 
 
 def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
@@ -430,6 +455,7 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
     # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the
     # other files.
     for path in written:
-        path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
+        plain = folder / (ADAPTER_CONFIG if ADAPTER_WEIGHTS in snapshot.files else "config.json")
+        path.chmod(stat.S_IMODE(plain.stat().st_mode))
     if snapshot.index is not None:
         (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

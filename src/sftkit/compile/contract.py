@@ -25,7 +25,7 @@ from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
 from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, eager_on_recompile, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
-from sftkit.models.structure import called, decoder_blocks
+from sftkit.models.structure import called, decoder_blocks, embedding_module
 
 # Private: torch.compiler has no callback before a compile. These were made for finding jobs that hang while compiling:
 # pytorch/pytorch#120764, with what triggered the compile since pytorch/pytorch#153596.
@@ -79,6 +79,7 @@ def compile_model(
         if sharded and compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
         parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
+    inputs_with_gradient(orig_model, [module for module, _ in parts])
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
@@ -87,6 +88,24 @@ def compile_model(
         else:
             compile_part(module, own, dynamic_layout=dynamic_layout)
     return len(parts)
+
+
+def inputs_with_gradient(orig_model: PreTrainedModel, compiled: Sequence[torch.nn.Module]) -> None:
+    """Let a frozen embedding's output ask for a gradient, so that the first block is compiled like the others: Dynamo
+    guards on whether an input has one, and would build a graph for that block alone.
+
+    It costs next to nothing, as a trained block has a gradient at its first norm anyway. Nothing changes if the first
+    block is frozen too: no backward pass goes through frozen first blocks, and the first trained one has its own graph.
+
+    Args:
+        compiled: modules that are a graph each; of a graph that holds the embedding nothing is asked.
+    """
+    embedding, blocks = embedding_module(orig_model), decoder_blocks(orig_model)
+    inside = any(embedding in module.modules() for module in compiled)
+    if inside or not blocks or any(p.requires_grad for p in embedding.parameters()):
+        return
+    if any(p.requires_grad for p in blocks[0].parameters()):
+        embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
 def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Module]:

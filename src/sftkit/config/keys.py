@@ -52,7 +52,13 @@ def key_table() -> dict[str, Key]:
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    return {section: str(name) for section, name in Config.__annotations__.items()}
+    return {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+
+
+@functools.cache
+def optional_sections() -> frozenset[str]:
+    """Return the sections that a recipe may leave out as a whole, with a meaning of its own."""
+    return frozenset(section for section, name in Config.__annotations__.items() if str(name).endswith(" | None"))
 
 
 @functools.cache
@@ -174,6 +180,13 @@ _OTHER_NAMES = {
     "data.targets": "train_on_inputs train_on_prompt train_on_input assistant_only_loss completion_only_loss",
     "data.num_workers": "dataloader_num_workers",
     "data.num_proc": "dataset_num_proc preprocessing_num_workers",
+    "adapter.rank": "r lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target lora_targets lora_target_modules",
+    "adapter.scaling": "use_rslora",
+    "adapter.method": "use_dora",
+    "adapter": "lora peft peft_config lora_config use_peft",
     "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
     "train.memory": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
@@ -197,6 +210,8 @@ REMARKS = {
     "optim.min_lr_ratio": "a share of optim.lr",
     "train.global_batch_size": "accumulation follows from it and train.micro_batch_size",
     "train.precision": "bf16 or fp32",
+    "adapter.scaling": "standard or rslora",
+    "adapter.method": "lora or dora",
     "train.memory": "balanced or low",
     "data.layout": "packed",
     "checkpoint.best": "a metric, such as val/loss",

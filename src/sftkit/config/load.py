@@ -16,7 +16,17 @@ from pydantic import ValidationError
 
 from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
-from sftkit.config.keys import USAGE, adapter, explain_error, help_text, key_table, row_of, section_classes, shorten
+from sftkit.config.keys import (
+    USAGE,
+    adapter,
+    explain_error,
+    help_text,
+    key_table,
+    optional_sections,
+    row_of,
+    section_classes,
+    shorten,
+)
 from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.terminal import SECRET, Level, print_text, secret_in
@@ -146,7 +156,7 @@ def _resolve(
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
-    for section in section_classes():  # an absent or emptied section has its defaults
+    for section in section_classes().keys() - optional_sections():  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)

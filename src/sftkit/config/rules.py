@@ -113,6 +113,35 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
 
 
+def _freeze(get: Get) -> Iterator[Problem]:
+    if get("train.freeze") and (engine := get("train.engine")) in ("pipeline", "graph"):
+        wrong = f"does not go with train.engine {engine}, which trains all parameters"
+        yield "train.freeze", f"{wrong}: set it to [], or train.engine=blocks"
+
+
+def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("adapter") is None:
+        return
+    engine = get("train.engine")
+    if engine in ("pipeline", "graph"):
+        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: take blocks"
+    elif topology.tensor > 1:
+        yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
+    if get("optim.name") not in ("auto", DEFAULT):
+        yield (
+            "optim.name",
+            f"{get('optim.name')} does not go with adapter, whose factors are fp32: set auto or {DEFAULT}",
+        )
+    if get("train.fp8") is not None:
+        yield "train.fp8", "does not go with adapter: float8 layers would get none. Set it to null"
+    if get("train.freeze"):
+        yield "train.freeze", "does not go with adapter, which freezes the whole model: leave it out"
+    if get("adapter.method") == "dora" and get("adapter.dropout"):
+        yield "adapter.dropout", "does not go with adapter.method dora: set it to 0"
+    if not get("adapter.targets"):
+        yield "adapter.targets", "is empty: name layers, or leave it out for all-linear"
+
+
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
         wrong = f"only goes with train.engine pipeline, not {get('train.engine')}"
@@ -357,7 +386,7 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), *more):
+    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_adapter), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 
@@ -574,6 +603,6 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 _RULES = (
     *(_model, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
-    *(_engine, _pipeline, _graph, _compiled_only, _implementation, _inductor_only, _options),
+    *(_engine, _freeze, _pipeline, _graph, _compiled_only, _implementation, _inductor_only, _options),
     *(_optim, _duration, _resume, _eval, _names),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from sftkit.config.tables import OPTIMIZERS, describe_optimizers, describe_passes
 
@@ -214,6 +214,8 @@ class TrainConfig:
     "engine pipeline: the order of passes. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which wait about half as long and send two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
     "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
+    freeze: tuple[str, ...] = ()
+    'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -223,12 +225,45 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze."
 
 
 def num_stages(train: TrainConfig) -> int | None:
     """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
+
+
+def one_or_several(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+@settings
+class AdapterConfig:
+    """Low-rank adapters on a frozen model (docs/adapters.md). null: all weights are trained."""
+
+    rank: Positive = 16
+    "Columns of the factors, at most the smaller dimension of each target."
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    "Scale of what an adapter adds, see scaling."
+    scaling: Literal["standard", "rslora"] = "standard"
+    "What an adapter adds is multiplied by alpha / rank (standard) or alpha / sqrt(rank) (rslora)."
+    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ("all-linear",)
+    "The layers with an adapter: all-linear, attention or mlp of every block, or names or their last parts: [q_proj, v_proj, layers.0.mlp.up_proj]. Never the head."
+    experts: bool = True
+    "false: all-linear and mlp leave out the experts of a mixture."
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    "lora: share of an adapter's inputs that is dropped in training."
+    method: Literal["lora", "dora"] = "lora"
+    "lora: add the product of the factors to a weight; dora: also scale each row of the sum to a trained length, which costs speed."
+    lr_ratio_b: Annotated[float, Field(gt=0.0)] = 1.0
+    "Learning rate of the second factor, B, over optim.lr (LoRA+ suggests up to 16)."
+
+
+ADAPTER_GROUPS = ("all-linear", "attention", "mlp")
+"Names that stand for layers in adapter.targets."
+SLOW_ADAPTER_LR = 5e-5
+"Adapters learn slowly below this learning rate: their best one is about ten times that of full fine-tuning."
 
 
 @settings
@@ -375,6 +410,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    adapter: AdapterConfig | None = None
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)

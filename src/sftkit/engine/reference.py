@@ -62,8 +62,8 @@ class Reference:
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
         # Private: transformers has a public setter (huggingface/transformers#38974), but no public getter.
         attention = str(orig_model.config._attn_implementation)
-        # Weights and two moments.
-        size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())
+        # Weights, and two moments of the trained ones.
+        size = sum((3.0 if p.requires_grad else 1.0) * p.numel() * p.element_size() for p in orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
     @contextmanager

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import DataConfig, EvalConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
@@ -30,15 +30,16 @@ from sftkit.errors import ConfigError
 from sftkit.evals.results import Result, Z
 from sftkit.generation.decode import longest_input
 from sftkit.generation.kv_cache import plain_forward
+from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
-from sftkit.models.load import load_model, load_options
+from sftkit.models.load import load_model, load_options, start_config
 from sftkit.models.rope import max_positions
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import windows
 from sftkit.parallel.fsdp import Sharding
 from sftkit.parallel.wrap import distribute
-from sftkit.rundir.names import TRAINING_STATE
+from sftkit.rundir.names import TRAINING_STATE, resolve
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.start import Runtime
 
@@ -72,7 +73,10 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         ConfigError: it has an encoder.
     """
     assert source.path is not None
-    config = AutoConfig.from_pretrained(source.path, **load_options(source.path, source))
+    files = adapter_at(source)
+    model = source if files is None else files.base
+    path = resolve(str(model.path))
+    config = start_config(path, load_options(path, model))
     check_causal(config, "scripts/evaluate.py")
     return longest_input(max_positions(config), tokenizer)
 

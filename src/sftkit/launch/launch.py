@@ -188,7 +188,7 @@ _UNKNOWN = Needs()
 def needs_of(cfg: Config, hardware: Hardware) -> Needs:
     """Return what a recipe needs of these GPUs."""
     rows_fit = partial(has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)
-    return Needs(replica_of(cfg.model, cfg.optim, cfg.train), rows_fit, whole=cfg.train.engine != "graph")
+    return Needs(replica_of(cfg.model, cfg.optim, cfg.train, cfg.adapter), rows_fit, whole=cfg.train.engine != "graph")
 
 
 def choose(

@@ -21,7 +21,7 @@ from sftkit.config.topology import PipelineStep, Topology, balanced, bubble, spl
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate, traffic
-from sftkit.models.files import fields_of, of_fields, size_of
+from sftkit.models.files import ModelSize, fields_of, of_fields, size_of
 from sftkit.rundir.names import resolve, trained_length
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
@@ -118,7 +118,8 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     # third of the work.
     again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
-    passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
+    spared = work / 3 * shape.frozen / shape.parameters  # a frozen parameter has no gradient of its own
+    passes = {"forward": work / 3, "backward": work * (again - 1 / 3) - spared}
     alone, hidden = _exchanging(setup, machines, passes)
     waits, filled = 0.0, 1.0
     if t.stages > 1:
@@ -129,7 +130,7 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     step = count * sum(passes.values()) / (1.0 - waits) + filled * alone
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
-    return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
+    return OnPaper(setup, machines, memory, estimate(setup), count * (work - spared) / step, share, sent)
 
 
 def work_of(shape: Shape) -> tuple[float, float]:
@@ -245,12 +246,12 @@ def choice(fitting: list[OnPaper]) -> OnPaper | None:
     return next((each for each in fitting if each.share >= NEARLY * highest), None)
 
 
-def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
+def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -> Shape | None:
     """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it
     is another architecture.
 
     Args:
-        parameters: of all of it, where its files say more exactly.
+        known: of all of it, where its files say more exactly.
     """
     if (size := of_fields(fields)) is None:
         return None
@@ -258,7 +259,7 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     heads = fields["num_attention_heads"]
     head_dim = fields.get("head_dim") or hidden // heads
     return Shape(
-        parameters=parameters or size.parameters,
+        parameters=known.parameters if known else size.parameters,
         ends=size.ends,
         matrices=size.parameters - size.ends,
         blocks=fields["num_hidden_layers"],
@@ -268,6 +269,9 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
         inner=fields["intermediate_size"],
         head_dim=head_dim,
         vocab=fields["vocab_size"],
+        frozen=known.frozen if known else 0,
+        frozen_ends=known.frozen_ends if known else 0,
+        frozen_matrices=known.frozen - known.frozen_ends if known else 0,
     )
 
 
@@ -290,9 +294,8 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     fields = fields_of(cfg.model)
     if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
-    size = size_of(cfg.model)
     rows = cfg.train.global_batch_size
-    shape = shape_of_fields(fields, size and size.parameters)
+    shape = shape_of_fields(fields, size_of(cfg.model, cfg.train.freeze, cfg.adapter))
     if shape is None or not divides(topology, rows, row_length):
         return None
     # This is rejected when the model is loaded.
@@ -360,6 +363,8 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
     fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
     found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
+    if cfg.train.freeze:  # pipelines train all parameters
+        found = [each for each in found if each.setup.topology.stages == 1]
     if not asked.shardable:  # layouts that spread them are no advice
         found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"

@@ -48,6 +48,18 @@ class Shape:
     "ffn_dim of the feed-forward layer; with experts, the sum over those that see a token"
     head_dim: int
     vocab: int
+    frozen: int = 0
+    "of the parameters: without gradients and states"
+    frozen_ends: int = 0
+    frozen_matrices: int = 0
+    frozen_head: bool = False
+    forward_blocks: int = 0
+    "first blocks that no backward pass goes through: they keep no activations"
+
+    @property
+    def trained(self) -> int:
+        """Return the parameters that have gradients and states."""
+        return self.parameters - self.frozen
 
 
 @dataclass(frozen=True)
@@ -155,12 +167,13 @@ def estimate(s: EstimateInputs) -> Estimate:
     if s.topology.sharded:
         return _sharded(s, tokens)
     # DDP allocates all its buckets at the start, before any gradient exists.
-    weights = gradients = width * m.parameters
+    weights = width * m.parameters
+    gradients = width * m.trained
     buckets = gradients if s.layout.world_size > 1 else 0
-    earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
+    earlier = m.trained * earlier_gradient_width(s.layout, s.precision)
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
     last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: gradients are views of the buckets
-    head = width * m.vocab * m.hidden
+    head = 0 if m.frozen_head else width * m.vocab * m.hidden
     # The head's gradient is the first of a backward pass, and stays during the backward pass of the blocks.
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
@@ -168,11 +181,16 @@ def estimate(s: EstimateInputs) -> Estimate:
         _state_bytes(s),
         gradients=buckets + earlier - sums,
         gradient_sums=sums,
-        activations=int(width * (tokens * m.blocks * kept_elements(s) + _encoder_elements(s, tokens))),
+        activations=int(width * (tokens * _kept_blocks(m) * kept_elements(s) + _encoder_elements(s, tokens))),
         transient=int(max(_loss_bytes(s, tokens), head + block)),
     )
     at_end = replace(at_start, gradients=buckets + last, activations=0, transient=int(max(head, block)))
     return max(at_start, at_end, key=lambda moment: moment.total)
+
+
+def _kept_blocks(shape: Shape) -> int:
+    """Return the number of blocks that keep activations for a backward pass."""
+    return shape.blocks - shape.forward_blocks
 
 
 def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
@@ -183,7 +201,7 @@ def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
     """
     if s.encoder is None:
         return 0.0
-    own = s.encoded * s.encoder.blocks * kept_elements(replace(s, shape=s.encoder))
+    own = s.encoded * _kept_blocks(s.encoder) * kept_elements(replace(s, shape=s.encoder))
     return own + s.shape.blocks * (2 * s.shape.key * s.encoded + (2 * s.shape.query + s.shape.hidden) * tokens)
 
 
@@ -200,9 +218,9 @@ def held_bytes(s: EstimateInputs) -> int:
         whole = replace(s, topology=replace(s.topology, stages=1))
         shapes = [pipeline_rank_shape(s, place) for place in range(s.topology.stages)]
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
-    # Twice the width: a gradient is as wide as its weight.
+    # A gradient is as wide as its weight.
     shards = s.topology.shards * s.topology.ranks_per_row if s.topology.sharded else 1
-    return (2 * BYTES[s.precision] * s.shape.parameters + _state_bytes(s)) // shards
+    return (BYTES[s.precision] * (s.shape.parameters + s.shape.trained) + _state_bytes(s)) // shards
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
@@ -218,6 +236,8 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     # rank uses its own part.
     shards = t.shards * t.context * t.tensor
     body = (m.parameters - m.ends) // t.tensor
+    trained_end = m.ends - m.frozen_ends
+    trained_body = (m.trained - trained_end) // t.tensor
     block, end = body // max(m.blocks, 1), m.ends
     # Tensor ranks without shards hold their parts of the blocks as they use them, and gather embedding and head.
     among_tensor_ranks = t.replicas * t.shards * t.context == 1
@@ -226,15 +246,16 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     # Gradients of earlier micro-batches: FSDP keeps them whole if the exchange waits for the last micro-batch,
     # otherwise as shards.
     earlier = s.layout.accumulation > 1
-    whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
-    shard_sums = 4 * m.parameters // shards if earlier and not s.sharding.keep_gradients else 0
-    on_their_way = (width + 4) * ((0 if among_tensor_ranks else 2 * block) + end)
+    whole_sums = 4 * (trained_body + trained_end) if earlier and s.sharding.keep_gradients else 0
+    shard_sums = 4 * m.trained // shards if earlier and not s.sharding.keep_gradients else 0
+    trained_block = trained_body // max(m.blocks, 1)
+    on_their_way = (width + 4) * ((0 if among_tensor_ranks else 2 * trained_block) + trained_end)
     at_start = Estimate(
         weights=width * (m.parameters // shards + gathered),
         optimizer=_state_bytes(s) // shards,
-        gradients=width * m.parameters // shards,
+        gradients=width * m.trained // shards,
         gradient_sums=whole_sums + shard_sums,
-        activations=int(width * tokens * m.blocks * kept_elements(s)),
+        activations=int(width * tokens * _kept_blocks(m) * kept_elements(s)),
         transient=int(max(_loss_bytes(s, tokens), tokens * _block_bytes_per_token(s) + _mask_bytes(s))),
     )
     at_end = replace(at_start, gradients=at_start.gradients + on_their_way, activations=0)
@@ -293,7 +314,8 @@ def pipeline_rank_shape(s: EstimateInputs, pipeline_rank: int) -> Shape:
     ends += max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
     share = blocks / m.blocks
     parameters = round((m.parameters - m.ends) * share) + ends
-    return replace(m, parameters=parameters, ends=ends, matrices=round(m.matrices * share), blocks=blocks)
+    sizes = replace(m, parameters=parameters, ends=ends, matrices=round(m.matrices * share), blocks=blocks)
+    return replace(sizes, frozen=0, frozen_ends=0, frozen_matrices=0, forward_blocks=0)  # see config.rules
 
 
 def sums_in_fp32(layout: Layout, precision: str) -> bool:
@@ -310,8 +332,8 @@ def earlier_gradient_width(layout: Layout, precision: str) -> int:
 
 def _state_bytes(s: EstimateInputs) -> int:
     """Return the bytes of all optimizer states."""
-    spec, matrices = OPTIMIZERS[s.optimizer], s.shape.matrices
-    others = s.shape.parameters - matrices
+    spec, matrices = OPTIMIZERS[s.optimizer], s.shape.matrices - s.shape.frozen_matrices
+    others = s.shape.trained - matrices
     return int(spec.state_width(s.precision) * matrices + spec.state_width(s.precision, block_matrix=False) * others)
 
 
@@ -322,7 +344,8 @@ def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
     """
     m, width = s.shape, BYTES[s.precision]
     logits = width * min(s.chunk_tokens, tokens) * m.vocab
-    return max(logits, width * m.vocab * m.hidden) + 4 * m.vocab * m.hidden + 6 * width * m.hidden * tokens
+    head = 0 if m.frozen_head else m.vocab * m.hidden
+    return max(logits, width * head) + 4 * head + 6 * width * m.hidden * tokens
 
 
 def _block_bytes_per_token(s: EstimateInputs) -> float:
@@ -390,7 +413,7 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
         of_ranks = [_of_pipeline_rank(s, place) for place in range(s.topology.stages)]
         return max(of_ranks, key=lambda traffic: sum(e.sent for e in traffic))
     # DDP exchanges gradients in the precision of the weights.
-    gradients = BYTES[s.precision] * s.shape.parameters
+    gradients = BYTES[s.precision] * s.shape.trained
     replicas = CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, gradients)
     traffic = _of_weights(s) if s.topology.sharded else [replicas]
     return [each for each in [*traffic, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
@@ -405,11 +428,15 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # ends: only in the forward pass
     times = 1 if s.sharding.keep_gradients else count
     traffic = []
-    parts = (("shards", shards, body, gathers[0]), ("ends", shards * t.tensor, m.ends, gathers[1]))
-    for among, ranks, size, gathered in parts:
+    trained_end = m.ends - m.frozen_ends
+    parts = (
+        ("shards", shards, body, (m.trained - trained_end) / t.tensor, gathers[0]),
+        ("ends", shards * t.tensor, m.ends, trained_end, gathers[1]),
+    )
+    for among, ranks, size, trained, gathered in parts:
         traffic.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
-        traffic.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
-        traffic.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
+        traffic.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * trained * times))
+        traffic.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * trained / ranks * times))
     return traffic
 
 

@@ -31,8 +31,9 @@ from sftkit.memory.estimate import (
     held_bytes,
 )
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
+from sftkit.models import structure
 from sftkit.models.kind import kind_of
-from sftkit.models.structure import decoder_blocks, encoder, vocab_size
+from sftkit.models.trained import adapters_of, factors
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.stages import layers_of_stages
@@ -45,17 +46,21 @@ def shape_of(orig_model: PreTrainedModel) -> Shape | None:
 
     None if the config lacks a size or has several values for it.
     """
-    return _shape(orig_model, orig_model.config.get_text_config())
+    return _shape(orig_model, orig_model.config.get_text_config(), structure.decoder(orig_model))
 
 
 def encoder_shape_of(orig_model: PreTrainedModel) -> Shape | None:
     """Return the sizes of the model's encoder; None if it has none, or its config lacks a size."""
-    inner = encoder(orig_model)
-    return _shape(orig_model, inner.config) if isinstance(inner, PreTrainedModel) else None
+    inner = structure.encoder(orig_model)
+    return _shape(orig_model, inner.config, inner) if isinstance(inner, PreTrainedModel) else None
 
 
-def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | None:
-    """Return the sizes in a config; None if it lacks a size or has several values for it."""
+def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn.Module) -> Shape | None:
+    """Return the sizes in a config; None if it lacks a size or has several values for it.
+
+    Args:
+        part: the decoder or the encoder of the config.
+    """
 
     def size(*names: str, default: int | None = None) -> int | None:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
@@ -76,17 +81,28 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | Non
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
     parameters = sum(p.numel() for p in orig_model.parameters())
+    in_blocks = [p for b in structure.decoder_blocks(orig_model) for p in b.parameters()]
+    frozen = sum(p.numel() for p in orig_model.parameters() if not p.requires_grad)
+    of_blocks = {id(p) for p in in_blocks}
+    own = [
+        inputs for p, inputs, module in structure.backward_parts(orig_model) if module is part and id(p[0]) in of_blocks
+    ]
     return Shape(
         parameters=parameters,
-        ends=parameters - sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters()),
-        matrices=sum(p.numel() for b in decoder_blocks(orig_model) for p in b.parameters() if p.ndim == 2),
+        ends=parameters - sum(p.numel() for p in in_blocks),
+        matrices=sum(p.numel() for p in in_blocks if p.ndim == 2),
         blocks=blocks,
         hidden=hidden,
         query=heads * head_dim,
         key=key_heads * head_dim,
         inner=inner,
         head_dim=head_dim,
-        vocab=vocab_size(orig_model),
+        vocab=structure.vocab_size(orig_model),
+        frozen=frozen,
+        frozen_ends=frozen - sum(p.numel() for p in in_blocks if not p.requires_grad),
+        frozen_matrices=sum(p.numel() for p in in_blocks if p.ndim == 2 and not p.requires_grad),
+        frozen_head=not structure.output_projection(orig_model).weight.requires_grad,
+        forward_blocks=sum(not inputs for inputs in own),
     )
 
 
@@ -160,6 +176,8 @@ def make_plan(
         # one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, partial=rt.topology.partial)
+        if cfg.adapter is not None:  # the factors are fp32 whatever the model is
+            name = DEFAULT
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
@@ -167,9 +185,9 @@ def make_plan(
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
-    parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
+    trained = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters() if p.requires_grad)
     # Shards and stages count 0: their warm-up makes such gradients itself.
-    earlier = parameters * earlier_gradient_width(layout, rt.precision)
+    earlier = trained * earlier_gradient_width(layout, rt.precision)
     budget = _budget(cfg.compile, cfg.train)
     kept = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
     how = "gradient checkpointing" if checkpointing else kept
@@ -349,7 +367,11 @@ def _precision_of(param: torch.Tensor) -> str:
 
 
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
-    """Return the bytes of one checkpoint: weights and optimizer states of all ranks."""
+    """Return the bytes of one checkpoint: all weights, and optimizer states of those that are trained, of all ranks; of
+    adapters these alone."""
     spec = OPTIMIZERS[plan.optim.name]
+    saved = orig_model.parameters() if adapters_of(orig_model) is None else factors(orig_model).values()
     # numel of a DTensor counts the whole tensor, not this rank's shard.
-    return sum(p.numel() * (p.element_size() + spec.state_width(_precision_of(p))) for p in orig_model.parameters())
+    return sum(
+        p.numel() * (p.element_size() + (spec.state_width(_precision_of(p)) if p.requires_grad else 0)) for p in saved
+    )

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
-from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS
+from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
-from sftkit.rundir.names import latest_checkpoint
+from sftkit.models.trained import frozen_names
+from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
 from sftkit.runtime.hub import hub_answers
+
+if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
 
 CAUSAL = "AutoModelForCausalLM"
 CAPTIONS = "AutoModelForImageTextToText"
@@ -36,7 +41,9 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def auto_class_in(folder: Path) -> str:
-    """Return the auto class of the model in a folder, such as a checkpoint of a run."""
+    """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return CAUSAL
     return auto_class(json.loads((folder / "config.json").read_text()))
 
 
@@ -114,10 +121,10 @@ def check_model_files(folder: Path) -> None:
     """
     config = json_object(folder / "config.json")
     check_unquantized(config, f"{folder}: config.json")
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{folder}: adapter_config.json: PEFT adapters are not loaded, so a different model would be trained. "
-            "Merge them into the weights first (PeftModel.merge_and_unload, save_pretrained) and use that folder"
+            f"{folder}: it holds {ADAPTER_CONFIG} and config.json, so it is unclear which model is meant. Move the "
+            "adapter to a folder of its own, or remove that file"
         )
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
@@ -253,6 +260,19 @@ def header_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
+def adapter_at(model: ModelConfig) -> AdapterFiles | None:
+    """Return the adapter at model.path; None: there is a whole model, or none.
+
+    Raises:
+        ConfigError: nothing is there, or an adapter that is not loaded here.
+    """
+    if model.path is None or not (Path(resolve(model.path)) / ADAPTER_CONFIG).is_file():
+        return None
+    from sftkit.models.adapter_files import adapter_in  # most models have none
+
+    return adapter_in(Path(resolve(model.path)), model)
+
+
 T = TypeVar("T")
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -274,6 +294,9 @@ class ModelSize(NamedTuple):
     parameters: int
     ends: int
     "parameters of embedding and head, which are not matrices of a block; 0 if unknown"
+    frozen: int = 0
+    "parameters without gradients and states; 0 if the names in the files are unknown"
+    frozen_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,9 +319,11 @@ class Replica:
         )
 
 
-def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
+def replica_of(
+    model: ModelConfig, optim: OptimConfig, train: TrainConfig, adapter: AdapterConfig | None = None
+) -> Replica | None:
     """Return the memory that a replica needs in training; None if the model's size is unknown before loading."""
-    size = size_of(model)
+    size = size_of(model, train.freeze, adapter)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
@@ -319,18 +344,31 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     in_blocks, elsewhere = (
         int(spec.training_width(precision, block_matrix=block_matrix)) for block_matrix in (True, False)
     )
-    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
+    weight = BYTES[precision]
+    frozen = (in_blocks - weight) * (size.frozen - size.frozen_ends) + (elsewhere - weight) * size.frozen_ends
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
 
 
-def size_of(model: ModelConfig) -> ModelSize | None:
+def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSize | None:
     """Return the size of the model that a run starts from; None if its config leaves sizes to defaults.
 
     The size is exact if the model's files give it. Otherwise it is computed from the sizes in the config, which is
     fetched from the hub if the local cache lacks it.
+
+    Args:
+        freeze: train.freeze.
+        adapter: the whole model is frozen. Its factors are not counted: they are at most a hundredth of the model.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
-    return _read(model, _of_folder)
+    size = _read(model, _of_folder)
+    if size is not None and adapter is not None:
+        return size._replace(frozen=size.parameters, frozen_ends=size.ends)
+    frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
+    if size is None or frozen is None:
+        return size
+    ends = sum(count for name, count in frozen.items() if END_NAMES.search(name))
+    return size._replace(frozen=sum(frozen.values()), frozen_ends=ends)
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
@@ -362,7 +400,11 @@ def _folder(path: str, revision: str | None) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     if (newest := latest_checkpoint(folder)) is not None:
-        return newest
+        return _folder(str(newest), revision)
+    if (folder / ADAPTER_CONFIG).is_file():  # the model that it belongs to
+        found = json_object(folder / ADAPTER_CONFIG)
+        base = Path(found["base_model_name_or_path"])
+        return None if (base / ADAPTER_CONFIG).is_file() else _folder(str(base), found.get("revision"))
     if folder.is_dir():
         return None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -406,6 +448,31 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     if not (isinstance(vocab, int) and isinstance(hidden, int)):
         return 0
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
+
+
+END_NAMES = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
+"Names of embedding and head."
+HEAD_NAME = "lm_head.weight"
+
+
+def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Return name -> elements of each tensor in the safetensors files of a model, and the name that a tied head has in
+    the live model -> that in the files.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    headers = [header_of(path) for path in weight_files(folder)]
+    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    embedding = next((name for name in sizes if END_NAMES.search(name)), None)
+    return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
+
+
+def frozen_in_files(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return name -> elements of the tensors of a model's files that train.freeze freezes."""
+    sizes, tied = stored_sizes(folder)
+    names = {tied.get(name, name) for name in frozen_names([*sizes, *tied], patterns)}
+    return {name: sizes[name] for name in names}
 
 
 def num_elements(path: Path) -> int:

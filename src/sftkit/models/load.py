@@ -14,9 +14,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,19 +28,31 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import ModelConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.models.files import auto_class, check_model_files, check_unquantized, files_of_weights, reading_files
+from sftkit.models.files import (
+    adapter_at,
+    auto_class,
+    check_model_files,
+    check_unquantized,
+    files_of_weights,
+    not_causal,
+    reading_files,
+)
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.rope import use_document_lengths
 from sftkit.models.structure import vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
-from sftkit.rundir.names import resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
+
+if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
+    from sftkit.models.adapters import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +99,13 @@ def local_folder(path: str, options: Mapping[str, object]) -> Path:
 
 
 def load_model(
-    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", *, empty: bool = False
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    precision: str = "fp32",
+    *,
+    empty: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -97,22 +116,28 @@ def load_model(
     Args:
         empty: whether the weights of a model with `model.path` stay on the meta device. The model will be sharded,
             and each rank then reads only its own shards (models/weights.py).
+        adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
+            the model gets none, and an adapter at model.path is merged into its base.
 
     Raises:
-        ConfigError: there is no model, its files are damaged, transformers rejects its config, or the tokenizer has
-            more tokens than the model has rows.
+        ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
+            tokens than the model has rows, or the model cannot have these adapters.
     """
+    files = None
     if model.scratch is not None:
         with working("making a new model"):
             orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
-        path = resolve(model.path or "")
-        check_loadable(path)
-        if os.path.isdir(path):
-            check_model_files(Path(path))
+        files = adapter_at(model)
+        source = model if files is None else files.base
+        path = checked_folder(model, files)
         load = empty_model if empty else full_model
         with nullcontext() if empty else working(f"loading {path}"), loading(path):
-            orig_model = load(path, precision, load_options(path, model))
+            orig_model = load(path, precision, load_options(path, source))
+        if files is not None and adapter is None and not empty:
+            from sftkit.models.adapters import merge_files
+
+            merge_files(orig_model, files)
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
@@ -128,7 +153,94 @@ def load_model(
         # In fp32 grouped_mm falls back to an operator whose backward pass cannot be compiled: it branches on the counts
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
+    if adapter is not None:
+        _adapt(orig_model, tokenizer, adapter, seed, model, files)
     return orig_model
+
+
+def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
+    """Return the folder or hub id that the weights of model.path are read from, after a look at the files there and at
+    those of an adapter.
+
+    Raises:
+        ConfigError: a damaged file, or an adapter of other weights.
+    """
+    check_loadable(resolve(model.path or ""))
+    if files is None:
+        path = resolve(model.path or "")
+    else:
+        path = resolve(str(files.base.path))
+        check_loadable(path)
+        if (Path(path) / ADAPTER_CONFIG).is_file():
+            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one first")
+    if os.path.isdir(path):
+        check_model_files(Path(path))
+    if files is not None and files.digest is not None:
+        from sftkit.models.adapter_files import base_digest
+
+        found = base_digest(local_folder(path, load_options(path, files.base)))
+        if found != files.digest:
+            raise ConfigError(
+                f"{files.folder}: its adapter was trained on other weights than {path} has now (sha256 {found[:16]}, "
+                f"and {MANIFEST} says {files.digest[:16]}): bring those back, or correct base_model_name_or_path in "
+                f"{ADAPTER_CONFIG}"
+            )
+    return path
+
+
+def _adapt(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: AdapterConfig,
+    seed: int,
+    model: ModelConfig,
+    files: AdapterFiles | None,
+) -> None:
+    """Give the model its adapters.
+
+    Args:
+        files: the adapter at model.path, which training continues; None: a whole model is there.
+
+    Raises:
+        ConfigError: adapters that the model cannot have, or other ones than those of the files.
+    """
+    from sftkit.models.adapter_files import base_digest
+    from sftkit.models.adapters import Adapters, add_adapters
+    from sftkit.models.joined_adapters import join_layers
+
+    if model.path is None:
+        raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
+    if orig_model.config.is_encoder_decoder:
+        raise ConfigError(f"adapter: {not_causal(orig_model.config.model_type, 'an adapter')}")
+    if added := added_tokens(tokenizer):
+        raise ConfigError(
+            f"adapter: {first_of(added.tokens)} would get rows of embedding and head, which stay frozen: they would "
+            "never be learned. Use the model's own chat template (model.chat_template=null), a Jinja file that writes "
+            "tokens of this tokenizer, or a model whose tokenizer has these tokens"
+        )
+    base = model if files is None else files.base
+    path = resolve(str(base.path))
+    options = load_options(path, base)
+    whole = start_config(path, options)
+    if trained_config(whole) is not whole:
+        raise ConfigError(
+            f"adapter: {path} is a model that sees images too, of which only the text model is trained: its adapter "
+            "would not fit the whole model. Save the text model alone and name that folder, or train without adapter"
+        )
+    with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
+        digest = base_digest(local_folder(path, options))
+    base = replace(base, path=path)
+    adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
+    method = "dora" if files is not None and files.dora else "lora"
+    if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
+        raise ConfigError(
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {adapters.scale:g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or merge it into its model first"
+        )
+    add_adapters(orig_model, adapters)
+    join_layers(orig_model)
 
 
 def trained_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -239,21 +351,38 @@ def _warn_once(text: str) -> None:
     log.warning(text)
 
 
-def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTrainedModel | None:
+def model_of_files(
+    model: ModelConfig, checkpoint: Path | None = None, adapters: Adapters | None = None
+) -> PreTrainedModel | None:
     """Load the run's start files as transformers does, on the host and in their own precision, so that they are
     mapped into memory. None for model.scratch, which has no files.
 
     Args:
         checkpoint: step directory that the run resumes from.
+        adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
+            the files is merged.
 
     Raises:
         ConfigError: the files cannot be loaded.
     """
     if checkpoint is None and not model.path:
         return None
-    path = str(checkpoint) if checkpoint is not None else resolve(model.path or "")
+    if checkpoint is not None:
+        model = replace(model, path=str(checkpoint))
+    files = adapter_at(model)
+    source = model if files is None else files.base
+    path = resolve(str(source.path))
     with loading(path):
-        return full_model(path, "auto", load_options(path, model))
+        orig_model = full_model(path, "auto", load_options(path, source))
+    if adapters is None and files is None:
+        return orig_model
+    from sftkit.models.adapters import add_adapters, merge_files
+
+    if adapters is not None:
+        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
+    elif files is not None:
+        merge_files(orig_model, files)
+    return orig_model
 
 
 def check_complete(

@@ -5,9 +5,10 @@ In a pipeline a rank holds some of the parameters; the others are on the meta de
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -136,6 +137,19 @@ def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in orig_model.modules() if plain_class(module).__name__ in names]
 
 
+class Unneeded(NamedTuple):
+    """The products of a backward pass that frozen parameters make needless: each parameter has two, its own gradient
+    and that of its input."""
+
+    body: int = 0
+    "products with a parameter, a token"
+    head: int = 0
+    encoder: int = 0
+    layers: float = 0.0
+    "share of the decoder's layers that no backward pass goes through, 0-1"
+    encoder_layers: float = 0.0
+
+
 @dataclass(frozen=True)
 class ParameterCount:
     """Numbers of parameters; `body`, `head` and `encoder` count those in matrix products and the norms next to them."""
@@ -145,10 +159,13 @@ class ParameterCount:
     "parameters of blocks and norms; for routed experts only the share that a token visits"
     head: int
     "parameters of the output projection, which may also be the input embedding"
-    encoder: int = 0
-    """trainable parameters of the encoder's blocks and norms, and of the decoder's projections of encoded positions
-    to keys and values
+    encoder: int
+    """parameters of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys and
+    values
     """
+    trained: int
+    "trained parameters of the total"
+    unneeded: Unneeded
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
@@ -173,15 +190,74 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     # An embedding shared by encoder and decoder counts as the head.
     encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in tables | head}
     body -= sum(numel[id(p)] for p in encoding.values())
-    in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
+    pooler = getattr(encoder(orig_model), "pooler", None)
+    unused = {id(p) for p in (pooler.parameters() if pooler is not None else ())}  # models.text_to_text
+    in_encoder = sum(p.numel() for p in encoding.values() if id(p) not in unused)
     # A token visits only a few of the routed experts.
     config = orig_model.config.get_text_config()
     experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
-    if experts:
-        routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")]
-        idle = 1.0 - config.num_experts_per_tok / experts
-        body -= int(idle * sum(p.numel() for m in routed for p in m.parameters()))
-    return ParameterCount(total, body, in_head, in_encoder)
+    routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")] if experts else []
+    idle = 1.0 - config.num_experts_per_tok / experts if experts else 0.0
+    rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
+    body -= int(idle * sum(rarely.values()))
+    trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
+    # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
+    met = {key: size for key, size in numel.items() if key not in (tables - head) | unused}
+    met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}
+    frozen = any(not p.requires_grad for p in orig_model.parameters() if id(p) in met)
+    unneeded = _unneeded(orig_model, met, set(encoding)) if frozen else Unneeded()
+    return ParameterCount(total, body, in_head, in_encoder, trained, unneeded)
+
+
+def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], bool, torch.nn.Module]]:
+    """Return the parameters that a step uses before the head, in the order of the forward pass as modules are
+    registered, by blocks and what is between them; whether gradients of their inputs are needed; and the module of
+    `called` that holds them.
+
+    They are needed if something before the part is trained, and by a block if something in it is: the norm that it
+    begins with is trained, or the engine asks for its inputs' gradients (compile.contract.inputs_with_gradient).
+    """
+    block_of = {id(p): i for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
+    parts, before = [], False
+    for module in called(orig_model):
+        for block, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p))):
+            parameters = list(group)
+            trains = any(p.requires_grad for p in parameters)
+            # A model that names no blocks, such as Marian, counts as one.
+            parts.append((parameters, before or (trains and (block is not None or not block_of)), module))
+            before = before or trains
+    return parts
+
+
+def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set[int]) -> Unneeded:
+    """Return what a backward pass leaves out.
+
+    Args:
+        met: id of each parameter that is multiplied -> elements of it that a token meets.
+        encoding: ids of those that are multiplied with an encoder's positions.
+    """
+    parts = backward_parts(orig_model)
+    head = list(output_projection(orig_model).parameters())
+    in_head = set(map(id, head))
+    decoder_module = called(orig_model)[-1]
+    encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)
+    body = in_encoder = 0
+    through: dict[bool, list[bool]] = {True: [], False: []}
+    "of the decoder (True) and before it, of each part with matrices: whether a backward pass goes through it"
+    for parameters, needed, module in parts:
+        matrices = [p for p in parameters if id(p) in met and id(p) not in in_head]
+        for p in matrices:
+            # Keys and values of encoded positions are computed in the decoder.
+            inputs = encoded if module is decoder_module and id(p) in encoding else needed
+            products = met[id(p)] * ((not p.requires_grad) + (not inputs))
+            body += 0 if id(p) in encoding else products
+            in_encoder += products if id(p) in encoding else 0
+        if any(p.ndim >= 2 for p in matrices):
+            through[module is decoder_module].append(needed)
+    inputs = any(p.requires_grad for parameters, *_ in parts for p in parameters)
+    of_head = sum(met[id(p)] * ((not p.requires_grad) + (not inputs)) for p in head)
+    shares = [1 - sum(layers) / len(layers) if layers else 0.0 for layers in (through[True], through[False])]
+    return Unneeded(body, of_head, in_encoder, *shares)
 
 
 CROSS_KEYS = re.compile(
@@ -248,7 +324,8 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     The count is 6 per parameter of the blocks and token, 6 per parameter of the head and target, and 6 x heads x
     (query head + value head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window
     instead of per row). An encoder is counted by its own positions, and so are the decoder's keys and values of them;
-    places without an input are not counted.
+    places without an input are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer
+    without a backward pass counts a third of its pairs.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -258,6 +335,9 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     counted = count_parameters(orig_model)
     inner = encoder(orig_model)
     flops = 6.0 * (counted.body * work.tokens + counted.head * work.targets) + float(per_pair) * work.layer_pairs
+    less = counted.unneeded
+    flops -= 2.0 * (less.body * work.tokens + less.head * work.targets)
+    flops -= 2 / 3 * less.layers * per_pair * work.layer_pairs
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)
@@ -266,9 +346,10 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     length = work.encoder_positions
     of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
     flops += 6.0 * counted.encoder * encoded * length + of_decoder
+    flops -= 2.0 * less.encoder * encoded * length + 2 / 3 * less.layers * of_decoder
     heads = own.num_attention_heads
     width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # may differ from hidden size in T5
-    return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2
+    return flops + (12.0 - 8.0 * less.encoder_layers) * width * own.num_hidden_layers * encoded * length**2
 
 
 def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) -> list[float]:

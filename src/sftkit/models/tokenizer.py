@@ -21,7 +21,7 @@ from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
 from sftkit.errors import ConfigError
-from sftkit.models.files import reading_files
+from sftkit.models.files import adapter_at, reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
 from sftkit.rundir.files import flush_folder
@@ -57,6 +57,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
+    if model.tokenizer is None and not (Path(path) / "tokenizer_config.json").is_file():
+        files = adapter_at(model)  # of peft, which saves no tokenizer
+        if files is not None:
+            model = files.base
+            path = resolve(model.path or "")
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
     file = own_tokenizer(path, str(options["revision"]))
     with loading(path, "tokenizer"):

@@ -13,13 +13,20 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, files_of_weights, json_object, reading_files
-from sftkit.models.load import TEXT_NAMES, check_complete, load_options, local_folder
+from sftkit.models.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    adapter_at,
+    check_model_files,
+    files_of_weights,
+    json_object,
+    reading_files,
+)
+from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_options, local_folder
 from sftkit.models.structure import plain_class
+from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.tensors import local, local_part
-from sftkit.rundir.manifest import check_loadable
-from sftkit.rundir.names import resolve
 from sftkit.runtime.script import first_of, working
 
 
@@ -62,15 +69,37 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     """Load the weights of the recipe's model.path into the live model; rows of added tokens are the mean."""
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
-        path = resolve(model.path or "")
-        check_loadable(path)
-        folder = local_folder(path, load_options(path, model))
+        files = adapter_at(model)
+        path = checked_folder(model, files)
+        folder = local_folder(path, load_options(path, model if files is None else files.base))
         check_model_files(folder)
         load_weights(orig_model, folder, new_rows(orig_model))
+        if adapters_of(orig_model) is not None or files is not None:
+            from sftkit.models.adapters import fill_factors, merge_files
+
+            if files is None or adapters_of(orig_model) is not None:
+                fill_factors(orig_model)
+            else:
+                merge_files(orig_model, files)
+
+
+def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Load what a step directory holds of the model: all weights, or the adapter alone; no collective.
+
+    Raises:
+        ConfigError: it does not fit the model.
+    """
+    if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import load_factors
+
+        load_factors(orig_model, folder)
+    else:
+        load_weights(orig_model, folder)
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:
-    """Load the weights from a folder of safetensors into the live model, in the model's precision; no collective.
+    """Load the weights from a folder of safetensors into the live model, in the model's precision; no collective. The
+    factors of adapters, which are in other files, do not change.
 
     If names in the model differ from those in the files (fused experts, for example), the whole model is loaded on
     the host by from_pretrained, which knows every layout that save_pretrained writes.
@@ -92,7 +121,9 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         )
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
-    tensors = [(name, t) for name, t in orig_model.state_dict(keep_vars=True).items() if not t.is_meta]
+    own = factors(orig_model)
+    state = orig_model.state_dict(keep_vars=True)
+    tensors = [(name, t) for name, t in state.items() if name not in own and not t.is_meta]
     # A shared tensor keeps its first name.
     first = {id(tensor): name for name, tensor in reversed(tensors)}
     wanted = {name: tensor for name, tensor in tensors if first[id(tensor)] == name}

@@ -16,6 +16,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
@@ -87,8 +88,8 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         in_blocks = [p for p in matrices if id(p) in inside]
         if not in_blocks:
             raise ConfigError(
-                f"optim.name={optim.name}: {type(model).__name__} names no decoder block with matrices "
-                f"(_no_split_modules); use optim.name={elsewhere}"
+                f"optim.name={optim.name}: {type(model).__name__} has no trained matrix in a decoder block "
+                f"(_no_split_modules, train.freeze); use optim.name={elsewhere}"
             )
         outside = [p for p in matrices if id(p) not in inside]
         groups = [
@@ -96,6 +97,12 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
             {"params": outside, "weight_decay": optim.weight_decay, "block_matrices": False},
         ]
     groups.append({**groups[-1], "params": others, "weight_decay": 0.0})
+    adapters = adapters_of(model)
+    if adapters is not None and adapters.config.lr_ratio_b != 1.0:
+        second = {id(p) for name, p in model.named_parameters() if ".lora_B." in name}
+        in_b = {**groups[0], "params": [p for p in matrices if id(p) in second]}
+        groups[0]["params"] = [p for p in matrices if id(p) not in second]
+        groups.append({**in_b, "lr_scale": adapters.config.lr_ratio_b})
     number = itertools.count()
     for group in groups:
         held = [(p, n) for p, n in zip(group["params"], number, strict=False) if not p.is_meta]

@@ -103,9 +103,9 @@ def parameters_of(groups: Groups) -> Iterable[torch.nn.Parameter]:
 
 
 def set_learning_rate(groups: Groups, learning_rate: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group: this one, times the group's `lr_scale` if it has one."""
     for group in groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
 SUM_CHUNK = 1 << 16

@@ -20,7 +20,7 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
@@ -35,6 +35,7 @@ from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
+from sftkit.models.trained import freeze
 from sftkit.preflight import costs
 from sftkit.preflight import data as facts
 from sftkit.rundir.files import replace_text
@@ -56,9 +57,22 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
         return new_tokenizer(model, training, data.train, data.on_bad_row)
 
 
-def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
+def meta_model(
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: str,
+    patterns: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
-    is not here."""
+    is not here.
+
+    Args:
+        patterns: train.freeze.
+
+    Raises:
+        ConfigError: the model cannot have such adapters.
+    """
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
@@ -67,6 +81,11 @@ def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
     orig_model.tie_weights()  # inside, each name was given a parameter of its own
+    freeze(orig_model, patterns)
+    if adapter is not None:
+        from sftkit.models.adapters import Adapters, add_adapters
+
+        add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
     return orig_model
 
 

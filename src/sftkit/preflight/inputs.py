@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,16 @@ from sftkit.config import rules as recipe_rules
 from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
 from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
-from sftkit.config.schema import Config, ModelConfig, SourceConfig, TrainConfig, num_stages, source_label
+from sftkit.config.schema import (
+    AdapterConfig,
+    Config,
+    ModelConfig,
+    SourceConfig,
+    TrainConfig,
+    num_stages,
+    one_or_several,
+    source_label,
+)
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.terminal import print_text
 from sftkit.config.topology import Topology, idle_pipeline, topology_of
@@ -38,7 +48,16 @@ from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object
+from sftkit.models.files import (
+    GATED,
+    adapter_at,
+    check_model_files,
+    check_unquantized,
+    fields_of,
+    json_object,
+    stored_sizes,
+)
+from sftkit.models.trained import pattern_problem
 from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
@@ -122,8 +141,8 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not
             known.
     """
-    first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    last = _resume, _eval_data, partial(best, stage=stage)
+    first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _freeze)]
+    last = _resume, _eval_data, partial(best, stage=stage), partial(_adapter, stage=stage, made=made)
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
 
@@ -231,10 +250,55 @@ def _check_model(path: str, revision: str | None) -> str | None:
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
             check_unquantized(json_object(Path(cached)), f"{path}: config.json")
         return None
+    if (adapter := adapter_at(ModelConfig(path=path, revision=revision))) is not None:
+        find_model(str(adapter.base.path), adapter.base.revision)
+        return None
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
     check_model_files(folder)
     return None
+
+
+def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Iterator[Problem]:
+    """Yield what is wrong with adapters for this stage and model, as far as the model's files say it."""
+    if get("adapter") is None:
+        return
+    if stage in ("base", "caption"):
+        yield "adapter", f"does not go with {STAGE_SCRIPTS[stage]}: mid_train.py and chat_sft.py train adapters"
+        return
+    path = get("model.path")
+    if get("model.scratch") is not None:
+        yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
+    elif path is not None and made is not None and not _is_made(path, made):
+        config = AdapterConfig(**{**get("adapter"), "targets": tuple(one_or_several(get("adapter.targets")))})
+        yield from _as_problem(
+            "adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config
+        )
+
+
+def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
+    from sftkit.models.adapter_files import known_shapes, target_layers
+
+    try:
+        files = adapter_at(model)
+        shapes = known_shapes(model if files is None else files.base)
+    except ConfigError:  # that the model is not there, or damaged, is told without this
+        return None
+    if shapes is not None:
+        target_layers(shapes, config)
+    return None
+
+
+def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
+    patterns = get("train.freeze")
+    path = get("model.path")
+    # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
+    if not patterns or path is None or _is_made(path, made) or _text_config(get).get("model_type") not in GATED:
+        return
+    with suppress(ConfigError):  # what is wrong with the files is told without this
+        sizes, tied = stored_sizes(Path(find_model(path, get("model.revision"))))
+        if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
+            yield "train.freeze", problem
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from sftkit.reports.values import (
     read_json,
     read_rows,
     stored_parameters,
+    trained_parameters,
 )
 from sftkit.rundir import names
 from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
@@ -358,7 +359,9 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "base_model": origin(settings),
             "datasets": hub_datasets(settings),
             "parameters": stored_parameters(folder) if folder else None,
+            "trained_parameters": trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
+            "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,

@@ -303,6 +303,8 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
     if run["parent_report"] is not None:
         model = el("span", "from ", el("a", model, href=quote(run["parent_report"])))
     size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
+    if run["trained_parameters"]:
+        size = f"(trains {parameters(run['trained_parameters'])} of {parameters(run['parameters'])} parameters)"
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
     steps = drawable_number(status.get("step"))
     total = drawable_number(status.get("total_steps"))

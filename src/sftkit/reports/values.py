@@ -19,7 +19,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
-from sftkit.models.files import num_elements
+from sftkit.models.files import frozen_in_files, num_elements
 from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
@@ -115,6 +115,15 @@ def stored_parameters(folder: Path) -> int | None:
     are none or one is damaged."""
     with suppress(ConfigError, OSError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
+    return None
+
+
+def trained_parameters(folder: Path, settings: Mapping[str, Any]) -> int | None:
+    """Return the parameters of a step directory that train.freeze left to train; None: all were, or it is unknown."""
+    freeze = mapping(settings.get("train")).get("freeze")
+    total = stored_parameters(folder)
+    with suppress(ConfigError, OSError, TypeError):
+        return total - sum(frozen_in_files(folder, freeze).values()) if freeze and total else None
     return None
 
 

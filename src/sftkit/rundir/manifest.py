@@ -30,6 +30,8 @@ from sftkit.rundir.names import MADE_FROM, MANIFEST, RECIPE, STATE, TRAINING_STA
 
 HASHES = "hashes"
 "Folder in the cache directory with a file of hashes for each folder that was verified."
+BASE = "base"
+"Key of a manifest: the digest of the weights that the adapter in the step directory belongs to."
 SETTLED_SECONDS = 2.0
 """Age from which the hash of a file is kept: a later change within one tick of the file system's clock would not be
 seen."""
@@ -110,6 +112,19 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
     except UNREADABLE as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
+
+
+def read_base_digest(folder: Path) -> str | None:
+    """Return the digest of the weights under the adapter in a step directory (BASE); None: it says nothing of them."""
+    found = read_object(folder / MANIFEST).get(BASE)
+    return str(found["sha256"]) if isinstance(found, dict) and "sha256" in found else None
+
+
+def digest_of_files(folder: Path, paths: Sequence[Path]) -> str:
+    """Return a sha256 that stands for the bytes of some files of a folder, in hex. Files that were read before and have
+    not changed since are not read again."""
+    lines = [f"{path.name} {value}" for path, value in zip(paths, _hashes(folder, paths), strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest(folder: Path) -> str | None:

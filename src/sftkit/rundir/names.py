@@ -89,6 +89,10 @@ MANIFEST = "manifest.json"
 "In a step directory, size and hash of all its other files: checkpoint/save.py."
 RECIPE = "recipe.yaml"
 "In a step directory, the resolved recipe that it was trained with: checkpoint/checkpoint.py."
+ADAPTER_CONFIG = "adapter_config.json"
+"In a folder with an adapter, as peft writes it: its settings, and which model it belongs to."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"Its factors."
 CARD = "README.md"
 "In a step directory, the model card: reports/page.py."
 STATE = "training_state"
@@ -227,7 +231,7 @@ def resolve(path: str) -> str:
         ConfigError: a local path that does not exist or holds no model.
     """
     folder = Path(path)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return str(folder)
     if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))

@@ -115,8 +115,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def random_key(*numbers: int) -> int:
-    """Return 64 bits that depend on all numbers; the same on every rank and after a resume."""
+def random_key(*numbers: int | str) -> int:
+    """Return 64 bits that depend on all numbers and names; the same on every rank and after a resume."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
 
 

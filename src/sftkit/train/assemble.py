@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
 from sftkit.config.load import to_yaml
-from sftkit.config.schema import Config, DataConfig, source_label
+from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.config.tables import environment_of_passes
 from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
@@ -33,6 +33,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
+from sftkit.models.trained import freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object, replace_text
@@ -64,6 +65,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
         "model_type": orig_model.config.model_type,
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
+        "trained_parameters": parameters.trained,
         "dtype": str(orig_model.dtype).removeprefix("torch."),
         "precision": rt.precision,
         "attention": setup.attention,
@@ -152,16 +154,30 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
+    orig_model = load_model(
+        cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
+    )
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    freeze(orig_model, cfg.train.freeze)
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     rt.print(resolved)
-    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), vocabulary.describe_padding(orig_model))):
+    added = describe_added_tokens(orig_model, tokenizer)
+    for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
         rt.print(line)
+    if cfg.adapter is not None and cfg.optim.lr < SLOW_ADAPTER_LR:
+        text = f"optim.lr={cfg.optim.lr:g} is low for adapters, which learn best at about ten times the learning rate "
+        rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
+    if cfg.train.freeze or cfg.adapter is not None:
+        counted = count_parameters(orig_model)
+        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
+    if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
+        rt.print(
+            "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
+        )
     return LoadedModel(orig_model, tokenizer, max_length)
 
 

@@ -240,7 +240,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     """
     from sftkit.verify import rows
     from sftkit.verify.counts import FirstWindow
-    from sftkit.verify.replicas import Replicas
+    from sftkit.verify.replicas import FrozenWeights, Replicas
     from sftkit.verify.update import FirstUpdate
 
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
@@ -252,6 +252,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     already_done = step == total_steps  # keeps the proof.json of the earlier start
     with Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: compile every graph for every declared shape. Its checks and those of the data go to proof.json.
+        frozen = FrozenWeights(orig_model, rt)
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
         # After the warm-up, so that a run that cannot train fails before it spends time on an evaluation.
         evaluation = saves.first_evaluation(cfg, status, rt, engine, services)
@@ -335,6 +336,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 comparing = time.perf_counter()
                 replicas.check(step, is_kept=due.keeps_weights)
                 if due.keeps_weights:
+                    frozen.compare(step)
                     monitor.meter.paused(time.perf_counter() - comparing)
                 rt.stopping.add_step(time.perf_counter() - started, checkpoints.last_save)
 
@@ -367,7 +369,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
         logits = rows.logits_of(orig_model)
-        checks += closing_checks(None)
+        checks += [*closing_checks(None), *end.reported(frozen.check(step), rt)]
         if rt.is_main and not already_done:
             end.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)

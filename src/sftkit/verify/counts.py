@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.compile.contract import inputs_with_gradient
 from sftkit.config.schema import OptimConfig
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
@@ -23,6 +24,7 @@ from sftkit.engine.documents import documents_of, plain_logits
 from sftkit.evals.suite import validate
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, inference, positions, train_flops
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
@@ -175,10 +177,22 @@ def flops_check(model: ModelWithLoss) -> Check:
     # Routers choose experts by computed values, which the meta device does not have.
     if kinds is None or model.routing is not None or orig_model.config.is_encoder_decoder:
         return Check(name, None, "not counted for models with experts, an encoder, or other layers", expected, how)
+    adapters = adapters_of(orig_model)
+    if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
+        return Check(name, None, "not counted for adapters of the method dora", expected, how)
+    frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
+            plain.tie_weights()
+            if adapters is not None:
+                from sftkit.models.adapters import add_adapters
+
+                add_adapters(plain, adapters)
+            for parameter in frozen:
+                plain.get_parameter(parameter).requires_grad = False
+            inputs_with_gradient(plain, [])
             # If given a mask, transformers makes none itself, which would read numbers.
             mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
             of_layers = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
@@ -190,15 +204,17 @@ def flops_check(model: ModelWithLoss) -> Check:
             counter = FlopCounterMode(display=False)
             with implementation(plain, "eager"), counter:
                 # In a step only positions with a target have logits: here one of them.
-                plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
+                out = plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
+                if frozen:
+                    out.logits.sum().backward()
     # The architecture reads a number from a tensor, which the meta device does not have.
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         return Check(name, None, f"not counted: {' '.join(str(error).split())[:120]}", expected, how)
-    # A plain pass computes full squares of scores; a third of a step is the forward pass.
+    # A plain pass computes full squares of scores; the forward pass is a third of a step, unless weights are frozen.
     pairs = sum(kinds.values()) * length**2
-    ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / 3
+    ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / (1 if frozen else 3)
     torchs = float(counter.get_total_flops())
-    found = f"{ours:.4g} against {torchs:.4g} of a forward pass"
+    found = f"{ours:.4g} against {torchs:.4g} of {'both passes' if frozen else 'a forward pass'}"
     return Check(name, abs(ours - torchs) <= SAME_FLOPS * torchs, found, expected, how)
 
 

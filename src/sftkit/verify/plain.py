@@ -28,6 +28,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.models.load import from_config, model_of_files
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks, stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_padding
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.tensors import local, local_part, local_region
@@ -79,9 +80,14 @@ class PlainModel:
         self._live = dict(live.named_parameters(remove_duplicate=False))
         self._first = {id(p): name for name, p in live.named_parameters()}
         self._rows, self._stages = without_padding(live), stages_of(live)
-        files = None if start is None else model_of_files(start.model, start.checkpoint)
+        adapters = adapters_of(live)
+        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters)
         self.has_files = files is not None
         self.orig_model = _skeleton(live, start) if files is None else files
+        if adapters is not None:
+            from sftkit.models.adapters import as_written
+
+            as_written(self.orig_model)
         if self.orig_model._can_set_experts_implementation():
             # Private, as in models.load: experts use the trained model's operator, which transformers chooses.
             self.orig_model.set_experts_implementation(live.config._experts_implementation)
@@ -261,6 +267,10 @@ def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
     with no_init_weights(), init_empty_weights(include_buffers=False):
         fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
     fresh.tie_weights()
+    if (adapters := adapters_of(live)) is not None:
+        from sftkit.models.adapters import add_adapters
+
+        add_adapters(fresh, adapters)
     # Only buffers in the state dict: the others follow from the config, and the result checks them.
     theirs = live.state_dict()
     for name, buffer in fresh.named_buffers():

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.watch import Records
@@ -19,6 +21,7 @@ from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
 from sftkit.models.structure import decoder_blocks, from_last
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.optim.protocol import parameters_of
@@ -63,19 +66,31 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     eager = eager_backend(model.backend, orig_model)
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
-    documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
-    # No graph may be new within the context, so the gradients are compared through the graphs of the steps.
-    with engine.warm_up(print_line) as losses:
-        sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
-        gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
+    # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
+    with _factors_moved(orig_model):
+        documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
+        # No graph may be new within the context, so the gradients are compared through the graphs of the steps.
+        with engine.warm_up(print_line) as losses:
+            sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
+            gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
+        same = compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager)
     seconds = time.perf_counter() - started
     checks = [
         *document_checks(documents, dtype, model.backend, layout.kind, allowed.logits),
         weights_check(plain),
         gradients_check(gradients, allowed, model.backend),
-        compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager),
+        same,
     ]
     return WarmUp(engine.compiled, seconds, checks)
+
+
+def _factors_moved(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which adapters have a B that is not zero; nothing for a model without adapters."""
+    if adapters_of(orig_model) is None:
+        return nullcontext()
+    from sftkit.models.adapters import factors_moved
+
+    return factors_moved(orig_model)
 
 
 def report_checks(report: EngineReport, error: BaseException | None = None) -> list[Check]:

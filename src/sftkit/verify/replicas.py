@@ -1,4 +1,5 @@
-"""Compare the bits of weights and optimizer states that several ranks hold: a difference ends the run."""
+"""Compare the bits of weights and optimizer states that several ranks hold: a difference ends the run. And those of
+frozen weights with what they were when training began."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 from sftkit.errors import ReplicaError
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer, named_states
+from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.names import Check
 
 CHECKSUM_COLUMNS = 1 << 16
 "Number of int64 words that a tensor is folded to before weighting: 512 KiB, the only temporary memory."
@@ -33,6 +36,7 @@ class Replicas:
         """Choose the compared tensors. `every`: number of steps between comparisons; None: no comparisons."""
         self._orig_model, self._optimizer, self._rt = orig_model, optimizer, rt
         self._every = every if rt.world_size > 1 else None
+        self._frozen_compared = False
 
     def check(self, step: int, *, is_kept: bool) -> None:
         """Compare if a comparison is due; every rank must call it. A comparison waits for the device.
@@ -48,6 +52,7 @@ class Replicas:
         # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part
         # in each column.
         tensors = self._shared()
+        self._frozen_compared = True
         names = self._rt.united(list(tensors))
         exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)
         differing = [(name, ranks) for name, sums in exchanged for ranks in parted(sums)]
@@ -59,7 +64,9 @@ class Replicas:
 
         Names are the same on every rank, except between pipeline stages: a rank has all names of its own stage.
         """
-        held = {name: p for name, p in self._orig_model.named_parameters() if not p.is_meta}
+        parameters = self._orig_model.named_parameters()
+        # No update reaches frozen weights, and FrozenWeights watches them: once is enough.
+        held = {n: p for n, p in parameters if not p.is_meta and (p.requires_grad or not self._frozen_compared)}
         named = {**held, **kept_buffers(self._orig_model)}
         named |= named_states(self._optimizer, self._orig_model)
         return {name: tensor for name, tensor in named.items() if len(holders(tensor, self._rt.world_size)) > 1}
@@ -100,6 +107,43 @@ class Replicas:
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
         return error
+
+
+class FrozenWeights:
+    """Compares frozen weights with what they were before the first step. Every rank has one and calls the same methods,
+    each for what it holds."""
+
+    def __init__(self, orig_model: PreTrainedModel, rt: Runtime) -> None:
+        """Remember a checksum of each."""
+        parameters = orig_model.named_parameters()
+        self._frozen = {name: p for name, p in parameters if not p.requires_grad and not p.is_meta}
+        self._rt, self._before = rt, self._checksums()
+        self._changed: dict[str, int] = {}
+
+    def _checksums(self) -> list[int]:
+        sums = [checksum(p) for p in self._frozen.values()]
+        return torch.stack(sums).tolist() if sums else []
+
+    def compare(self, step: int) -> None:
+        """Note what differs after a step. Waits for the device."""
+        for name, before, now in zip(self._frozen, self._before, self._checksums(), strict=True):
+            if before != now:
+                self._changed.setdefault(name, step)
+
+    def check(self, step: int) -> list[Check]:
+        """Return the row of proof.json after the last step; none if all parameters are trained."""
+        self.compare(step)
+        changed: dict[str, int] = {}
+        for of_rank in self._rt.gathered(self._changed):
+            changed |= of_rank
+        if not self._frozen:
+            return []
+        size = sum(p.numel() for p in self._frozen.values())
+        found = f"{len(self._frozen)} weights with {size:,} parameters"
+        if changed:
+            found = first_of([f"{name} (seen at step {at})" for name, at in changed.items()])
+        how = "a checksum of all bits of each, before the first step, at each checkpoint and at the end, on every rank"
+        return [Check("Frozen weights unchanged", not changed, found, "the same bits", how)]
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

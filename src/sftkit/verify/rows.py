@@ -13,6 +13,7 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.pack import Layout
 from sftkit.data.tokens.chat import PromptedTargets
 from sftkit.data.types import Examples
@@ -147,7 +148,15 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     dtype = getattr(torch, recorded["dtype"])
     # Plain transformers without any setup of ours, as a server would load it.
     name = files.auto_class_in(folder)
-    model, info = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    adapter = files.adapter_at(ModelConfig(path=str(folder)))
+    if adapter is None:
+        model, info = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    else:
+        from sftkit.models.adapters import adapters_in, add_adapters
+
+        base = str(adapter.base.path)
+        model, info = getattr(transformers, name).from_pretrained(base, dtype=dtype, output_loading_info=True)
+        add_adapters(model, adapters_in(adapter))
     found = logits_of(model.to(recorded["device"]).eval())
     # Tensors that the class lacks change no logits, but then the files do not match this class.
     others = [f"{key}: {sorted(map(str, names))[0]}" for key, names in info.items() if names]

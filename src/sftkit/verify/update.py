@@ -234,8 +234,9 @@ class FirstUpdate:
                 momentum = before.get("momentum_buffer", torch.zeros_like(gradient))
                 moments = {"momentum_buffer": momentum.lerp(gradient, 0.05)}
             else:
+                rate = learning_rate * (group or {}).get("lr_scale", 1.0)
                 adamw = torch.optim.AdamW(
-                    [expected], lr=learning_rate, betas=optim.betas, eps=optim.eps, weight_decay=decay, foreach=False
+                    [expected], lr=rate, betas=optim.betas, eps=optim.eps, weight_decay=decay, foreach=False
                 )
                 if "step" in before and float(before["step"]):
                     state = {key: before[key].clone() for key in ("exp_avg", "exp_avg_sq")}

@@ -1,0 +1,138 @@
+"""What is known of adapters without torch: the layers that targets name, and folders that hold an adapter."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, header_of, json_object, weight_files
+from sftkit.rundir.manifest import digest_of_files, read_base_digest
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
+
+_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+"Routers: an adapter would change which experts a token visits."
+_IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
+
+
+def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, head: str = "lm_head") -> list[str]:
+    """Return the names of the layers that get an adapter, in the order of the model.
+
+    Args:
+        shapes: name of each linear layer in the model's blocks -> its outputs and inputs.
+        head: name of the output projection.
+
+    Raises:
+        ConfigError: a target is no such layer, or smaller than the rank.
+    """
+    common = [name for name in shapes if not _ROUTER.search(name)]
+    found: set[str] = set()
+    for target in config.targets:
+        if target == "all-linear":
+            chosen = common
+        elif target in ADAPTER_GROUPS:
+            chosen = [name for name in common if bool(_ATTENTION.search(name)) == (target == "attention")]
+        else:
+            chosen = [name for name in shapes if f".{name}".endswith(f".{target}")]
+        if not chosen:
+            raise _no_target(target, shapes, head)
+        found |= {*chosen}
+    ordered = [name for name in shapes if name in found]
+    small = min(ordered, key=lambda name: min(shapes[name]))
+    if config.rank > min(shapes[small]):
+        outputs, inputs = shapes[small]
+        raise ConfigError(
+            f"adapter.rank={config.rank}: {small} has {inputs} inputs and {outputs} outputs, and the rank is at most "
+            f"the smaller of the two: set adapter.rank={min(shapes[small])} or less, or leave that layer out of "
+            "adapter.targets"
+        )
+    return ordered
+
+
+def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigError:
+    """Return the error of a target that is no layer of the blocks."""
+    if target == head:
+        return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
+    last = sorted({name.rpartition(".")[2] for name in shapes})
+    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *shapes], n=1)
+    hint = f'Did you mean "{near[0]}"?' if near else f"There are {', '.join(last) or 'none'}"
+    return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
+
+
+def known_shapes(model: ModelConfig) -> dict[str, tuple[int, int]] | None:
+    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files; None:
+    not known before it is loaded."""
+    fields = fields_of(model)
+    path = resolve(model.path or "")
+    if fields is None or fields.get("model_type") not in GATED or not Path(path).is_dir():
+        return None
+    headers = {file: header_of(file) for file in {*files_of_weights(Path(path)).values()}}
+    shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
+    found = {match["layer"]: tuple(shapes[name]) for name in shapes if (match := _IN_BLOCK.match(name))}
+    return {name: shape for name, shape in found.items() if len(shape) == 2} or None
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """A folder with an adapter: one of our runs', or of peft."""
+
+    folder: Path
+    base: ModelConfig
+    "the model that it belongs to"
+    rank: int
+    scale: float
+    "factor of what it adds"
+    dora: bool
+    digest: str | None
+    "of the weights of its model, as our manifest has it; None: not known"
+
+
+def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
+    """Return the adapter in a folder; None: there is a whole model too. `model`: whose other settings its base has.
+
+    Raises:
+        ConfigError: an adapter that is not loaded here.
+    """
+    path = folder / ADAPTER_CONFIG
+    if (folder / "config.json").is_file():
+        return None
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
+    found = json_object(path)
+    kind = str(found.get("peft_type"))
+    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    if kind != "LORA":
+        raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
+    odd = {
+        "bias": found.get("bias", "none") != "none",
+        **{
+            name: bool(found.get(name))
+            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+        },
+        **{name: bool(found.get(name)) for name in ("target_parameters", "trainable_token_indices", "lora_bias")},
+    }
+    if wrong := [name for name, given in odd.items() if given]:
+        raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
+    rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
+    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
+        raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
+    scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
+    return AdapterFiles(
+        folder,
+        replace(model, path=base, revision=found.get("revision"), tokenizer=None),
+        rank,
+        scale,
+        bool(found.get("use_dora")),
+        read_base_digest(folder),
+    )
+
+
+def base_digest(folder: Path) -> str:
+    """Return the digest of the weights of a model's folder."""
+    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))

@@ -1,0 +1,378 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353) in a model of transformers, and their files in
+the format of peft.
+
+The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the factors are new.
+They are fp32 whatever the weights are, and rounded where they are multiplied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import AdapterConfig, ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.files import reading_files
+from sftkit.models.structure import decoder_blocks, output_projection
+from sftkit.models.trained import ADAPTERS, adapters_of, factors
+from sftkit.ops.low_rank import low_rank
+from sftkit.ops.tensors import local, local_part, local_region
+from sftkit.rundir.names import ADAPTER_WEIGHTS
+from sftkit.runtime.open import random_key
+from sftkit.runtime.script import first_of
+
+PEFT_PREFIX = "base_model.model."
+"What peft puts in front of the name of a parameter."
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model."""
+
+    config: AdapterConfig
+    seed: int
+    base: ModelConfig
+    "the frozen model"
+    digest: str
+    "of the files of its weights"
+    start: Path | None = None
+    "folder of the adapter that training continues; None: new factors"
+    modules: tuple[str, ...] = ()
+    "names of the layers that have one"
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of what an adapter adds."""
+        rank = self.config.rank
+        return self.config.alpha / (math.sqrt(rank) if self.config.scaling == "rslora" else rank)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint's adapters belong to, as JSON values."""
+        return {
+            "method": self.config.method,
+            "rank": self.config.rank,
+            "scale": self.scale,
+            "modules": list(self.modules),
+            "base": {"sha256": self.digest},
+        }
+
+
+class Factor(torch.nn.Module):
+    """One of the two matrices of an adapter: a module, so that its weight has the name that it has in peft's files."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
+
+
+class LoraLinear(torch.nn.Linear):
+    """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
+
+    lora_A: Factor
+    lora_B: Factor
+    lora_dropout: torch.nn.Module | None
+    lora_scale: float
+    joint: tuple[Tensor, Tensor] | None = None
+    "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        y = linear(x, self.weight, self.bias)
+        b = self.lora_B.weight.to(x.dtype)
+        if self.joint is not None and self.joint[0] is x:
+            return y + self.lora_scale * linear(self.joint[1], b)
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
+
+
+class DoraLinear(LoraLinear):
+    """The same with each row of the sum, V = W + scale * B A, scaled to a trained length: y = m / |V| V x + b."""
+
+    lora_magnitude_vector: torch.nn.Parameter
+    "m: [out], fp32"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
+        4.3, leaves it out of the gradient."""
+        weight, s = self.weight.detach(), self.lora_scale
+        squared = weight.float().square().sum(1)
+        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
+
+
+class PlainLora(LoraLinear):
+    """A layer with an adapter as its paper writes it, without our operators: what the others are compared with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        added = self.lora_scale * linear(linear(dropped, a.to(x.dtype)), b.to(x.dtype))
+        lengths = getattr(self, "lora_magnitude_vector", None)
+        if lengths is None:
+            return linear(x, self.weight, self.bias) + added
+        norms = (self.weight.float() + self.lora_scale * (b @ a)).norm(dim=1).detach()
+        y = (linear(x, self.weight) + added) * (lengths / norms).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def as_written(orig_model: torch.nn.Module) -> None:
+    """Let the layers with an adapter compute as their paper writes it."""
+    for layer in adapted(orig_model).values():
+        layer.__class__ = PlainLora
+
+
+def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
+    """Return the layers that have an adapter, by name."""
+    return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+    """Freeze the model and give its target layers adapters, with the factors that training starts from; on the meta
+    device they are filled by fill_factors, once there is memory for them.
+
+    Raises:
+        ConfigError: a target that is no layer of the model, or a rank above a layer's size.
+    """
+    config = adapters.config
+    targets = _targets(orig_model, config)
+    orig_model.requires_grad_(requires_grad=False)
+    for layer in targets.values():
+        layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
+        assert isinstance(layer, LoraLinear)
+        layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
+        layer.lora_B = Factor(layer.out_features, config.rank, layer.weight.device)
+        layer.lora_dropout = torch.nn.Dropout(config.dropout) if config.dropout else None
+        layer.lora_scale = adapters.scale
+        if isinstance(layer, DoraLinear):
+            lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
+            layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
+        layer.train(orig_model.training)
+    found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
+    setattr(orig_model, ADAPTERS, found)
+    if not any(parameter.is_meta for parameter in factors(orig_model).values()):
+        fill_factors(orig_model)
+    return found
+
+
+def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
+    """Return the layers that get an adapter, by name.
+
+    Raises:
+        ConfigError: as target_layers; or the model has experts, which get no adapters here.
+    """
+    # Experts whose weights lie in one tensor are no layers of torch: they would be left out in silence.
+    stacked = [
+        name
+        for name, module in orig_model.named_modules()
+        if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
+    ]
+    if stacked and config.experts and {"all-linear", "mlp"} & {*config.targets}:
+        raise ConfigError(
+            f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
+            "yet: set adapter.experts=false, which adapts the other layers"
+        )
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    # torch's own Linear and no subclass, which may compute something else.
+    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
+    head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
+    return {name: linears[name] for name in target_layers(shapes, config, head)}
+
+
+def fill_factors(orig_model: PreTrainedModel) -> None:
+    """Fill the factors with what training starts from: those of a file, or A at random and B zero.
+
+    A layer's numbers depend on the seed and its name, so other targets or ranks do not change them, and each rank
+    keeps its part of the same ones.
+    """
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    if adapters.start is not None:
+        load_factors(orig_model, adapters.start)
+        return
+    with torch.no_grad():
+        for name, layer in adapted(orig_model).items():
+            generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
+            # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
+            bound = 1 / math.sqrt(layer.in_features)
+            drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
+            local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
+            local(layer.lora_B.weight).zero_()
+            if isinstance(layer, DoraLinear):  # shards are of rows
+                local(layer.lora_magnitude_vector).copy_(local(layer.weight).float().norm(dim=1))
+
+
+@torch.no_grad()
+def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
+
+    Raises:
+        ConfigError: the files hold other adapters than the model has.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        there = set(file.keys())
+        if different := sorted(there ^ own.keys()):
+            where = "is only in the files" if different[0] in there else "is not in the files"
+            raise ConfigError(
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
+                "it into its model first and start from that"
+            )
+        for name, parameter in own.items():
+            source = file.get_slice(name)
+            if list(source.get_shape()) != list(parameter.shape):
+                raise ConfigError(
+                    f"{path}: {name} has shape {list(source.get_shape())} in the files and {list(parameter.shape)} in "
+                    "the model: set adapter.rank to that of this adapter"
+                )
+            local(parameter).copy_(local_part(source, parameter))
+
+
+@contextmanager
+def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
+    """Give B small random numbers within the context, the same on all ranks; a model without adapters stays as it is.
+
+    Afterwards B has its bits back, in the same memory.
+    """
+    held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    before = {name: local(weight).detach().clone() for name, weight in held.items()}
+    try:
+        with torch.no_grad():
+            for name, weight in held.items():
+                generator = torch.Generator().manual_seed(random_key(0, name) >> 1)
+                noise = torch.randn(weight.shape, generator=generator) * 1e-2 / math.sqrt(weight.shape[1])
+                local(weight).copy_(local_part(noise, weight))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in held.items():
+                local(weight).copy_(before[name])
+
+
+def adapters_in(files: AdapterFiles) -> Adapters:
+    """Return the adapters that a model gets which computes with those of a folder, not merged."""
+    path = files.folder / ADAPTER_WEIGHTS
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys()]  # noqa: SIM118
+    config = AdapterConfig(
+        rank=files.rank,
+        alpha=files.scale * files.rank,
+        targets=tuple(dict.fromkeys(keys)),
+        method="dora" if files.dora else "lora",
+    )
+    return Adapters(config, 0, files.base, files.digest or "", files.folder)
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
+    """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
+
+    Args:
+        weight: [out, in], whole or this rank's shard of rows. lengths: of DoRA, of the rows, [out].
+    """
+    added = scale * (b.float() @ a.float())
+    merged = local(weight).float() + local_part(added, weight)
+    if lengths is not None:
+        (start, size), _ = local_region(weight)
+        merged = merged * (lengths[start : start + size] / merged.norm(dim=1))[:, None]
+    return merged.to(weight.dtype)
+
+
+def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
+    for name, layer in adapted(orig_model).items():
+        own = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in layer.named_parameters()}
+        a, b = own["lora_A.weight"], own["lora_B.weight"]
+        lengths = own.get("lora_magnitude_vector")
+        yield f"{name}.weight", merged_weight(own["weight"], a, b, layer.lora_scale, lengths)
+
+
+@torch.no_grad()
+def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
+    """Add the adapter of a folder to the weights of a model that has none, each rank to its own part; no collective.
+
+    Raises:
+        ConfigError: the folder's adapters are those of another model.
+    """
+    path = files.folder / ADAPTER_WEIGHTS
+    owners = dict(orig_model.named_modules())
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
+            name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            layer = owners.get(name)
+            if factor not in ("A.weight", "B.weight", "magnitude_vector") or not isinstance(layer, torch.nn.Linear):
+                raise ConfigError(
+                    f"{path}: {key}: {files.base.path} has no layer with such an adapter here: merge it with peft "
+                    "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
+                )
+            if factor == "B.weight":
+                a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
+                device = local(layer.weight).device
+                key = f"{PEFT_PREFIX}{name}.lora_magnitude_vector"
+                lengths = file.get_tensor(key).to(device) if files.dora else None
+                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale, lengths)
+                if isinstance(layer.weight, DTensor):
+                    layer.weight.to_local().copy_(merged)
+                else:  # not in place: the weights of files that are mapped into memory stay as they are
+                    layer.weight.data = merged
+
+
+def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
+    """Return what adapter_config.json says of the model's adapters."""
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    config = adapters.config
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base.path,
+        "revision": adapters.base.revision,
+        "r": config.rank,
+        # rsLoRA is folded into alpha: programs that know alpha / r only compute the same.
+        "lora_alpha": adapters.scale * config.rank,
+        "use_rslora": False,
+        "use_dora": config.method == "dora",
+        "target_modules": _suffixes(orig_model, adapters.modules),
+        "lora_dropout": config.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "peft_version": "0.21.0",
+    }
+
+
+def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
+    """Return the last parts of names, if they name these modules and no others; else the names themselves."""
+    last = {name.rpartition(".")[2] for name in modules}
+    named = {
+        n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last
+    }
+    return sorted(last) if named == set(modules) else sorted(modules)
+
+
+def peft_config_text(orig_model: PreTrainedModel) -> str:
+    """Return the content of adapter_config.json."""
+    return json.dumps(peft_config(orig_model), indent=2)

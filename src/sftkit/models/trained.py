@@ -1,0 +1,80 @@
+"""Which parameters of a model are trained, by `requires_grad`: the one notion that every count asks for.
+
+Names alone decide it where a model is only estimated: no torch in this file, so the launcher reads it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from sftkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from sftkit.models.adapters import Adapters
+
+ADAPTERS = "sftkit_adapters"
+"Attribute of a model that has adapters (models/adapters.py)."
+
+
+def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
+    """Return the adapters of a model; None: it has none."""
+    return getattr(orig_model, ADAPTERS, None)
+
+
+def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the adapters by name."""
+    if adapters_of(orig_model) is None:
+        return {}
+    return {name: parameter for name, parameter in orig_model.named_parameters() if ".lora_" in name}
+
+
+def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names of parameters that train.freeze matches."""
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | None:
+    """Return what is wrong with train.freeze for a model with parameters of these names; None: nothing.
+
+    Args:
+        names: of tied weights all of them.
+    """
+    for pattern in patterns:
+        if frozen_names(names, [pattern]):
+            continue
+        # A prefix without its star matches nothing.
+        prefix = f"{pattern.rstrip('.')}."
+        inside = any(name.startswith(prefix) for name in names)
+        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
+        hint = " or ".join(f'"{name}"' for name in near)
+        return f'"{pattern}" matches no parameter of the model' + (f": did you mean {hint}?" if hint else "")
+    if patterns and len(frozen_names(names, patterns)) == len(names):
+        return "freezes every parameter, so nothing is left to train: take a pattern out"
+    return None
+
+
+def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that train.freeze matches. A tied weight is one parameter: frozen under one of its names,
+    it is frozen under all.
+
+    Args:
+        orig_model: with all its rows for tokens, before it is compiled, sharded or given to an optimizer.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, with the nearest names; or nothing is left to train.
+    """
+    if not patterns:
+        return
+    named = dict(orig_model.named_parameters(remove_duplicate=False))
+    if problem := pattern_problem(named, patterns):
+        raise ConfigError(f"train.freeze: {problem}")
+    for name in frozen_names(named, patterns):
+        named[name].requires_grad = False
+    if not any(p.requires_grad for p in orig_model.parameters()):
+        raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")

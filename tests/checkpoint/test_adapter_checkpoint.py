@@ -1,0 +1,187 @@
+"""A run of adapters: its checkpoints hold them alone, it resumes bit for bit, and it checks what it trains and what it
+does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
+from looped import proof_rows
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from sftkit.checkpoint.checkpoint import Checkpoints
+from sftkit.checkpoint.resume import find_checkpoint, run_identity
+from sftkit.config.schema import (
+    AdapterConfig,
+    AttentionConfig,
+    CheckpointConfig,
+    CompileConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.engine.engine import Training
+from sftkit.errors import ConfigError
+from sftkit.models import adapters
+from sftkit.models.adapter_files import base_digest
+from sftkit.models.adapters import merged_weights
+from sftkit.models.load import load_model
+from sftkit.models.trained import adapters_of
+from sftkit.objectives.next_token import NextToken
+from sftkit.rundir.manifest import verify
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import make_engine
+from sftkit.train.loop import train
+from sftkit.train.parts import TrainServices
+from sftkit.verify.rows import verify_checkpoint
+
+
+@pytest.fixture
+def base(tmp_path: Path, tokenizer: Any) -> Path:
+    folder = tmp_path / "base"
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+def run(
+    run_dir: Path,
+    tokenizer: Any,
+    base: Path,
+    *,
+    adapter: AdapterConfig = AdapterConfig(rank=4, dropout=0.2),  # noqa: B008
+    every: int | None = None,
+    resume: str | None = None,
+    precision: str = "fp32",
+    compile: CompileConfig = CompileConfig(enabled=False),  # noqa: B008
+    steps: int = 8,
+) -> PreTrainedModel:
+    """A run whose adapters have dropout, through load_model, engine, loop and checkpoints."""
+    rt = cpu_runtime()
+    model = ModelConfig(path=str(base))
+    cfg = tiny_recipe(
+        run_dir,
+        model=model,
+        adapter=adapter,
+        optim=OptimConfig(lr=1e-2),
+        train=TrainConfig(max_steps=steps),
+        attention=AttentionConfig(backend="reference"),
+        compile=compile,
+        checkpoint=CheckpointConfig(every=every),
+        log=LogConfig(every=1, wandb="off"),
+    )
+    run_dir.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    orig_model = load_model(model, tokenizer, 3, precision, adapter=adapter)
+    examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
+    layout = make_layout_of("packed", examples.lengths, micro=4)
+    batches = Batches(StepDataset(examples, layout), seed=0)
+    found = find_checkpoint(run_dir, resume, rt)
+    training = Training(orig_model, NextToken(cfg.loss), layout, model, found.folder)
+    engine = make_engine(cfg, rt, run_dir, training)
+    identity = run_identity(orig_model, tokenizer, examples, layout)
+    state = (orig_model, tokenizer, engine.optimizer)
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, *state, "run: {}\n", identity)
+    resumed = checkpoints.resume(found)
+    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, step=resumed["step"]) as tracker:
+        train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
+    return orig_model
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_equals_the_uninterrupted_run_bitwise_and_the_base_stays(
+    tmp_path: Path, tokenizer: Any, base: Path, precision: str
+) -> None:
+    before, digest = load_file(base / "model.safetensors"), base_digest(base)
+    live = run(tmp_path / "whole", tokenizer, base, precision=precision)
+    run(tmp_path / "cut", tokenizer, base, every=5, precision=precision)
+    shutil.rmtree(tmp_path / "cut" / "step-000008")  # as if killed after step 5
+    run(tmp_path / "cut", tokenizer, base, resume="auto", precision=precision)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    folders = [tmp_path / name / "step-000008" for name in ("whole", "cut")]
+    whole, cut = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert all(t.dtype == torch.float32 and t.any() for t in whole.values())
+    # The checkpoint holds the adapter alone, and says what it belongs to.
+    names = {path.name for path in folders[0].iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not {name for name in names if name.startswith("model") or name == "config.json"}
+    assert verify(folders[0]) is None
+    assert json.loads((folders[0] / "manifest.json").read_text())["base"] == {"sha256": digest}
+    assert json.loads((folders[0] / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    # The model under it: its file, and what the run held of it.
+    assert base_digest(base) == digest
+    after = live.state_dict()
+    assert all(torch.equal(after[name], value.to(after[name].dtype)) for name, value in before.items())
+    for name in ("whole", "cut"):
+        red = {row: found for row, found in proof_rows(tmp_path / name).items() if found["ok"] is False}
+        assert {*red} <= {"Answers end with a learned end of turn"}
+        assert proof_rows(tmp_path / name)["Weights are those of the files"]["ok"] is True
+        assert proof_rows(tmp_path / name)["Frozen weights unchanged"]["ok"] is True
+
+
+def test_resuming_on_other_weights_or_with_other_adapters_is_an_error(
+    tmp_path: Path, tokenizer: Any, base: Path
+) -> None:
+    run(tmp_path / "run", tokenizer, base, every=2, steps=2)
+    with pytest.raises(ConfigError, match=r"adapter.rank: 4 in the checkpoint, 2 in this run"):
+        run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=2, alpha=16.0), resume="auto")
+    with pytest.raises(ConfigError, match=r"adapter.scale: 8.0 in the checkpoint, 16.0 in this run"):
+        run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4, alpha=64.0), resume="auto")
+    content = bytearray((base / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (base / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"adapter.base.sha256: .* in the checkpoint, .* in this run"):
+        run(tmp_path / "run", tokenizer, base, resume="auto", steps=4)
+
+
+def test_a_wrong_gradient_of_a_turns_the_row_red(
+    tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B is zero when training starts: without moving it, nothing of A would be compared."""
+    right = adapters.low_rank
+
+    def wrong(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        return right(y, x, a.detach() + 0.5 * (a - a.detach()), b, scale)
+
+    monkeypatch.setattr(adapters, "low_rank", wrong)
+    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1)
+    row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]
+    assert row["ok"] is False
+    assert "lora_A.weight" in row["found"]
+
+
+def test_a_compiled_run_builds_a_graph_for_its_blocks_and_all_rows_are_green(
+    tmp_path: Path, tokenizer: Any, base: Path
+) -> None:
+    torch._dynamo.reset()
+    compile = CompileConfig(backend="aot_eager", fullgraph=True)
+    live = run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), compile=compile, steps=3)
+    rows = proof_rows(tmp_path / "run")
+    assert [name for name, row in rows.items() if row["ok"] is False] in (
+        [],
+        ["Answers end with a learned end of turn"],
+    )
+    assert rows["The step is compiled"]["found"] == "2 graphs"  # of the blocks, and of the final norm
+    assert rows["Same gradients as the plain model"]["ok"] is True
+    assert rows["FLOPs are those that torch counts"]["ok"] is True
+    recorded = json.loads((tmp_path / "run" / "proof.json").read_text())["logits"]
+    assert verify_checkpoint(tmp_path / "run" / "step-000003", recorded).ok is True
+    # As a model: what the run has computed with its factors, merged.
+    again = load_model(ModelConfig(path=str(tmp_path / "run" / "step-000003")), tokenizer, 0)
+    assert adapters_of(again) is None
+    assert all(torch.equal(again.get_parameter(name), weight) for name, weight in merged_weights(live))

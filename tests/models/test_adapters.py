@@ -1,0 +1,424 @@
+"""Adapters compute what peft's do, start from and write peft's files, and leave the model under them as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import scalar_kernels, tiny, tiny_llama
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from sftkit.compile.contract import compile_model, small_modules
+from sftkit.compile.modules import compiler_switches
+from sftkit.compile.watch import CompileWatch
+from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.errors import ConfigError
+from sftkit.memory.plan import checkpoint_bytes
+from sftkit.models.adapter_files import base_digest
+from sftkit.models.adapters import (
+    Adapters,
+    adapted,
+    add_adapters,
+    factors_moved,
+    merged_weights,
+    peft_config_text,
+)
+from sftkit.models.files import adapter_at, replica_of
+from sftkit.models.load import load_model
+from sftkit.models.structure import Work, count_parameters, train_flops
+from sftkit.models.tokenizer import train_tokenizer
+from sftkit.models.trained import adapters_of, factors
+from sftkit.models.vocabulary import add_tokens
+from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.optim.build import build_optimizer, parameter_groups
+from sftkit.verify.documents import check_documents
+from sftkit.verify.plain import PlainModel
+
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),  # with biases
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": True}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
+}
+IDS = torch.arange(24).reshape(2, 12) * 5 % 61
+BASE = ModelConfig(path="base")
+
+
+def family(name: str) -> PreTrainedModel:
+    config, fields = FAMILIES[name]
+    return tiny(config, **fields)
+
+
+def adapted_model(model: PreTrainedModel, base: str = "base", **settings: Any) -> PreTrainedModel:
+    """With adapters whose B is not zero."""
+    add_adapters(model, Adapters(AdapterConfig(**settings), 7, ModelConfig(path=base), ""))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, factor in factors(model).items():
+            if ".lora_B." in name:
+                factor.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def write_adapter(model: PreTrainedModel, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    tensors = {f"base_model.model.{name}": p.detach().clone() for name, p in factors(model).items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(peft_config_text(model))
+    return folder
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    logits = model(input_ids=IDS, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "method", "tolerance"),
+    [("standard", "lora", 1e-6), ("rslora", "lora", 1e-6), ("standard", "dora", 5e-6)],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_peft(
+    name: str, scaling: str, method: str, tolerance: float, tmp_path: Path, peft: Any
+) -> None:
+    """Our files in peft's modules: names, orders, scales and the sum itself."""
+    ours = adapted_model(family(name), rank=3, alpha=5.0, scaling=scaling, method=method, experts=False)
+    theirs = peft.PeftModel.from_pretrained(family(name), write_adapter(ours, tmp_path / "a"), is_trainable=True)
+    found, expected = loss_of(ours), loss_of(theirs)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    found.backward()
+    expected.backward()
+    named = {n.replace(".default", ""): p for n, p in theirs.named_parameters() if p.requires_grad}
+    gradients = {n.replace("vector.weight", "vector"): p.grad for n, p in named.items()}
+    assert gradients.keys() == {f"base_model.model.{n}" for n in factors(ours)}
+    for key, p in factors(ours).items():
+        gradient, other = p.grad, gradients[f"base_model.model.{key}"]
+        assert gradient is not None
+        assert other is not None
+        assert other.norm() > 0
+        assert float((gradient - other).norm() / other.norm()) < tolerance
+    assert all(p.grad is None for n, p in ours.named_parameters() if n not in factors(ours))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model with its tokenizer."""
+    tokenizer = train_tokenizer(["a few words about words"], 300, "{{ messages }}")
+    folder = tmp_path / "base"
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tokenizer_of(base: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(base)
+
+
+@pytest.mark.parametrize(("use_rslora", "use_dora"), [(False, False), (True, False), (False, True)])
+def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
+    base: Path, use_rslora: bool, use_dora: bool, tmp_path: Path, peft: Any
+) -> None:
+    kind = {"use_rslora": use_rslora, "use_dora": use_dora}
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], **kind)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, float("magnitude" in name), 0.2)
+    folder = tmp_path / "peft"
+    model.save_pretrained(folder)
+    expected = model(IDS).logits
+    tokenizer = tokenizer_of(base)
+    merged = load_model(ModelConfig(path=str(folder)), tokenizer, 0)
+    assert adapters_of(merged) is None
+    assert {n for n, _ in merged.named_parameters()} == {n for n, _ in tiny_llama().named_parameters()}
+    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    alpha = 6 / 2 * 4 if use_rslora else 6  # folded
+    method: Any = "dora" if use_dora else "lora"
+    going = AdapterConfig(rank=4, alpha=alpha, targets=("q_proj", "down_proj"), method=method)
+    torch.testing.assert_close(
+        load_model(ModelConfig(path=str(folder)), tokenizer, 0, adapter=going)(IDS).logits,
+        expected,
+        rtol=2e-6,
+        atol=2e-6,
+    )
+    for change, told in (
+        ({"rank": 8}, "rank 4 .* asks for .* of rank 8"),
+        ({"method": "lora" if use_dora else "dora"}, f"set adapter.method={method}"),
+        ({"alpha": 9.0}, "adapter.alpha=" + f"{alpha:g}"),
+        ({"targets": ("q_proj",)}, "down_proj.* is only in the files: set adapter.targets"),
+        ({"targets": ("q_proj", "down_proj", "up_proj")}, "up_proj.* is not in the files"),
+    ):
+        other = AdapterConfig(**{**vars(going), **change})
+        with pytest.raises(ConfigError, match=told):
+            load_model(ModelConfig(path=str(folder)), tokenizer, 0, adapter=other)
+
+
+def test_transformers_opens_the_folder_as_the_model_with_its_adapter_or_not_at_all(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: Any
+) -> None:
+    ours = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=2)
+    folder = write_adapter(ours, tmp_path / "a")
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(opened(IDS).logits, ours(IDS).logits)
+    from transformers.models.auto import auto_factory
+
+    monkeypatch.setattr(auto_factory, "is_peft_available", lambda: False)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_merged_weights_give_the_logits_of_the_adapter(base: Path, tmp_path: Path) -> None:
+    ours = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for name, weight in merged_weights(ours):
+            plain.get_parameter(name).copy_(weight)
+    torch.testing.assert_close(plain(IDS).logits, ours(IDS).logits, rtol=1e-5, atol=1e-5)
+    loaded = load_model(ModelConfig(path=str(write_adapter(ours, tmp_path / "a"))), tokenizer_of(base), 0)
+    assert torch.equal(loaded(IDS).logits, plain(IDS).logits)
+    rounded = load_model(ModelConfig(path=str(tmp_path / "a")), tokenizer_of(base), 0, "bf16")
+    start = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    for name, layer in adapted(ours).items():
+        exact = start.get_parameter(f"{name}.weight").float()
+        exact = exact + layer.lora_scale * (layer.lora_B.weight @ layer.lora_A.weight)
+        assert torch.equal(rounded.get_parameter(f"{name}.weight"), exact.bfloat16())  # once, from fp32
+
+
+def test_a_layer_starts_from_the_same_numbers_whatever_the_other_targets_are() -> None:
+    all_of_them, one = tiny_llama(), tiny_llama()
+    add_adapters(all_of_them, Adapters(AdapterConfig(rank=4), 3, BASE, ""))
+    add_adapters(one, Adapters(AdapterConfig(rank=4, targets=("layers.1.mlp.up_proj",)), 3, BASE, ""))
+    mine = factors(one)
+    assert set(mine) == {f"model.layers.1.mlp.up_proj.lora_{one}.weight" for one in "AB"}
+    for name, factor in mine.items():
+        assert torch.equal(factor, factors(all_of_them)[name])
+    a = [p for name, p in factors(all_of_them).items() if ".lora_A." in name]
+    assert all(p.dtype == torch.float32 and 0 < p.abs().max() <= 32**-0.5 for p in a)
+    assert not torch.equal(a[0], a[1])
+    assert all(not p.any() for name, p in factors(all_of_them).items() if ".lora_B." in name)
+    assert {n for n, p in all_of_them.named_parameters() if p.requires_grad} == factors(all_of_them).keys()
+
+
+@pytest.mark.parametrize(
+    ("targets", "last"),
+    [
+        (("attention",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (("mlp",), {"gate_proj", "up_proj", "down_proj"}),
+        (("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (("attention", "up_proj"), {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}),
+    ],
+)
+def test_groups_name_the_layers_of_every_block_and_never_the_head(targets: tuple[str, ...], last: set[str]) -> None:
+    model = tiny_llama()
+    modules = add_adapters(model, Adapters(AdapterConfig(rank=2, targets=targets), 0, BASE, "")).modules
+    assert {*modules} == {n for n, _ in model.named_modules() if n.rpartition(".")[2] in last}
+    assert json.loads(peft_config_text(model))["target_modules"] == sorted(last)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        (
+            "llama",
+            {"targets": ("q_prj",)},
+            'q_prj is no linear layer in the blocks of the model. Did you mean "q_proj"',
+        ),
+        ("llama", {"targets": ("lm_head",)}, "lm_head is the head, which gets no adapter"),
+        ("llama", {"rank": 17}, "k_proj has 32 inputs and 16 outputs.* set adapter.rank=16 or less"),
+        ("qwen3_moe", {}, "experts model.layers.0.mlp.experts.* set adapter.experts=false"),
+        ("qwen3_moe", {"targets": ("mlp",), "experts": False}, "mlp is no linear layer"),
+    ],
+)
+def test_targets_that_cannot_be_are_errors_and_leave_the_model_as_it_was(
+    name: str, settings: dict[str, Any], told: str
+) -> None:
+    model = family(name)
+    with pytest.raises(ConfigError, match=told):
+        add_adapters(model, Adapters(AdapterConfig(**{"rank": 4, **settings}), 0, BASE, ""))
+    assert all(p.requires_grad for p in model.parameters())
+    assert adapters_of(model) is None
+
+
+def test_documents_of_a_row_are_computed_as_each_alone_and_a_wrong_product_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ModelWithLoss(adapted_model(tiny_llama(), rank=4), "reference", NextToken(LossConfig()))
+    found = check_documents(model, "reference", torch.device("cpu"))
+    assert found.logits_difference < 1e-6
+    assert found.leak == 0.0
+    from sftkit.models import adapters
+
+    right = adapters.low_rank
+    monkeypatch.setattr(adapters, "low_rank", lambda y, x, a, b, scale: right(y, x, a, b, 1.5 * scale))
+    with pytest.raises(ConfigError, match="logits of its own forward pass and sftkit's differ by"):
+        check_documents(model, "reference", torch.device("cpu"))
+
+
+def test_b_is_moved_for_the_comparison_and_has_its_bits_back() -> None:
+    model = tiny_llama()
+    add_adapters(model, Adapters(AdapterConfig(rank=4), 0, BASE, ""))
+    before = {name: p.detach().clone() for name, p in factors(model).items()}
+    places = {name: p.data_ptr() for name, p in factors(model).items()}
+    with factors_moved(model):
+        moved = {name: p for name, p in factors(model).items() if not torch.equal(p, before[name])}
+        assert {*moved} == {name for name in before if ".lora_B." in name}
+        assert all(1e-3 < p.std() < 1e-2 for p in moved.values())
+        loss_of(model).backward()
+        assert all(p.grad is not None and p.grad.any() for p in factors(model).values())
+    assert all(torch.equal(p, before[name]) for name, p in factors(model).items())
+    assert places == {name: p.data_ptr() for name, p in factors(model).items()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.5}, {"method": "dora"}])
+def test_one_graph_for_all_blocks_and_none_after_the_first_pass(settings: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model = adapted_model(tiny_llama(layers=3), rank=4, **settings)
+    compile = CompileConfig(backend="aot_eager", fullgraph=True)
+    compile_model(model, compile)
+    with compiler_switches(compile), scalar_kernels():
+        watch = CompileWatch()
+        model.train()
+        loss_of(model).backward()
+        watch.warm_up_done()
+        loss_of(model).backward()
+        counts = watch.counts()
+    watch.close()
+    assert counts["compile/graphs"] == 1 + len(small_modules(model))
+    assert counts["compile/recompiles"] == 0
+    assert counts["compile/graph_breaks"] == 0
+
+
+def test_the_plain_model_has_the_adapters_of_the_files_and_finds_a_changed_factor(base: Path, tmp_path: Path) -> None:
+    from sftkit.verify.plain import Start
+
+    tokenizer = tokenizer_of(base)
+    config = AdapterConfig(rank=4)
+    start = Start(ModelConfig(path=str(base)))
+    live = load_model(start.model, tokenizer, 5, adapter=config)
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
+    assert plain.differing == {}
+    assert plain.compared == sum(1 for _ in live.named_parameters())
+    with torch.no_grad():
+        factors(live)["model.layers.0.mlp.up_proj.lora_A.weight"][0, 0] += 0.1
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
+    assert [*plain.differing] == ["model.layers.0.mlp.up_proj.lora_A.weight"]
+
+
+def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path: Path) -> None:
+    live = load_model(ModelConfig(path=str(base)), tokenizer_of(base), 5, adapter=AdapterConfig(rank=4))
+    record = adapters_of(live)
+    assert record is not None
+    assert record.digest == base_digest(base)
+    folder = write_adapter(live, tmp_path / "a")
+    (folder / "manifest.json").write_text(json.dumps({"base": {"sha256": record.digest}, "files": {}}))
+    load_model(ModelConfig(path=str(folder)), tokenizer_of(base), 0)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] += 2**-20
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"trained on other weights than .*base has now"):
+        load_model(ModelConfig(path=str(folder)), tokenizer_of(base), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"peft_type": "IA3"}, "peft_type IA3: only adapters of the type LORA"),
+        ({"bias": "all"}, "bias='all' is not loaded here"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*is not loaded here"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.*is not loaded here"),
+        ({"r": "4"}, "needs r, lora_alpha and base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "needs r, lora_alpha and base_model_name_or_path"),
+    ],
+)
+def test_what_an_adapter_has_beyond_factors_is_an_error(
+    base: Path, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    live = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    folder = write_adapter(live, tmp_path / "a")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=told):
+        adapter_at(ModelConfig(path=str(folder)))
+
+
+def test_a_folder_with_a_whole_model_and_an_adapter_is_an_error(base: Path, tmp_path: Path) -> None:
+    live = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    shutil.copytree(base, tmp_path / "both")
+    shutil.copytree(write_adapter(live, tmp_path / "a"), tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=r"adapter_config.json beside config.json"):
+        load_model(ModelConfig(path=str(tmp_path / "both")), tokenizer_of(base), 0)
+
+
+def test_b_learns_at_its_own_rate() -> None:
+    model = adapted_model(tiny_llama(), rank=4, lr_ratio_b=4.0)
+    groups = parameter_groups(model, OptimConfig(name="adamw", weight_decay=0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {group.get("lr_scale", 1.0): {names[id(p)].split(".")[-2] for p in group["params"]} for group in groups}
+    assert found == {1.0: {"lora_A"}, 4.0: {"lora_B"}}
+    assert {n for group in groups for n in group["numbers"]} == set(range(len(factors(model))))
+    before = {name: p.detach().clone() for name, p in factors(model).items()}
+    optimizer = build_optimizer(model, OptimConfig(name="adamw"))
+    loss_of(model).backward()
+    optimizer.update(1e-3, torch.ones(()))
+    for name, p in factors(model).items():  # the first step of Adam is the learning rate
+        moved = (p.detach() - before[name]).abs().max()
+        torch.testing.assert_close(float(moved), 4e-3 if ".lora_B." in name else 1e-3, rtol=1e-3, atol=0)
+
+
+def test_rows_that_a_template_would_add_are_an_error_as_they_would_stay_frozen(base: Path) -> None:
+    tokenizer = tokenizer_of(base)
+    add_tokens(tokenizer, ["<|new|>"])
+    with pytest.raises(ConfigError, match=r"<\|new\|> would get rows of embedding and head, which stay frozen"):
+        load_model(ModelConfig(path=str(base)), tokenizer, 0, adapter=AdapterConfig(rank=2))
+
+
+def test_a_model_with_adapters_counts_them_and_its_checkpoint_alone() -> None:
+    model = adapted_model(tiny_llama(), rank=4)
+    size = sum(p.numel() for p in factors(model).values())
+    assert size == 4 * sum(sum(layer.weight.shape) for layer in adapted(model).values())
+    assert count_parameters(model).trained == size
+    plan = SimpleNamespace(optim=OptimConfig(name="adamw"))
+    assert checkpoint_bytes(model, plan) == 12 * size  # type: ignore[arg-type]
+    # 4 a token for a frozen weight, 6 for a factor; a head only 4 a target.
+    length = 16
+    frozen = sum(p.numel() for block in model.model.layers for p in block.parameters() if not p.requires_grad)
+    pairs = 2 * length**2
+    attention = train_flops(model, Work(0, 0, pairs))
+    found = train_flops(model, Work(tokens=length, targets=0, layer_pairs=pairs)) - attention
+    assert found == pytest.approx(length * (4 * frozen + 6 * size), rel=0.01)  # the final norm
+
+
+def test_a_launch_counts_no_gradients_of_a_frozen_model(base: Path) -> None:
+    model, train = ModelConfig(path=str(base)), TrainConfig()
+    whole = replica_of(model, OptimConfig(), train)
+    adapter = replica_of(model, OptimConfig(), train, AdapterConfig())
+    assert whole is not None
+    assert adapter is not None
+    assert adapter.held_bytes == 2 * adapter.parameters < whole.held_bytes / 2
