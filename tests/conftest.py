@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -45,6 +47,15 @@ SENTENCES = [
     "She sells sea shells by the sea shore, and then she counts them: one, two, three, four.",
     "Die Straßenbahn fährt über die Brücke. Где находится библиотека? 你好，世界。",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays where it is, to the end of the process: each run would look at half a million objects
+    before its first step, and again once it has given them back."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or nanobind (of triton 3.9) lists on stderr what is left at the end
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.fixture(autouse=True)

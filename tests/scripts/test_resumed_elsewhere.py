@@ -1,9 +1,12 @@
-"""A script goes on from the checkpoint of another run: as a new run, that mixes with none."""
+"""A script goes on from a checkpoint: of its own run with the losses of one that was left alone, of another run as a new
+one, that mixes with none."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import preloaded
@@ -17,27 +20,61 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_a_script_goes_on_from_the_checkpoint_of_another_run_in_a_run_of_its_own(tmp_path: Path) -> None:
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def back_to_step_2(folder: Path) -> None:
+    """Leave a finished run of four steps or more as if it had been killed behind its checkpoint of step 2."""
+    for later in step_dirs(folder)[1:]:
+        shutil.rmtree(later)
+    lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
+    (folder / METRICS_FILE).write_text("".join(lines[:2]))
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """started(name, last step, *words): exit code and output of a short run of base_train."""
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "src")}
     settings = [f"data.cache_dir={tmp_path}/cache", 'data.train=[{path: "builtin:docs", max_rows: 20}]', "data.val=[]"]
-    settings += ["eval.tasks=[]", "eval.every=null", "data.max_length=64", "data.row_length=64", "checkpoint.every=2"]
-    settings += ["log.every=1", "compile.enabled=false", "checkpoint.best=null"]
+    settings += ["eval.tasks=[]", "eval.every=null", "data.max_length=64", "checkpoint.every=2"]
+    settings += ["log.every=1", "checkpoint.best=null"]
 
-    def started(name: str, last: int, *words: str) -> tuple[int, str]:
+    def start(name: str, last: int, *words: str) -> tuple[int, str]:
         own = [f"run.dir={tmp_path}/{name}", f"train.max_steps={last}", *words]
         done = preloaded.run(["scripts/base_train.py", "recipes/smoke/base.yaml", *settings, *own], env=env)
         return done.returncode, done.stdout + done.stderr
 
+    return start
+
+
+def test_a_run_of_rows_of_any_length_resumes_with_the_losses_of_the_uninterrupted_one(tmp_path: Path, started) -> None:
+    words = ("data.layout=dynamic", "data.row_length=null", "compile.backend=eager", "eval.samples=0")
+    words += ("model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}]",)
+    words += ("train.global_batch_size=4", "train.micro_batch_size=2", "log.wandb=off")
+    code, told = started("whole", 4, *words)
+    assert code == 0, told[-3000:]
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    back_to_step_2(tmp_path / "resumed")
+    code, told = started("resumed", 4, "train.resume=auto", *words)
+    assert code == 0, told[-3000:]
+    assert "resumed" in told
+    assert steps(tmp_path / "resumed") == [1, 2, 3, 4]
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_script_goes_on_from_the_checkpoint_of_another_run_in_a_run_of_its_own(tmp_path: Path, started) -> None:
+    words = ("data.row_length=64", "compile.enabled=false")
     for name, last in (("one", 4), ("other", 3)):
-        code, told = started(name, last)
+        code, told = started(name, last, *words)
         assert code == 0, told[-3000:]
     named = f"train.resume={tmp_path}/one/step-000004"
-    code, told = started("other", 4, named)
+    code, told = started("other", 4, named, *words)
     assert code == 2, told[-3000:]
     assert "there is nothing left to train" in told
     assert steps(tmp_path / "other") == [1, 2, 3]
-    code, told = started("other", 6, named)
+    code, told = started("other", 6, named, *words)
     assert code == 0, told[-3000:]
     assert f"{tmp_path}/other held an earlier run: it is now {tmp_path}/other.old-1" in told
     assert steps(tmp_path / "other") == [5, 6]

@@ -1,14 +1,17 @@
-"""base_train on two tensor-parallel processes, compiled by Inductor: the run of one process."""
+"""base_train on two tensor-parallel processes: compiled by Inductor it is the run of one process, and it is resumed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import preloaded
 import pytest
+from test_resumed_elsewhere import back_to_step_2
 
+from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import METRICS_FILE, PROOF
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1"}
@@ -38,3 +41,13 @@ def trained(folder: Path, name: str, *words: str, ranks: int = 1, **env: str) ->
 def test_two_tensor_parallel_ranks_compiled_by_inductor_have_the_losses_of_one_process(tmp_path: Path) -> None:
     alone = trained(tmp_path, "alone", "compile.enabled=false")
     assert trained(tmp_path, "tensor", "compile.backend=inductor", ranks=2, **TENSOR) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_resume_with_the_losses_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    words = ("checkpoint.every=2", "checkpoint.keep=9", "compile.enabled=false")
+    whole = trained(tmp_path, "whole", *words, ranks=2, **TENSOR)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    back_to_step_2(tmp_path / "resumed")
+    assert trained(tmp_path, "resumed", "train.resume=auto", *words, ranks=2, **TENSOR) == whole
+    assert verify(tmp_path / "resumed" / "step-000005") is None

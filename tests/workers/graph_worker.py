@@ -147,6 +147,7 @@ class StepMeasures(TorchDispatchMode):
         "matrix products before the first reduce-scatter, and after the start of each until the next one's"
         self._since = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0  # of those that were live when it was last looked, and of all made since
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_gather_into_tensor" in str(func):
@@ -161,9 +162,12 @@ class StepMeasures(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 storage = value.untyped_storage()
                 reference = StorageWeakRef(storage)
+                self._bytes += storage.nbytes() - self._live.get(reference.cdata, (None, 0))[1]
                 self._live[reference.cdata] = (reference, storage.nbytes())
-        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        if self._bytes > self.peak:
+            self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+            self._bytes = sum(size for _, size in self._live.values())
+            self.peak = max(self.peak, self._bytes)
         return result
 
 
