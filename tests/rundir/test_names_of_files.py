@@ -23,9 +23,10 @@ OTHERS = {
     "labs/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
     "labs/tables.py": {"results.json"},
     "labs/pages.py": {
-        *("results.json", "patterns/results/results.json"),
+        *("results.json", "patterns/results/results.json", "labs/patterns/README.md"),
         *(f"benchmarks/{name}/README.md" for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "h200_decode")),
     },
+    "src/sftkit/runtime/hardware.py": {"labs/patterns/README.md"},  # a page of the docs
     "labs/bench/plan.py": {"recipe.yaml"},  # a temporary file
     "src/sftkit/data/reading/origin.py": {"README.md", "state.json"},  # of a dataset, not of a run
     "labs/validate/run.py": {"validation.json"},  # of a comparison of runs

@@ -26,10 +26,11 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 def join_layers(orig_model: PreTrainedModel) -> None:
     """Have the MLPs and attention modules that are known compute their layers' adapters together."""
     for module in orig_model.modules():
+        own: Any = type(module)
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
-            module.__class__ = _in_front(JoinedMlp, type(module))
+            module.__class__ = _in_front(JoinedMlp, own)
         elif all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES):
-            module.__class__ = _in_front(JoinedAttention, type(module))
+            module.__class__ = _in_front(JoinedAttention, own)
 
 
 def has_plain_adapter(module: torch.nn.Module, name: str) -> bool:
@@ -68,7 +69,7 @@ class JoinedMlp(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, [..., H]."""
         if not (has_kernel(x) and all(has_plain_adapter(self, name) for name in MLP)):
-            return super().forward(x)  # type: ignore[no-any-return,misc]
+            return super().forward(x)
         layers: list[Any] = [getattr(self, name) for name in MLP]
         a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
         b = tuple(layer.lora_B.weight.to(x.dtype) for layer in layers)
@@ -81,13 +82,13 @@ class JoinedAttention(torch.nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         """Compute the module's own forward pass."""
         if not all(has_plain_adapter(self, name) for name in QUERIES_KEYS_VALUES):
-            return super().forward(*args, **named)  # type: ignore[misc]
+            return super().forward(*args, **named)
         x = args[0] if args else named["hidden_states"]
         layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
         joint = linear(x, torch.cat([layer.lora_A.weight for layer in layers]).to(x.dtype))
         for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
             layer.joint = (x, part)
-        output = super().forward(*args, **named)  # type: ignore[misc]
+        output = super().forward(*args, **named)
         for layer in layers:
             layer.joint = None
         return output

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
+FORWARD_TILES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 HALVES = 2
 "Programs that share the columns of the same rows in the backward pass."
 
@@ -132,8 +132,8 @@ def forward(
     h = torch.empty_like(gate)
     u_down = gate.new_empty(rows, rank)
     factors = [factor.contiguous() for factor in (b_gate, b_up, a_down)]
-    _forward[(triton.cdiv(rows, FORWARD["ROWS"]),)](
-        gate, up, u, *factors, h, u_down, rows, width, rank, scale, RANK=_lanes(rank), **FORWARD
+    _forward[(triton.cdiv(rows, FORWARD_TILES["ROWS"]),)](
+        gate, up, u, *factors, h, u_down, rows, width, rank, scale, RANK=_lanes(rank), **FORWARD_TILES
     )
     return h, u_down
 
@@ -145,8 +145,8 @@ def backward(
     """Compute ops.gated_mlp.gated_product_backward. Partial sums are added up in a fixed order: no atomics."""
     rows, width = gate.shape
     rank = len(a_down)
-    groups = triton.cdiv(rows, 2 * BACKWARD["ROWS"])
-    part = triton.cdiv(triton.cdiv(width, BACKWARD["COLUMNS"]), HALVES) * BACKWARD["COLUMNS"]
+    groups = triton.cdiv(rows, 2 * BACKWARD_TILES["ROWS"])
+    part = triton.cdiv(triton.cdiv(width, BACKWARD_TILES["COLUMNS"]), HALVES) * BACKWARD_TILES["COLUMNS"]
     d_gate = torch.empty_like(gate)
     d_up = torch.empty_like(up)
     d_u = torch.empty(HALVES, rows, 2 * rank, dtype=torch.float32, device=gate.device)
@@ -154,7 +154,7 @@ def backward(
     factors = [factor.contiguous() for factor in (b_gate, b_up, a_down)]
     _backward[(groups, HALVES)](
         d_h, d_down, gate, up, u, *factors, d_gate, d_up, d_u, d_factors, rows, width, rank, scale,
-        RANK=_lanes(rank), PART=part, **BACKWARD,
+        RANK=_lanes(rank), PART=part, **BACKWARD_TILES,
     )  # fmt: skip
     d_factors = d_factors.sum(0).transpose(1, 2).contiguous()
     return d_gate, d_up, d_u.sum(0).to(u.dtype), d_factors
