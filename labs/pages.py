@@ -327,6 +327,8 @@ PUBLISHED = {
     "parts apart encoder max-autotune": "8.04",
 }
 "Steps per second on one A100 with torch 2.7, batches of 64 captions."
+REMOVED = {"static optimizer compiled", "static gradient addresses", "static foreach_map"}
+"Runs whose setting is gone: results have them, the plan does not."
 WARM_UPS = {
     "cold": ("dynamic marked full graph", "196"),
     "saved code": ("dynamic marked full graph saved code", "56"),

@@ -35,6 +35,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
+from sftkit.ops.gated_mlp import gated_product, gated_product_backward
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.build import build_optimizer
@@ -56,6 +57,9 @@ TESTED = {
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
+    ("ops/gated_mlp.py", "_"): 6,
+    ("ops/gated_mlp_kernel.py", "backward"): 4,
+    ("ops/gated_mlp_kernel.py", "forward"): 2,
     ("ops/tensors.py", "_"): 2,
     ("ops/tensors.py", "_all_gather"): 1,
     ("ops/tensors.py", "_reduce_scatter"): 1,
@@ -131,6 +135,17 @@ def test_planting_reaches_every_way_to_take_memory_and_ends_with_its_block(devic
         assert np.empty(1, np.int32).item() == 2**31 - 1
     assert not torch.are_deterministic_algorithms_enabled()
     assert np.empty is numpys
+
+
+@every_device
+def test_a_gated_product_with_factors_reads_no_old_memory(device: str) -> None:
+    def compute() -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(130, 72), (130, 72), (130, 16), (8, 72), (8, 72), (8, 72), (130, 72), (130, 8)]
+        *tensors, d_h, d_down = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
+        return (*gated_product(*tensors, 0.5), *gated_product_backward(d_h, d_down, *tensors, 0.5))
+
+    same_when_planted(compute)
 
 
 def not_cleared(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:

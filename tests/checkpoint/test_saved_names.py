@@ -132,6 +132,6 @@ def test_a_run_of_a_model_with_a_foreign_parameter_ends_before_it_trains(tmp_pat
     run: Any = SimpleNamespace(cfg=tiny_recipe(tmp_path))
     # As run_to_end calls it: after the engine is built, before it is warmed up.
     with pytest.raises(
-        ConfigError, match=r"they hold what it does not have, model\.layers\.1\.mlp\.gate\. Something has"
+        ConfigError, match=r"they hold what it does not have, model\.layers\.1\.mlp\.gate\. Something added"
     ):
         open_checkpoints(run, LoadedModel(model, None, 8), None, None)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def test_a_lab_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.Monk
     ("text", "said"),
     [
         (None, "--take: .*gone.json: cannot be read as JSON"),
-        ('{"machine": {}, "runs": []}', "--take: .*gone.json: no results of this bench.*: it lacks plan, started"),
+        ('{"machine": {}, "runs": []}', "--take: .*gone.json: not results of this bench.*: it lacks plan, started"),
         ("[]", "it lacks plan, started, machine, runs"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_lies_beside_the_results_of_a_machine_is_refused_and_what_lies_belo
     with pytest.raises(ConfigError, match=r"results.json and slower_host.json: both of NVIDIA H200 with torch 2\.11, "):
         tables(lab)
     beside.write_text('{"probe": 1}')
-    with pytest.raises(ConfigError, match=r"slower_host.json: no results of this bench"):
+    with pytest.raises(ConfigError, match=r"slower_host.json: not results of this bench"):
         tables(lab)
 
 
@@ -204,7 +204,7 @@ def test_a_lab_whose_results_cannot_be_kept_ends_no_other_and_what_does_not_belo
     assert "not in the tables: results of 2026-01-01: of an unknown machine" in capsys.readouterr().out
     (lab / "results").mkdir()
     (lab / "results" / "notes.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"notes.json: no results of this bench"):
+    with pytest.raises(ConfigError, match=r"notes.json: not results of this bench"):
         compile_lab.run(lab.name, 1, None)
     assert len(ran) == 1
 

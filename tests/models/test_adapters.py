@@ -372,7 +372,7 @@ def test_a_folder_with_a_whole_model_and_an_adapter_is_an_error(base: Path, tmp_
     live = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
     shutil.copytree(base, tmp_path / "both")
     shutil.copytree(write_adapter(live, tmp_path / "a"), tmp_path / "both", dirs_exist_ok=True)
-    with pytest.raises(ConfigError, match=r"adapter_config.json beside config.json"):
+    with pytest.raises(ConfigError, match=r"it holds adapter_config.json and config.json"):
         load_model(ModelConfig(path=str(tmp_path / "both")), tokenizer_of(base), 0)
 
 

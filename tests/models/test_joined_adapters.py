@@ -90,6 +90,16 @@ def test_blocks_are_one_graph_that_computes_the_same() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.usefixtures("with_kernels")
+def test_without_gradients_the_bits_are_those_of_layers_one_by_one() -> None:
+    model = model_with_adapters()
+    ids = torch.arange(40).reshape(2, 20) % 64
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        join_layers(model)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
 def test_other_mlps_and_other_adapters_stay_as_they_are() -> None:
     for model, joined in (
         (model_with_adapters("gemma2"), {JoinedAttention}),  # another activation function

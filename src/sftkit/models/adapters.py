@@ -216,7 +216,7 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
             # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
             bound = 1 / math.sqrt(layer.in_features)
-            drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
+            drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
             if isinstance(layer, DoraLinear):  # shards are of rows

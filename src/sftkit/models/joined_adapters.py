@@ -2,6 +2,7 @@
 
 An adapter's products are small and read and write wide activations. Apart from each other, those of a block take more
 time in a small model than the frozen weights save. Modules that are known get another class in front of their own.
+Without gradients they compute layer by layer, so evaluation gives the bits of the checkpoint in plain transformers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class JoinedMlp(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, [..., H]."""
-        if not (has_kernel(x) and all(has_plain_adapter(self, name) for name in MLP)):
+        if not (torch.is_grad_enabled() and has_kernel(x) and all(has_plain_adapter(self, name) for name in MLP)):
             return super().forward(x)
         layers: list[Any] = [getattr(self, name) for name in MLP]
         a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
@@ -81,7 +82,7 @@ class JoinedAttention(torch.nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Compute the module's own forward pass."""
-        if not all(has_plain_adapter(self, name) for name in QUERIES_KEYS_VALUES):
+        if not (torch.is_grad_enabled() and all(has_plain_adapter(self, name) for name in QUERIES_KEYS_VALUES)):
             return super().forward(*args, **named)
         x = args[0] if args else named["hidden_states"]
         layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
