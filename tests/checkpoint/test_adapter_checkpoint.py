@@ -149,6 +149,20 @@ def test_resuming_on_other_weights_or_with_other_adapters_is_an_error(
         run(tmp_path / "run", tokenizer, base, resume="auto", steps=4)
 
 
+def test_a_run_resumes_after_the_model_under_its_adapter_has_moved(tmp_path: Path, tokenizer: Any, base: Path) -> None:
+    run(tmp_path / "whole", tokenizer, base, steps=4)
+    run(tmp_path / "run", tokenizer, base, every=2, steps=4)
+    shutil.rmtree(tmp_path / "run" / "step-000004")
+    (tmp_path / "run" / "proof.json").unlink()
+    moved = base.rename(tmp_path / "moved")
+    run(tmp_path / "run", tokenizer, moved, resume="auto", steps=4)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    rows = proof_rows(tmp_path / "run")
+    assert rows["Weights are those of the files"]["ok"] is True
+    settings = json.loads((tmp_path / "run" / "step-000004" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(moved)
+
+
 def test_a_wrong_gradient_of_a_turns_the_row_red(
     tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

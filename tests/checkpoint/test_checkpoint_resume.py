@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_other_frozen_weights_are_refused_unless_named_and_then_what_is_newly_tr
     other.steps(3, 5)
 
 
+@pytest.mark.parametrize("change", ["lr_ratio_b: 16.0", "dropout: 0.1"])
+def test_other_settings_of_adapters_that_change_what_is_learned_are_refused_unless_named(change: str) -> None:
+    there = "adapter: {rank: 4, lr_ratio_b: 1.0, dropout: 0.0}\n" + RECIPE
+    key = change.partition(":")[0]
+    here = re.sub(rf"{key}: [\d.]+", change, there, count=1)
+    with pytest.raises(ConfigError, match=rf"train.resume_changes=\[adapter\.{key}\]"):
+        check_recipe(there, here, (), "here")
+    (line,) = check_recipe(there, here, (f"adapter.{key}",), "here")
+    assert line.startswith(f"adapter.{key} is now")
+
+
 def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() -> None:
     there, here = (
         "model: {path: runs/a/base, revision: null}\n" + RECIPE,
@@ -95,7 +107,8 @@ def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() ->
         ConfigError, match=r'model\.path: "runs/a/base" in the checkpoint, "org/b" in this run'
     ) as refused:
         check_recipe(there, here, (), "here")
-    assert "(model.path: its weights are not loaded: the checkpoint's are)" in str(refused.value)
+    effect = "its weights are not loaded: the checkpoint's are, except the frozen ones under an adapter"
+    assert f"(model.path: {effect})" in str(refused.value)
     (line,) = check_recipe(there, here, ("model.path",), "here")
     assert line.startswith('model.path is now "org/b" (was "runs/a/base"): its weights are not loaded')
 

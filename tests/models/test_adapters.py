@@ -331,6 +331,59 @@ def test_the_plain_model_has_the_adapters_of_the_files_and_finds_a_changed_facto
     assert [*plain.differing] == ["model.layers.0.mlp.up_proj.lora_A.weight"]
 
 
+@pytest.mark.parametrize(("stored", "precision"), [("bfloat16", "fp32"), ("float32", "bf16")])
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4, method="dora")], ids=["merged", "dora"])
+def test_weights_stored_in_another_precision_than_the_run_has_are_those_of_the_files(
+    base: Path, stored: str, precision: str, adapter: AdapterConfig | None, tmp_path: Path
+) -> None:
+    """The run rounds the model first and adds or measures then, and so does the model that it is compared with."""
+    from sftkit.verify.plain import Start
+
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.to(getattr(torch, stored)).save_pretrained(base)
+    tokenizer = tokenizer_of(base)
+    path = base if adapter else write_adapter(adapted_model(plain, str(base), rank=4), tmp_path / "a")
+    start = Start(ModelConfig(path=str(path)))
+    live = load_model(start.model, tokenizer, 5, precision, adapter=adapter)
+    found = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
+    assert found.differing == {}
+
+
+def test_a_file_without_factors_or_with_half_of_a_pair_is_an_error(base: Path, tmp_path: Path) -> None:
+    live = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    file = write_adapter(live, tmp_path / "a") / "adapter_model.safetensors"
+    whole = load_file(file)
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+    extra = {f"{key}magnitude_vector": torch.ones(live.config.intermediate_size)}
+    for tensors, told in (
+        ({}, "holds no adapter, so its model would be used alone"),
+        ({name: t for name, t in whole.items() if name != f"{key}B.weight"}, r"lora_B.weight is missing"),
+        (whole | extra, r"lora_magnitude_vector is not loaded here"),
+    ):
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=told):
+            load_model(ModelConfig(path=str(file.parent)), tokenizer_of(base), 0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_of_a_head_is_merged_unless_the_embedding_would_change_too(
+    base: Path, tmp_path: Path, peft: Any
+) -> None:
+    for tied in (False, True):
+        start = tiny_llama(vocab_size=len(tokenizer_of(base)), tie_word_embeddings=tied)
+        start.save_pretrained(base)
+        model = peft.get_peft_model(start, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+        model.peft_config["default"].base_model_name_or_path = str(base)
+        folder = tmp_path / f"peft-{tied}"
+        model.save_pretrained(folder, save_embedding_layers=False)
+        if tied:
+            with pytest.raises(ConfigError, match="lm_head shares its weight with the embedding"):
+                load_model(ModelConfig(path=str(folder)), tokenizer_of(base), 0)
+            continue
+        merged = load_model(ModelConfig(path=str(folder)), tokenizer_of(base), 0)
+        torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path: Path) -> None:
     live = load_model(ModelConfig(path=str(base)), tokenizer_of(base), 5, adapter=AdapterConfig(rank=4))
     record = adapters_of(live)
@@ -353,6 +406,8 @@ def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path
         ({"bias": "all"}, "bias='all' is not loaded here"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*is not loaded here"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.*is not loaded here"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not loaded here"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\] is not loaded here"),
         ({"r": "4"}, "needs r, lora_alpha and base_model_name_or_path"),
         ({"base_model_name_or_path": None}, "needs r, lora_alpha and base_model_name_or_path"),
     ],

@@ -85,6 +85,8 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert 'adapter.targets: q_prj is no linear layer in the blocks of the model. Did you mean "q_proj"?' in told
     (told,) = problems(*start, "adapter.rank=4", "adapter.targets=lm_head")
     assert "lm_head is the head, which gets no adapter" in told
+    (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[]")
+    assert "adapter.targets: is empty" in told
     (told,) = problems("adapter={}")
     assert "adapter: does not go with model.scratch" in told
 

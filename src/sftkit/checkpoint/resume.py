@@ -146,7 +146,7 @@ _NO_KEY = object()
 "Placeholder for the value of a key that only one side has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
-    *("model.path", "model.revision", "train.freeze"),
+    *("model.path", "model.revision", "train.freeze", "adapter.lr_ratio_b", "adapter.dropout"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
@@ -158,7 +158,10 @@ CHANGED = {
     "train.global_batch_size": "the remaining documents of this epoch make batches of that size, and the learning "
     "rate follows the schedule for the new number of steps",
     "run.seed": "the remaining documents of this epoch come in another order",
-    **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: the checkpoint's are"),
+    **dict.fromkeys(
+        ("model.path", "model.revision"),
+        "its weights are not loaded: the checkpoint's are, except the frozen ones under an adapter",
+    ),
     "train.freeze": "newly trained weights start without optimizer states, those of frozen ones are dropped",
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }

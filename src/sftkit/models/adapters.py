@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import AdapterFiles, target_layers
-from sftkit.models.files import reading_files
-from sftkit.models.structure import decoder_blocks, output_projection
+from sftkit.models.files import COPY_AGAIN, reading_files
+from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import low_rank
 from sftkit.ops.tensors import local, local_part, local_region
@@ -219,8 +219,8 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
-            if isinstance(layer, DoraLinear):  # shards are of rows
-                local(layer.lora_magnitude_vector).copy_(local(layer.weight).float().norm(dim=1))
+            if isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
+                local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 
 @torch.no_grad()
@@ -286,17 +286,18 @@ def adapters_in(files: AdapterFiles) -> Adapters:
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
-    """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
+    """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W. It is computed on the host, whatever
+    device W is on: a GPU adds up in another order, and the run's checks compare its weights with those of the host.
 
     Args:
         weight: [out, in], whole or this rank's shard of rows. lengths: of DoRA, of the rows, [out].
     """
-    added = scale * (b.float() @ a.float())
-    merged = local(weight).float() + local_part(added, weight)
+    added = scale * (b.cpu().float() @ a.cpu().float())
+    merged = local(weight).cpu().float() + local_part(added, weight)
     if lengths is not None:
         (start, size), _ = local_region(weight)
-        merged = merged * (lengths[start : start + size] / merged.norm(dim=1))[:, None]
-    return merged.to(weight.dtype)
+        merged = merged * (lengths.cpu()[start : start + size] / merged.norm(dim=1))[:, None]
+    return merged.to(weight.device, weight.dtype)
 
 
 def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -317,25 +318,35 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     """
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
+    wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
+    cure = "merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        there: dict[str, set[str]] = {}
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
             name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            layer = owners.get(name)
-            if factor not in ("A.weight", "B.weight", "magnitude_vector") or not isinstance(layer, torch.nn.Linear):
+            if not isinstance(owners.get(name), torch.nn.Linear):
+                raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
+            there.setdefault(name, set()).add(factor)
+        if not there:
+            raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {COPY_AGAIN}")
+        for name, found in there.items():
+            if different := sorted(found ^ wanted):
+                word = "not loaded here" if different[0] in found else "missing"
+                raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
+            layer = owners[name]
+            assert isinstance(layer, torch.nn.Linear)
+            if layer.weight is embedding_of(orig_model):
                 raise ConfigError(
-                    f"{path}: {key}: {files.base.path} has no layer with such an adapter here: merge it with peft "
-                    "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
+                    f"{path}: {name} shares its weight with the embedding, which the adapter would change too: merge "
+                    "it with peft into a copy of the model that has tie_word_embeddings false, and name that folder"
                 )
-            if factor == "B.weight":
-                a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
-                device = local(layer.weight).device
-                key = f"{PEFT_PREFIX}{name}.lora_magnitude_vector"
-                lengths = file.get_tensor(key).to(device) if files.dora else None
-                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale, lengths)
-                if isinstance(layer.weight, DTensor):
-                    layer.weight.to_local().copy_(merged)
-                else:  # not in place: the weights of files that are mapped into memory stay as they are
-                    layer.weight.data = merged
+            own = {one: file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}") for one in wanted}
+            factors_of = own["A.weight"], own["B.weight"]
+            merged = merged_weight(layer.weight, *factors_of, files.scale, own.get("magnitude_vector"))
+            if isinstance(layer.weight, DTensor):
+                layer.weight.to_local().copy_(merged)
+            else:  # not in place: the weights of files that are mapped into memory stay as they are
+                layer.weight.data = merged
 
 
 def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:

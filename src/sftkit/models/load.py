@@ -352,15 +352,20 @@ def _warn_once(text: str) -> None:
 
 
 def model_of_files(
-    model: ModelConfig, checkpoint: Path | None = None, adapters: Adapters | None = None
+    model: ModelConfig,
+    checkpoint: Path | None = None,
+    adapters: Adapters | None = None,
+    precision: str = "auto",
 ) -> PreTrainedModel | None:
     """Load the run's start files as transformers does, on the host and in their own precision, so that they are
     mapped into memory. None for model.scratch, which has no files.
 
     Args:
-        checkpoint: step directory that the run resumes from.
+        checkpoint: step directory that the run resumes from. The model under its adapter is read from where this run
+            has read it: it may have moved since.
         adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
             the files is merged.
+        precision: of the run, in which it read the weights that an adapter was merged into, or whose lengths it took.
 
     Raises:
         ConfigError: the files cannot be loaded.
@@ -370,10 +375,11 @@ def model_of_files(
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
     files = adapter_at(model)
-    source = model if files is None else files.base
+    source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
-        orig_model = full_model(path, "auto", load_options(path, source))
+        own = adapters is None and files is None
+        orig_model = full_model(path, "auto" if own else precision, load_options(path, source))
     if adapters is None and files is None:
         return orig_model
     from sftkit.models.adapters import add_adapters, merge_files

@@ -271,7 +271,7 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
     path = get("model.path")
     if get("model.scratch") is not None:
         yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
-    elif path is not None and made is not None and not _is_made(path, made):
+    elif path is not None and made is not None and not _is_made(path, made) and get("adapter.targets"):
         config = AdapterConfig(**{**get("adapter"), "targets": tuple(one_or_several(get("adapter.targets")))})
         yield from _as_problem(
             "adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config

@@ -81,7 +81,8 @@ class PlainModel:
         self._first = {id(p): name for name, p in live.named_parameters()}
         self._rows, self._stages = without_padding(live), stages_of(live)
         adapters = adapters_of(live)
-        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters)
+        precision = "bf16" if live.dtype == torch.bfloat16 else "fp32"
+        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters, precision)
         self.has_files = files is not None
         self.orig_model = _skeleton(live, start) if files is None else files
         if adapters is not None:

@@ -153,8 +153,10 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     else:
         from sftkit.models.adapters import adapters_in, add_adapters
 
-        base = str(adapter.base.path)
-        model, info = getattr(transformers, name).from_pretrained(base, dtype=dtype, output_loading_info=True)
+        base, revision = str(adapter.base.path), adapter.base.revision or "main"
+        model, info = getattr(transformers, name).from_pretrained(
+            base, dtype=dtype, revision=revision, output_loading_info=True
+        )
         add_adapters(model, adapters_in(adapter))
     found = logits_of(model.to(recorded["device"]).eval())
     # Tensors that the class lacks change no logits, but then the files do not match this class.
