@@ -163,8 +163,9 @@ def test_a_run_resumes_after_the_model_under_its_adapter_has_moved(tmp_path: Pat
     assert settings["base_model_name_or_path"] == str(moved)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_wrong_gradient_of_a_turns_the_row_red(
-    tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B is zero when training starts: without moving it, nothing of A would be compared."""
     right = adapters.low_rank
@@ -173,7 +174,7 @@ def test_a_wrong_gradient_of_a_turns_the_row_red(
         return right(y, x, a.detach() + 0.5 * (a - a.detach()), b, scale)
 
     monkeypatch.setattr(adapters, "low_rank", wrong)
-    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1)
+    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1, precision=precision)
     row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]
     assert row["ok"] is False
     assert "lora_A.weight" in row["found"]

@@ -110,3 +110,11 @@ def test_other_mlps_and_other_adapters_stay_as_they_are() -> None:
     ):
         join_layers(model)
         assert kinds(model) == joined
+
+
+def test_the_kernels_are_for_ranks_that_fit_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for largest, joined in ((4, {JoinedMlp, JoinedAttention}), (3, {JoinedAttention})):
+        monkeypatch.setattr(joined_adapters, "LARGEST_RANK", largest)
+        model = model_with_adapters()
+        join_layers(model)
+        assert kinds(model) == joined

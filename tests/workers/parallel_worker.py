@@ -42,6 +42,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, shape_runner
 from sftkit.evals.suite import validate
 from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.joined_adapters import join_layers
 from sftkit.models.structure import decoder
 from sftkit.models.trained import factors, freeze
 from sftkit.objectives.next_token import NextToken
@@ -85,6 +86,7 @@ def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
         for name, factor in factors(model).items():
             if ".lora_B." in name:
                 factor.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    join_layers(model)  # as models.load does
     return model
 
 

@@ -257,12 +257,14 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
     Afterwards B has its bits back, in the same memory.
     """
     held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    # As large as A at its start, so that the gradients of A are about as large as those of B.
+    inputs = {name: layer.in_features for name, layer in adapted(orig_model).items()}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():
             for name, weight in held.items():
                 generator = torch.Generator().manual_seed(random_key(0, name) >> 1)
-                noise = torch.randn(weight.shape, generator=generator) * 1e-2 / math.sqrt(weight.shape[1])
+                noise = torch.randn(weight.shape, generator=generator) / math.sqrt(3 * inputs[name])
                 local(weight).copy_(local_part(noise, weight))
         yield
     finally:

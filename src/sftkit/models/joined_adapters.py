@@ -22,6 +22,8 @@ from sftkit.ops.gated_mlp import gated_mlp
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+LARGEST_RANK = 64
+"Of the kernels: their tiles of factors grow with the rank, and those of larger ones were never run on a GPU."
 
 
 def join_layers(orig_model: PreTrainedModel) -> None:
@@ -29,7 +31,8 @@ def join_layers(orig_model: PreTrainedModel) -> None:
     for module in orig_model.modules():
         own: Any = type(module)
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
-            module.__class__ = _in_front(JoinedMlp, own)
+            if module.gate_proj.lora_A.weight.shape[0] <= LARGEST_RANK:
+                module.__class__ = _in_front(JoinedMlp, own)
         elif all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES):
             module.__class__ = _in_front(JoinedAttention, own)
 
