@@ -31,7 +31,7 @@ def join_layers(orig_model: PreTrainedModel) -> None:
     for module in orig_model.modules():
         own: Any = type(module)
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
-            if module.gate_proj.lora_A.weight.shape[0] <= LARGEST_RANK:
+            if getattr(module, MLP[0]).lora_A.weight.shape[0] <= LARGEST_RANK:
                 module.__class__ = _in_front(JoinedMlp, own)
         elif all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES):
             module.__class__ = _in_front(JoinedAttention, own)
