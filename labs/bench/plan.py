@@ -515,7 +515,8 @@ def _sources(data: DataPlan) -> dict[str, Any]:
     """Return the sections of a recipe that define the data and the tokenizer."""
     if data.stage is None:
         return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
-    plain = _adapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)
+    kind: Any = type(data.stage)
+    plain = _adapter(kind).dump_python(data.stage, mode="json", exclude_defaults=True)
     return {"model": {"train_tokenizer": plain["train_tokenizer"]}, "data": {"train": plain["train"]}}
 
 
