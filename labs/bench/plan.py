@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -227,6 +228,12 @@ class BenchPlan:
     "for each run"
 
 
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a class; to build one takes longer than to use it."""
+    return TypeAdapter(kind)
+
+
 def slug(name: str) -> str:
     """Return a run's name as a folder name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
@@ -243,7 +250,7 @@ def read_plan(path: Path) -> BenchPlan:
     if problems:
         raise ConfigError("\n".join(problems))
     try:
-        return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
+        return _adapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     lines = [f"{tree.nearest(k).origin}: {dotted(k)}: {_wrong(e, k)}" for e in errors if (k := tuple(e["loc"]))]
@@ -393,13 +400,13 @@ def save_job(job: Job) -> Path:
     """Create the job's folder, write job.json into it, and return its path."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "job.json"
-    path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
+    path.write_bytes(_adapter(Job).dump_json(job, indent=1))
     return path
 
 
 def read_job(path: Path) -> Job:
     """Read the job that `save_job` wrote."""
-    return TypeAdapter(Job).validate_json(path.read_bytes())
+    return _adapter(Job).validate_json(path.read_bytes())
 
 
 def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
@@ -508,7 +515,8 @@ def _sources(data: DataPlan) -> dict[str, Any]:
     """Return the sections of a recipe that define the data and the tokenizer."""
     if data.stage is None:
         return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
-    plain = TypeAdapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)
+    kind: Any = type(data.stage)
+    plain = _adapter(kind).dump_python(data.stage, mode="json", exclude_defaults=True)
     return {"model": {"train_tokenizer": plain["train_tokenizer"]}, "data": {"train": plain["train"]}}
 
 
