@@ -413,6 +413,10 @@ def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\] is not loaded here"),
         ({"r": "4"}, "needs r, lora_alpha and base_model_name_or_path"),
         ({"base_model_name_or_path": None}, "needs r, lora_alpha and base_model_name_or_path"),
+        (
+            {"base_model_name_or_path": "runs/no/step-000009"},
+            "base_model.* runs/no/step-000009 is not there, seen from",
+        ),
     ],
 )
 def test_what_an_adapter_has_beyond_factors_is_an_error(

@@ -131,6 +131,13 @@ def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
     rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
+    try:
+        resolve(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there, seen "
+            f"from {Path.cwd()}. Start in the folder where the training was started, or move the model back there"
+        ) from error
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return AdapterFiles(
         folder,

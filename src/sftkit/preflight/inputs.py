@@ -273,9 +273,12 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
         yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
     elif path is not None and made is not None and not _is_made(path, made) and get("adapter.targets"):
         config = AdapterConfig(**{**get("adapter"), "targets": tuple(one_or_several(get("adapter.targets")))})
-        yield from _as_problem(
-            "adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config
-        )
+        model = ModelConfig(path=path, revision=get("model.revision"))
+        for key, problem in _as_problem("adapter", _check_adapter, model, config):
+            # The file or command line that set the key is named before it.
+            rank = f"adapter.rank={config.rank}: "
+            key = "adapter.rank" if problem.startswith(rank) else "adapter.targets"
+            yield key, problem.removeprefix(rank).removeprefix("adapter.targets: ")
 
 
 def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
@@ -294,6 +297,8 @@ def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
 def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
     patterns = get("train.freeze")
     path = get("model.path")
+    if get("adapter") is not None:  # then no pattern is right, and a rule says so
+        return
     # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
     if not patterns or path is None or _is_made(path, made) or _text_config(get).get("model_type") not in GATED:
         return
