@@ -14,7 +14,7 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
 from looped import proof_rows
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.resume import find_checkpoint, run_identity
@@ -34,7 +34,7 @@ from sftkit.errors import ConfigError
 from sftkit.models import adapters
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import merged_weights
-from sftkit.models.load import load_model
+from sftkit.models.load import load_model, stop_ids
 from sftkit.models.trained import adapters_of
 from sftkit.objectives.next_token import NextToken
 from sftkit.rundir.manifest import verify
@@ -99,6 +99,13 @@ def run(
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows]
+
+
+def test_a_checkpoint_has_the_ends_of_turns_of_its_template(tmp_path: Path, tokenizer: Any, base: Path) -> None:
+    orig_model = run(tmp_path / "run", tokenizer, base, steps=1)
+    saved = GenerationConfig.from_pretrained(tmp_path / "run" / "step-000001")
+    assert saved.eos_token_id == orig_model.generation_config.eos_token_id == stop_ids(orig_model, tokenizer)
+    assert GenerationConfig.from_pretrained(base).eos_token_id != saved.eos_token_id
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -434,12 +434,14 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     precedes the first such file of any rank.
 
     A model with adapters gets adapter_config.json and no config.json: with one, transformers would look for the whole
-    model in this folder.
+    model in this folder. Its generation_config.json has the ends of turns, which the base's may lack.
     """
     if adapters_of(orig_model) is not None:
         from sftkit.models.adapters import peft_config_text
 
         (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
+        if orig_model.generation_config is not None:
+            orig_model.generation_config.save_pretrained(folder)
     else:
         orig_model.save_pretrained(folder, state_dict={})
 

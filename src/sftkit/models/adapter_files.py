@@ -98,11 +98,15 @@ class AdapterFiles:
     "of the weights of its model, as our manifest has it; None: not known"
 
 
-def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
-    """Return the adapter in a folder; None: there is a whole model too. `model`: whose other settings its base has.
+def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
+    """Return the adapter in a folder; None: there is a whole model too.
+
+    Args:
+        model: whose other settings its base has.
+        with_base: whether the base must be where the adapter says.
 
     Raises:
-        ConfigError: an adapter that is not loaded here.
+        ConfigError: an adapter that is not loaded here, or whose base is not there.
     """
     path = folder / ADAPTER_CONFIG
     if (folder / "config.json").is_file():
@@ -132,7 +136,8 @@ def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     try:
-        resolve(base)
+        if with_base:
+            resolve(base)
     except ConfigError as error:
         raise ConfigError(
             f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there, seen "

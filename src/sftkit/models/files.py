@@ -260,7 +260,7 @@ def header_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def adapter_at(model: ModelConfig) -> AdapterFiles | None:
+def adapter_at(model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
     """Return the adapter at model.path; None: there is a whole model, or none.
 
     Raises:
@@ -270,7 +270,7 @@ def adapter_at(model: ModelConfig) -> AdapterFiles | None:
         return None
     from sftkit.models.adapter_files import adapter_in  # most models have none
 
-    return adapter_in(Path(resolve(model.path)), model)
+    return adapter_in(Path(resolve(model.path)), model, with_base=with_base)
 
 
 T = TypeVar("T")

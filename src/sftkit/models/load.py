@@ -374,7 +374,7 @@ def model_of_files(
         return None
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
-    files = adapter_at(model)
+    files = adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
