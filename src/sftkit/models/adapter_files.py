@@ -18,9 +18,11 @@ from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
-_OTHER_SUMS = (
-    *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
-    *("arrow_config", "kasa_config", "monteclora_config"),
+_NOT_LOADED = (
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
+    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    # LoRA's relatives: they compute something else with the same two factors.
+    *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
@@ -120,13 +122,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
     odd = {
         "bias": found.get("bias", "none") != "none",
-        **{
-            name: bool(found.get(name))
-            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-        },
-        **{name: bool(found.get(name)) for name in ("target_parameters", "trainable_token_indices", "lora_bias")},
-        # Those of LoRA's relatives: they compute something else with the same two factors.
-        **{name: bool(found.get(name)) for name in _OTHER_SUMS},
+        **{name: bool(found.get(name)) for name in _NOT_LOADED},
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.
         "init_lora_weights": found.get("init_lora_weights", True) not in _KEEPS_WEIGHTS,
     }
