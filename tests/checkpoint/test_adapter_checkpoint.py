@@ -87,12 +87,13 @@ def run(
     found = find_checkpoint(run_dir, resume, rt)
     training = Training(orig_model, NextToken(cfg.loss), layout, model, found.folder)
     engine = make_engine(cfg, rt, run_dir, training)
-    identity = run_identity(orig_model, tokenizer, examples, layout)
-    state = (orig_model, tokenizer, engine.optimizer)
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, *state, "run: {}\n", identity)
-    resumed = checkpoints.resume(found)
-    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, step=resumed["step"]) as tracker:
-        train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
+    with closing(engine):
+        identity = run_identity(orig_model, tokenizer, examples, layout)
+        state = (orig_model, tokenizer, engine.optimizer)
+        checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, *state, "run: {}\n", identity)
+        resumed = checkpoints.resume(found)
+        with Tracker(run_dir, cfg.log, rt, {}, step=resumed["step"]) as tracker:
+            train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
     return orig_model
 
 
