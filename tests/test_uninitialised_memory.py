@@ -35,8 +35,8 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
-from sftkit.ops.gated_mlp import gated_product, gated_product_backward
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
+from sftkit.ops.low_rank import gated_product, gated_product_backward
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
@@ -57,7 +57,7 @@ TESTED = {
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
-    ("ops/gated_mlp.py", "_"): 6,
+    ("ops/low_rank.py", "_"): 6,
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
     ("ops/tensors.py", "_"): 2,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
+from helpers import cpu_runtime, make_examples, make_layout_of, merged_weights, tiny_llama, tiny_recipe
 from looped import proof_rows
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
@@ -33,7 +33,6 @@ from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.models import adapters
 from sftkit.models.adapter_files import base_digest
-from sftkit.models.adapters import merged_weights
 from sftkit.models.load import load_model, stop_ids
 from sftkit.models.trained import adapters_of
 from sftkit.objectives.next_token import NextToken

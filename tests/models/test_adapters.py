@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import scalar_kernels, tiny, tiny_llama
+from helpers import merged_weights, scalar_kernels, tiny, tiny_llama
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
@@ -36,7 +36,6 @@ from sftkit.models.adapters import (
     adapted,
     add_adapters,
     factors_moved,
-    merged_weights,
     peft_config_text,
 )
 from sftkit.models.files import adapter_at, replica_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
-from sftkit.ops.gated_mlp import gated_mlp, gated_product, gated_product_backward
+from sftkit.ops.low_rank import gated_mlp, gated_product, gated_product_backward
 
 Given = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], float]
 

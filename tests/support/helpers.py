@@ -26,6 +26,7 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.batches.pack import BatchShape, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.adapters import adapted, merged_weight
 from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import Totals
 from sftkit.ops.attention import document_boundaries, use_document_attention
@@ -181,3 +182,12 @@ def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: 
     done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout, forked=not gpus)
     crashes = re.findall(r"^(?:Fatal Python error|\w+\(\): |terminate called).*", done.stderr, re.MULTILINE)
     assert done.returncode == 0, "\n".join([*crashes, done.stderr[-6000:]])
+
+
+def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
+    for name, layer in adapted(orig_model).items():
+        own = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in layer.named_parameters()}
+        a, b = own["lora_A.weight"], own["lora_B.weight"]
+        lengths = own.get("lora_magnitude_vector")
+        yield f"{name}.weight", merged_weight(own["weight"], a, b, layer.lora_scale, lengths)

@@ -302,15 +302,6 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: T
     return merged.to(weight.device, weight.dtype)
 
 
-def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
-    for name, layer in adapted(orig_model).items():
-        own = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in layer.named_parameters()}
-        a, b = own["lora_A.weight"], own["lora_B.weight"]
-        lengths = own.get("lora_magnitude_vector")
-        yield f"{name}.weight", merged_weight(own["weight"], a, b, layer.lora_scale, lengths)
-
-
 @torch.no_grad()
 def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     """Add the adapter of a folder to the weights of a model that has none, each rank to its own part; no collective.

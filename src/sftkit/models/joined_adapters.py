@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.models.adapters import LoraLinear
-from sftkit.ops.gated_mlp import gated_mlp
+from sftkit.ops.low_rank import gated_mlp
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -63,12 +63,12 @@ def _in_front(front: type, own: type) -> type:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether the kernels of ops/gated_mlp.py are for this input."""
+    """Return whether the kernels of ops/low_rank.py are for this input."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class JoinedMlp(torch.nn.Module):
-    """An MLP whose adapters cost no pass over its widest activations (ops/gated_mlp.py)."""
+    """An MLP whose adapters cost no pass over its widest activations (ops/low_rank.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, [..., H]."""

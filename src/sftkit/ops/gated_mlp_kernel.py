@@ -1,4 +1,4 @@
-"""The gated product of an MLP with low-rank factors in Triton; ops/gated_mlp.py says what it computes."""
+"""The gated product of an MLP with low-rank factors in Triton; ops/low_rank.py says what it computes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
 def forward(
     gate: Tensor, up: Tensor, u: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ops.gated_mlp.gated_product."""
+    """Compute ops.low_rank.gated_product."""
     rows, width = gate.shape
     rank = len(a_down)
     h = torch.empty_like(gate)
@@ -142,7 +142,7 @@ def backward(
     d_h: Tensor, d_down: Tensor, gate: Tensor, up: Tensor, u: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute ops.gated_mlp.gated_product_backward. Partial sums are added up in a fixed order: no atomics."""
+    """Compute ops.low_rank.gated_product_backward. Partial sums are added up in a fixed order: no atomics."""
     rows, width = gate.shape
     rank = len(a_down)
     groups = triton.cdiv(rows, 2 * BACKWARD_TILES["ROWS"])
