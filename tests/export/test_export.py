@@ -159,8 +159,8 @@ def test_answers_are_compared_by_every_number(model: Path, tmp_path: Path) -> No
     tokenizer = load_tokenizer(source)
     found = reread.answers(load_model(source, tokenizer, 0), tokenizer)
     reread.write_answers(found, tmp_path / "answers")
-    same = reread.compare(found, tmp_path / "answers")
+    same = reread.compare_answers(found, tmp_path / "answers")
     assert same == {"prompts": 8, "same_prompts": True, "same_answers": 8, "logits": 0.0}
     changed = [found[0]._replace(tokens=found[0].tokens + 1), *found[1:]]
-    assert reread.compare(changed, tmp_path / "answers")["same_answers"] == 7
+    assert reread.compare_answers(changed, tmp_path / "answers")["same_answers"] == 7
     json.dumps(same)

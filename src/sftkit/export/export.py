@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.checkpoint.checkpoint import make_tokenizer_portable
+from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.export.reread import answers, write_answers
@@ -32,7 +33,7 @@ from sftkit.runtime.script import working
 from sftkit.runtime.start import start_device
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LARGEST_CHANGE = {"bf16": 0.02, "fp16": 0.02, "fp32": 1e-4}
 "Largest difference of two logits over the largest logit, by the precision of the folder: sums in another order."
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -72,7 +73,7 @@ def export(
     base = source if files is None else files.base
     config = start_config(path if files is None else str(base.path), load_options(str(base.path), base))
     check_causal(config, "export.py")
-    stored = next((name for name, found in DTYPES.items() if found == config.dtype), "fp32")
+    stored = next((name for name, found in _DTYPES.items() if found == config.dtype), "fp32")
     precision = dtype or stored
     tokenizer = load_tokenizer(source)
     # Half precision has no loader of ours: from fp32, each weight is rounded once.
@@ -139,11 +140,12 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
         try:
             import peft  # noqa: F401 - transformers loads an adapter with it
         except ImportError:
-            return ["not compared: peft is not installed, with which transformers loads an adapter: pip install peft"]
+            return [f"not compared: transformers loads an adapter with peft, which is not installed: {install('peft')}"]
     with tempfile.TemporaryDirectory() as elsewhere, working("loading it again with transformers"):
         expected = Path(elsewhere) / "answers.safetensors"
-        write_answers(answers(orig_model.to(start_device()), tokenizer), expected)  # type: ignore[arg-type]
-        orig_model.to("cpu")
+        orig_model.to(start_device())  # type: ignore[arg-type]
+        write_answers(answers(orig_model, tokenizer), expected)
+        orig_model.to("cpu")  # type: ignore[arg-type]
         words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

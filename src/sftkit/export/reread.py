@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-PROMPTS = (
+QUESTIONS = (
     "What day comes after Monday?",
     "Say hello in French.",
     "What is 12 + 30?",
@@ -33,7 +33,7 @@ ANSWER_TOKENS = 24
 "Length of an answer: at most."
 
 
-class Answer(NamedTuple):
+class Spoken(NamedTuple):
     """What a model says to a prompt."""
 
     prompt: Tensor
@@ -45,13 +45,15 @@ class Answer(NamedTuple):
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    """Return the greedy answers to PROMPTS, each as a user's message if there is a chat template."""
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Spoken]:
+    """Return the greedy answers to QUESTIONS, each as a user's message if there is a chat template."""
     found = []
-    for text in PROMPTS:
+    given: Any
+    for text in QUESTIONS:
         if tokenizer.chat_template:
             message = [{"role": "user", "content": text}]
-            given = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+            made: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")
+            given = made["input_ids"]
         else:
             given = tokenizer(text, return_tensors="pt")["input_ids"]
         given = given.to(model.device)
@@ -59,17 +61,17 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
         generated: Any = model.generate(  # type: ignore[operator]
             input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=ANSWER_TOKENS, do_sample=False
         )
-        found.append(Answer(given[0].cpu(), logits.float().cpu(), generated[0, given.shape[1] :].cpu()))
+        found.append(Spoken(given[0].cpu(), logits.float().cpu(), generated[0, given.shape[1] :].cpu()))
     return found
 
 
-def write_answers(found: Sequence[Answer], path: Path) -> None:
+def write_answers(found: Sequence[Spoken], path: Path) -> None:
     """Write answers to a file."""
     tensors = {f"{i}.{name}": value for i, one in enumerate(found) for name, value in one._asdict().items()}
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
 
 
-def compare(found: Sequence[Answer], path: Path) -> dict[str, Any]:
+def compare_answers(found: Sequence[Spoken], path: Path) -> dict[str, Any]:
     """Compare answers with those of a file.
 
     Returns:
@@ -81,7 +83,7 @@ def compare(found: Sequence[Answer], path: Path) -> dict[str, Any]:
     difference = 0.0
     with safe_open(path, "pt") as file:
         for i, one in enumerate(found):
-            own = Answer(*(file.get_tensor(f"{i}.{name}") for name in Answer._fields))
+            own = Spoken(*(file.get_tensor(f"{i}.{name}") for name in Spoken._fields))
             tokens &= torch.equal(one.prompt, own.prompt)
             same += torch.equal(one.tokens, own.tokens)
             # A vocabulary that was padded is as long in the folder.
@@ -91,13 +93,13 @@ def compare(found: Sequence[Answer], path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load the folder that the command line names, and print what `compare` returns."""
+    """Load the folder that the command line names, and print what `compare_answers` returns."""
     folder, path = sys.argv[1:]
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    print(json.dumps({"class": type(model).__name__, **compare(answers(model, tokenizer), Path(path))}))
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    print(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
 
 
 if __name__ == "__main__":
