@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -283,7 +284,12 @@ def script(main: Callable[[], int | None]) -> None:
         sys.exit(code)
 
 
+ENDING = threading.RLock()
+"Held by the thread that ends this process for a signal, and by who replaces it by another program."
+
+
 def _end(number: int, exit: Callable[[int], NoReturn]) -> NoReturn:
+    ENDING.acquire()
     try:
         if os.environ.get("RANK", "0") == "0":
             os.write(2, f"\n{signal.Signals(number).name}: ended\n".encode())
