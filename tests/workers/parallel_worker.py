@@ -115,7 +115,6 @@ TWO_RANKS = {
     "llama fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "llama fsdp2, lean": ("llama", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "llama muon fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(False, True), "muon"),
-    "llama tensor": ("llama", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "llama context": ("llama", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "frozen ddp": ("frozen", Topology(replicas=2), Sharding(), "adamw"),
     "frozen fsdp2": ("frozen", Topology(shards=2, sharded=True), Sharding(), "adamw"),
@@ -125,7 +124,6 @@ TWO_RANKS = {
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
-    "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
     "qwen3 pipeline, gpipe": ("qwen3", Topology(stages=2), Sharding(), "adamw"),  # embedding and head are one weight
