@@ -149,7 +149,7 @@ EIGHT_RANKS = {
     "llama pipeline x hsdp": ("llama", Topology(stages=2, replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
-FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline")
+FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline", "lora ddp", "qwen3 pipeline, gpipe")
 "Cases that compile with eager; the others with aot_eager, which takes longer, and their graphs go both ways."
 
 
