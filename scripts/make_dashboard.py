@@ -1,7 +1,6 @@
-"""Build the wandb workspace of a project, and a report that compares two runs of it. Needs the extra `dashboard`.
+"""Build the wandb workspace of a project. Needs the extra `dashboard`.
 
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit
-.venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report runs/a/sft runs/b/sft
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 
 Each metric that the newest run on wandb under runs/ logged gets a panel; --run names another run.
@@ -24,25 +23,14 @@ def main() -> None:
         "--run", type=path, help="run directory whose metrics get panels; default: the newest under runs/"
     )
     parser.add_argument(
-        "--report", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two runs: directories, ids or names"
-    )
-    parser.add_argument(
         "--dry-run", action="store_true", help="print the request without sending it; no key, no network"
     )
     args = parser.parse_args()
 
     from sftkit.tracking.dashboard import panels
 
-    names = panels.names_of(args.run)
-    views = {"workspace": panels.workspace(args.entity, args.project, names)}
-    if args.report:
-        first, second = (panels.find_run(run, args.entity, args.project, offline=args.dry_run) for run in args.report)
-        views["report"] = panels.comparison(args.entity, args.project, (first, second), names)
-    if args.dry_run:
-        print_text(json.dumps({name: panels.spec(view) for name, view in views.items()}, indent=1))
-        return
-    for name, view in views.items():
-        print_text(f"{name}: {panels.save_view(view)}")
+    view = panels.workspace(args.entity, args.project, panels.names_of(args.run))
+    print_text(json.dumps(panels.spec(view), indent=1) if args.dry_run else panels.save_view(view))
 
 
 if __name__ == "__main__":

@@ -196,13 +196,11 @@ def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> No
     rows = [{"goal": f"go {i}", "sol1": "walk", "sol2": "sit", "label": i % 2} for i in range(6)]
     for name in ("piqa_validation", "piqa_train"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    row = {"question": "Why?", "mc1_targets": {"choices": ["a", "b"], "labels": [1, 0]}}
-    (tmp_path / "truthfulqa.jsonl").write_text(json.dumps(row))
-    config = EvalConfig(tasks=("piqa", "truthfulqa_mc1", "families"), shots=2, data=str(tmp_path))
+    config = EvalConfig(tasks=("piqa", "families"), shots=2, data=str(tmp_path))
     found = load_tasks(config, tokenizer, cpu_runtime())
-    assert [task.settings["shots"] for task in found] == [2, 0, 0]
-    with pytest.raises(ConfigError, match=r"shots: 2: no task here takes shots \(truthfulqa_mc1\)"):
-        load_tasks(replace(config, tasks=("truthfulqa_mc1",)), tokenizer, cpu_runtime())
+    assert [task.settings["shots"] for task in found] == [2, 0]
+    with pytest.raises(ConfigError, match=r"shots: 2: no task here takes shots \(families\)"):
+        load_tasks(replace(config, tasks=("families",)), tokenizer, cpu_runtime())
 
 
 def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, monkeypatch) -> None:

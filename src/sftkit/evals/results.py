@@ -49,13 +49,11 @@ def evaluated(
 ) -> Result:
     """Return the result of a task from the scores of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
-    # A list of scores (IFEval's instructions) counts item by item: the mean is over instructions, not over prompts.
     for example, score in zip(task.examples, scores, strict=True):
         for name, value in score.items():
-            values = list(value) if isinstance(value, Sequence) else [value]
-            flat[name] += values
+            flat[name].append(value)
             if family := example.source.get("family"):
-                flat[f"{name}/{family}"] += values
+                flat[f"{name}/{family}"].append(value)
     return Result(
         task.name,
         task.metric,
@@ -63,7 +61,7 @@ def evaluated(
         chance=task.chance,
         examples=len(task.examples),
         settings={**task.settings, **settings},
-        metrics={name: sum(values) / len(values) for name, values in flat.items() if values},
+        metrics={name: sum(values) / len(values) for name, values in flat.items()},
         records=[example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)],
     )
 

@@ -152,7 +152,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
     # Errors of the recipe alone are raised before anything is read.
     tasks.check_names(config)
-    if config.shots and set(config.tasks) <= {FAMILIES_TASK, *WITHOUT_SHOTS}:
+    if config.shots and set(config.tasks) <= {*WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )

@@ -9,9 +9,8 @@ from typing import Any, Generic, TypeVar
 from sftkit.data.reading.conversation import Message
 from sftkit.generation.repl import Answer
 
-ExampleScores = dict[str, float | list[float]]
-"""Metric -> the score of one example, or its list of scores if an example is judged several times (IFEval's
-instructions)."""
+ExampleScores = dict[str, float]
+"Metric -> the score of one example."
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Task(Generic[ExampleT, AnswerT]):
     judge: Judge[ExampleT, AnswerT]
     "called once for all examples, on one rank"
     metric: str
-    "the main metric of the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
+    "the main metric of the task: acc, acc_norm, exact_match, pass_at_1, ..."
     chance: float
     "what guessing gives in that metric"
     settings: dict[str, Any]

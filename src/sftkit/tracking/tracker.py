@@ -110,7 +110,7 @@ class Tracker:
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
         about = remote.identity(run_dir, self.settings)
-        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.rt.accelerator)
+        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.settings)
         if dashboard is not None:
             state = remote.begun(resumed=self.run_id is not None)
             self.run_id = dashboard.run_id
@@ -136,7 +136,7 @@ class Tracker:
             self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
             if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
-                self.rt.print(f"{self._dashboard.dashboard.name}: {said}")
+                self.rt.print(f"wandb: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """Show a live bar on a terminal; elsewhere plain lines suffice."""

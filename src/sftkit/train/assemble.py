@@ -43,7 +43,6 @@ from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import write_run_page, write_summary
@@ -98,7 +97,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             resume is damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
+    with runtime.start(cfg.run, cfg.train, write_run_page) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):

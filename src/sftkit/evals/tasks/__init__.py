@@ -16,7 +16,6 @@ from sftkit.evals.tasks import data as rows
 MODULES = dict.fromkeys(EVAL_TASKS, "choices") | {
     **dict.fromkeys(("families", "gsm8k"), "answers"),
     **dict.fromkeys(CODE, "code"),
-    "ifeval": "ifeval",
 }
 "Task -> module of this package; its function build(name, read, shots, format, max_examples) makes the task."
 PROMPT_FORMATS = ("completion", "chat")

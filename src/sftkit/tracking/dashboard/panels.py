@@ -1,5 +1,4 @@
-"""The project's wandb workspace as code, and a wandb report that compares two runs: the speed-up as a number, losses at
-equal steps, what differs, every curve.
+"""The project's wandb workspace as code.
 
 Sections and panels are a table here; a run gets those that it has values for. Only `save_view` asks a server.
 """
@@ -10,20 +9,17 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sftkit.config.commands import install, program_path
 from sftkit.errors import ConfigError
-from sftkit.reports.collect import check_run, curves_of, machine_name, read_run
-from sftkit.reports.compare import Curves, compare_curves, speed_words
-from sftkit.reports.values import format_value
+from sftkit.reports.collect import check_run
 from sftkit.rundir import names as files
-from sftkit.rundir.files import read_metric_rows, read_object
-from sftkit.rundir.names import METRICS_FILE, is_archived, latest_checkpoint
-from sftkit.tracking.dashboard.remote import first_line, preflight_of, proof_of, run_name
+from sftkit.rundir.files import read_metric_rows
+from sftkit.rundir.names import METRICS_FILE, is_archived
+from sftkit.tracking.dashboard.remote import first_line, preflight_of, proof_of
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
 _DRAWN = {
@@ -32,13 +28,6 @@ _DRAWN = {
     "eval/<task>/low": "^eval/[^/]+/(low|high)$",
 }
 "Patterns that are drawn by another expression than their own."
-RARE = (
-    *("train/objective", "train/token_accuracy", "train/entropy", "train/aux_loss"),
-    *("train/expert_load_max", "train/expert_load_min", "val/<source>/loss", "val/<source>/bpb"),
-    *("data/share/<source>", "preflight/findings", "preflight/warnings"),
-    *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
-)
-"Names that a run has only with certain settings, several sources or odd data: shown where a run is known to have them."
 
 
 class Panel(NamedTuple):
@@ -174,7 +163,7 @@ def panel_sections(logged: Collection[str] | None) -> list[Section]:
     """Return the sections for runs that have logged these names, without empty panels and sections.
 
     Args:
-        logged: names of a run; None: not known, then those of every run on a GPU.
+        logged: names of a run; None: not known, then all.
     """
     sections = []
     for section in PANEL_SECTIONS:
@@ -187,9 +176,7 @@ def panel_sections(logged: Collection[str] | None) -> list[Section]:
 
 def has(name: str, logged: Collection[str] | None) -> bool:
     """Return whether a name, or one that a pattern stands for, is among those of a run."""
-    if logged is None:
-        return name not in RARE
-    if name in logged or name == "step":
+    if logged is None or name in logged or name == "step":
         return True
     return is_pattern(name) and any(map(re.compile(expression(name)).search, logged))
 
@@ -302,20 +289,24 @@ def logged_by(run_dir: Path) -> set[str]:
     return found | ({"eval/results"} if evaluated else set())
 
 
-def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
+def spec(view: workspaces.Workspace) -> dict[str, Any]:
     """Return the JSON that `save_view` would send."""
     # Private: the library has no public way to see a spec without sending it.
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
-def save_view(view: workspaces.Workspace | reports.Report) -> str:
-    """Create the workspace or report on the server and return its address.
+def save_view(view: workspaces.Workspace) -> str:
+    """Create the workspace on the server and return its address.
 
     Raises:
         ConfigError: there is no key on this machine, or the server rejects it.
     """
+    import wandb
+
     # Without a key wandb may ask for one at the terminal, and wait.
-    check_key()
+    if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
+        log_in = f"run `{program_path('wandb')} login`, or look at the spec with --dry-run"
+        raise ConfigError(f"there is no wandb key on this machine: {log_in}")
     try:
         view.save()
     # wandb_workspaces passes on errors of wandb, of GraphQL and of requests.
@@ -323,111 +314,3 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
         where = f"{view.entity}/{view.project}"
         raise ConfigError(f"wandb does not take the dashboard of {where}: {first_line(error)}") from error
     return view.url
-
-
-def check_key() -> None:
-    """Raise an error if there is no wandb key on this machine.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    import wandb
-
-    if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
-        raise ConfigError(
-            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with "
-            "--dry-run"
-        )
-
-
-_NAME = re.compile(r"[\w .:-]{1,128}")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One of the two runs."""
-
-    name: str
-    "as the page calls it"
-    ids: tuple[str, ...]
-    "names or ids by which wandb finds it"
-    curves: Curves | None = None
-    "None: not known here"
-    machine: str | None = None
-
-
-def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
-    """Return a run from its directory, or by its id or name from wandb; offline without its curves then.
-
-    Raises:
-        ConfigError: no run can have that name, or there is none; no key on this machine, or no answer.
-    """
-    if (run_dir := Path(run)).is_dir():
-        # Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
-        report, curves = read_run(run_dir)
-        name = run_name(run_dir)
-        folder = latest_checkpoint(run_dir)
-        found = read_object(folder / files.TRAINING_STATE).get("tracker") if folder else None
-        return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
-    if not _NAME.fullmatch(run):
-        raise ConfigError(
-            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space "
-            "and ._:-)"
-        )
-    return Compared(run, (run,)) if offline else _from_wandb(run, entity, project)
-
-
-def _from_wandb(run: str, entity: str, project: str) -> Compared:
-    """Return a run of wandb by its id or name."""
-    import wandb
-
-    check_key()
-    # wandb's filters call the id `name` and what a person sees `display_name`.
-    either = {"$or": [{"name": run}, {"display_name": run}]}
-    try:
-        found = next(iter(wandb.Api().runs(f"{entity}/{project}", filters=either)), None)
-        rows = [] if found is None else list(found.scan_history())
-    # wandb raises its own, requests' and plain ValueErrors; all mean that there is no answer.
-    except Exception as error:
-        raise ConfigError(f"wandb does not give {entity}/{project}/{run}: {first_line(error)}") from error
-    if found is None:
-        raise ConfigError(f"--report {run}: {entity}/{project} has no run of that name or id")
-    return Compared(run, (found.id,), curves_of(rows), machine_name(found.config.get("environment") or {}))
-
-
-def comparison(
-    entity: str, project: str, runs: tuple[Compared, Compared], logged: Collection[str] | None = None
-) -> reports.Report:
-    """Return a report of two runs of a project; `logged`: names that they have, None: not known."""
-    ids = [one for run in runs for one in run.ids]
-    # A run directory may know an id, a typed word may be either, so both fields are asked.
-    either = workspaces.Or(workspaces.Metric("ID").isin(ids), workspaces.Metric("Name").isin(ids))
-
-    def grid(shown: list[Any]) -> reports.PanelGrid:
-        return reports.PanelGrid(runsets=[reports.Runset(name="the runs", filters=either)], panels=shown)
-
-    comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
-    blocks: list[Any] = [*_speed_up(*runs), reports.H1("What differs"), grid([comparer])]
-    for section in panel_sections(logged):
-        blocks += [reports.H1(section.title), grid([panel_of(panel) for panel in section.panels])]
-    blocks.append(reports.P("Names, units and formulas: docs/metrics.md of sftkit."))
-    title = f"sftkit: {' and '.join(run.name for run in runs)}"
-    return reports.Report(entity=entity, project=project, title=title[:128], width="fluid", blocks=blocks)
-
-
-def _speed_up(first: Compared, second: Compared) -> list[Any]:
-    """Return the blocks at the top: how many times as fast, then both runs at equal steps, or
-    why they are not compared."""
-    if first.curves is None or second.curves is None:
-        words = "The speed-up and losses at equal steps are not here: name run directories, or leave out --dry-run."
-        return [reports.H1("Speed-up: not known"), reports.P(words)]
-    found = compare_curves(first.curves, second.curves, (first.machine, second.machine))
-    speed_up = found["speed_up"]
-    rows = [[r["name"], *(format_value(r[key]) for key in ("step", "value", "other"))] for r in found["rows"]]
-    lines = [["", "step", first.name, second.name], ["---", *["---:"] * 3], *rows]
-    return [
-        reports.H1(f"Speed-up: {'not known' if speed_up is None else format(speed_up, '.2f')}"),
-        reports.P(speed_words(found, first.name, second.name)),
-        reports.MarkdownBlock("\n".join(f"| {' | '.join(line)} |" for line in lines)),
-        *(reports.P(note) for note in found["notes"]),
-    ]
