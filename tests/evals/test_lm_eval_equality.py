@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache

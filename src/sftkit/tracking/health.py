@@ -28,7 +28,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import Window
+from sftkit.tracking.meter import Counts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
@@ -102,16 +102,16 @@ class Spikes:
         self._history.copy_(torch.where(usable & ~skipped, later, self._history))
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped
 
-    def window(self) -> Window:
+    def history(self) -> Counts:
         """Return the history, for a checkpoint. Waits for the device."""
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def restore_window(self, window: Window) -> None:
+    def restore(self, history: Counts) -> None:
         """Resume from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
-        count = min(len(window["losses"]), len(window["norms"]))
+        count = min(len(history["losses"]), len(history["norms"]))
         if count:
-            taken = torch.tensor([window["losses"][-count:], window["norms"][-count:]], dtype=torch.float64)
+            taken = torch.tensor([history["losses"][-count:], history["norms"][-count:]], dtype=torch.float64)
             self._history[-count:] = taken.T.to(self._history.device)
 
 
@@ -237,10 +237,6 @@ class DelayedFlags:
         return records
 
 
-_COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
-"Numbers of steps: not finite, skipped in a row, skipped in the window, with a spike; the same on every rank."
-
-
 class Health:
     """Counts steps that are not finite or spike, and ends training if the recipe says so."""
 
@@ -330,16 +326,15 @@ class Health:
         self._in_window = self._spiked = 0
         return {f"health/{name}": count for name, count in counts.items()}
 
-    def window(self) -> Window:
+    def counts(self) -> Counts:
         """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
-        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
-        return {**counts, "spikes": self.spikes.window()}
+        return {"nonfinite": self._nonfinite, "in_a_row": self._in_a_row, "spikes": self.spikes.history()}
 
-    def restore_window(self, window: Window) -> None:
+    def restore(self, counts: Counts) -> None:
         """Resume from a checkpoint, before the first step."""
-        for name in _COUNTS:
-            setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
-        self.spikes.restore_window(window["spikes"])
+        self._nonfinite = counts.get("nonfinite", 0)  # checkpoints of earlier versions have fewer counts
+        self._in_a_row = counts.get("in_a_row", 0)
+        self.spikes.restore(counts["spikes"])
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a skipped step to a file."""

@@ -38,7 +38,7 @@ class StepClock:
 
     def begin(self) -> None:
         """Let the next step start here: at first, and after whatever was not training."""
-        self.so_far()
+        self._measure()
         self._marks = [self._now()]
 
     def step_ended(self) -> None:
@@ -47,13 +47,13 @@ class StepClock:
 
     def read(self) -> list[float]:
         """Return the seconds of each step since the last call. The device must have finished them."""
-        seconds = self.so_far()
+        self._measure()
+        seconds = self._seconds
         self._seconds = []
         return seconds
 
-    def so_far(self) -> list[float]:
-        """Return the same without starting again. Before a pause this waits for the last step, as the
-        pause itself does."""
+    def _measure(self) -> None:
+        """Turn the marks into seconds. Before a pause this waits for the last step, as the pause itself does."""
         for before, after in pairwise(self._marks):
             if isinstance(after, float):
                 self._seconds.append(after - before)  # type: ignore[operator]
@@ -61,11 +61,6 @@ class StepClock:
                 after.synchronize()
                 self._seconds.append(before.elapsed_time(after) / 1000)  # type: ignore[union-attr]
         self._marks = self._marks[-1:]
-        return list(self._seconds)
-
-    def restore_window(self, seconds: list[float]) -> None:
-        """Put the seconds of steps of an earlier start of the run first."""
-        self._seconds = [*seconds, *self._seconds]
 
     def _now(self) -> torch.cuda.Event | float:
         """Return a mark of this moment: an event in the GPU's stream, or the host's clock."""

@@ -81,8 +81,6 @@ class Tracker:
     "that of the checkpoint that is resumed: later rows are dropped; then the newest step"
     run_id: str | None = None
     "id of the run on the dashboard, on the main rank; None without one. A run with this id is continued"
-    open_window: bool = False
-    "the line of that step is dropped, too: a stop asked for it, and the next line has its steps as well"
 
     def __post_init__(self) -> None:
         """Begin without anything written."""
@@ -102,8 +100,7 @@ class Tracker:
         step = self.step
         # Lines after the checkpoint are of steps that are now trained again. Doing it here, not when the run starts,
         # keeps them if the warm-up fails.
-        drop_rows_after(run_dir / METRICS_FILE, step - self.open_window)
-        for name in (EVALS, SAMPLES):
+        for name in (METRICS_FILE, EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
         drop_evals_after(run_dir / EVALUATIONS, step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped

@@ -7,14 +7,13 @@ those of lm-evaluation-harness, character by character, drawn shots included. In
 from __future__ import annotations
 
 import math
-import random
 import re
 import string
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task, each
