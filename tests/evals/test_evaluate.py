@@ -30,10 +30,7 @@ WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
 
 def choose(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
-    return [
-        {"acc": float(max(g.sums) == g.sums[a.gold[0]]), "inst": [1.0, 0.0]}
-        for a, g in zip(examples, outputs, strict=True)
-    ]
+    return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(examples, outputs, strict=True)]
 
 
 def choices_task() -> Task[Choices, Likelihoods]:
@@ -120,10 +117,9 @@ def test_the_suite_logs_values_and_writes_every_example_of_a_step(tmp_path: Path
     )  # fmt: skip
     values, samples = suite.evaluate(500)
     assert set(values) == {
-        *("eval/words/acc", "eval/words/inst", "eval/words/low", "eval/words/high"),
+        *("eval/words/acc", "eval/words/low", "eval/words/high"),
         *("eval/then/exact_match", "eval/then/low", "eval/then/high", "eval/centred_mean"),
     }
-    assert values["eval/words/inst"] == 0.5
     assert samples[0].keys() == {"prompt", "reference", "answer", "stop"}
     folder = tmp_path / "evals" / "step-000500"
     words, then = json.loads((folder / "results.json").read_text())

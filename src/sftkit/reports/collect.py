@@ -18,8 +18,7 @@ from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class
 from sftkit.reports import values
-from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
-from sftkit.reports.details import load_of
+from sftkit.reports.compare import compare_curves, incomparable, known, steady
 from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
 from sftkit.rundir import names
 from sftkit.rundir.files import clean
@@ -230,8 +229,6 @@ MAX_RUNS = 5
 "Maximum number of runs that a message names."
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
-RESUMED = "Resumed from a verified checkpoint"
-"Name of the check in proof.json that passes if the newest start was a resume."
 _BUCKETS = 160
 "Number of stretches that a thinned curve is divided into."
 
@@ -357,7 +354,6 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "status": status,
         "identity": mapping(state.get("identity")),
         "summary": _sums(summary, full, last),
-        "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
         "headline": _headline(full, last, cpu=on_cpu(environment.get("device"))),
         "proof": dicts(proof.get("rows")),
@@ -367,7 +363,6 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
         "samples": newest_samples(samples),
-        "experts": load_of(mapping(read_json(run_dir / names.EXPERTS, notes, optional=True))),
         "preflight": preflight,
         "events": events,
         "config": settings,
@@ -409,24 +404,6 @@ def model_name(settings: dict[str, Any]) -> str | None:
     if scratch := mapping(model.get("scratch")):
         return f"{scratch.get('model_type', 'model')} from scratch"
     return str(model["path"]) if model.get("path") else None
-
-
-def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, settings: dict[str, Any]) -> str | None:
-    """Return what the compile of the run's newest start costs, in steps.
-
-    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a
-    backend that makes no faster code, as those for debugging.
-    """
-    metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
-    windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
-    # If no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
-    spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
-    # Only Inductor makes faster code; nothing that an eager or debugging backend spends can pay.
-    generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
-    if summary.get("compiled", bool(inside)) is not True or not generated:
-        return None
-    resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
-    return own_words(spent, windows, hits[-1] if hits else 0, resumed=resumed)
 
 
 def _command(resume: Any) -> str | None:

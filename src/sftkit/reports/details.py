@@ -1,4 +1,4 @@
-"""Sections of the page on data, compiler, events, settings and machine, and the drawing of the load of experts."""
+"""Sections of the page on data, compiler, events, settings and machine."""
 
 from __future__ import annotations
 
@@ -8,57 +8,6 @@ from typing import Any
 from sftkit.reports import values
 from sftkit.reports.charts import histogram
 from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
-
-LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
-_MAX_TITLES = 2000
-FULL = 2.0
-"Load, in even shares, from which on a cell is as dark as it gets."
-
-
-def load_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E]; empty if it is
-    not usable."""
-    rows = content.get("load")
-    numbers = [values.plain_numbers(row) for row in rows] if isinstance(rows, list) else []
-    if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
-        return {}
-    return {"step": drawable_number(content.get("step")), "load": rows}
-
-
-def experts(report: Report) -> Html | None:
-    """Draw the load of experts, a row for each layer: which get more than an even share of the tokens, and which next
-    to none. None for a run without experts."""
-    if not (found := mapping(report.get("experts"))):
-        return None
-    # The drawing is as wide as the page, its cells no higher than they need to be.
-    rows: list[list[float]] = found["load"]
-    count = len(rows[0])
-    across = (WIDTH - LEFT) / count
-    down = min(MAX_CELL_HEIGHT, max(across, 8.0))
-    height = len(rows) * down + 22
-    # Each cell shows its value when pointed at, unless there are too many.
-    titled = count * len(rows) <= _MAX_TITLES
-    cells = []
-    for layer, row in enumerate(rows):
-        for expert, load in enumerate(row):
-            text = f"layer {layer + 1} of those with experts, expert {expert}: {format_value(load)}"
-            place = {"x": round(LEFT + expert * across, 1), "y": round(layer * down, 1)}
-            size = {"width": round(across, 1), "height": round(down, 1)}
-            opacity = round(min(load / FULL, 1.0), 2)
-            title = el("title", text) if titled else None
-            cells.append(el("rect", title, **place, **size, class_="load", fill_opacity=opacity))
-    ends = f"most {format_value(max(map(max, rows)))}, least {format_value(min(map(min, rows)))}"
-    label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
-    step = format_value(found["step"])
-    words = f"as of step {step}; a row for each layer that has some, half dark at an even share; {ends}"
-    names = [
-        el("text", layer, x=LEFT - 6, y=down * (layer - 0.5) + 4, class_="tick", text_anchor="end")
-        for layer in sorted({1, len(rows)})
-    ]
-    names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
-    drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
-    return values.macros.framed(drawing, "Load of the experts", words)
-
 
 SOURCES = {
     "name": "source",
@@ -228,7 +177,7 @@ def compiler(report: Report) -> Html:
         values.html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
     both = el("div", facts(counts, "Graphs"), tables, class_="two")
-    return section("compile", "Compiler", both, reasons, lead=report["compiling"])
+    return section("compile", "Compiler", both, reasons)
 
 
 def events(report: Report) -> Html:

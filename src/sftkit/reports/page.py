@@ -18,7 +18,7 @@ from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.charts import Series, ValueAxis, figure, interval_chart
+from sftkit.reports.charts import Series, ValueAxis, figure
 from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, standing
 from sftkit.reports.compare import speed_words
 from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
@@ -97,7 +97,7 @@ def curves(report: Report) -> Html:
         known = [value for _, value in curve if value is not None]
         rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
     every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
-    return section("curves", "Curves", *parts, el("div", shown, class_="charts"), details.experts(report), every)
+    return section("curves", "Curves", *parts, el("div", shown, class_="charts"), every)
 
 
 def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[Series]:
@@ -123,18 +123,8 @@ def evaluations_section(report: Report) -> Html:
     if not newest:
         lead = None if validation else "No evaluation was made."
         return section("evaluations", "Evaluations", validation, lead=lead)
-    tasks = [row["task"] for row in newest]
-    # A task with several metrics has a row for each, told apart by the metric.
-    named = [
-        row | {"name": f"{task} {row['metric']}" if tasks.count(task) > 1 else _task(task)}
-        for task, row in zip(tasks, newest, strict=True)
-    ]
-    label = "Newest value of each task with its interval and the chance level"
-    wide, narrow = (interval_chart(named, label, width) for width in (760.0, 400.0))
-    words = "line: 95 % interval; tick: chance level"
-    parts = [macros.framed(macros.both_widths(wide, narrow), "Newest values", words, class_="forest")] if wide else []
+    parts = [_evaluation_table(report, newest)]
     parts += [el("div", charts, class_="charts")] if (charts := _over_steps(report)) else []
-    parts.append(_evaluation_table(report, newest))
     cells = [
         [row["task"], part, ", ".join(f"{key} {value_text(value)}" for key, value in row[part].items())]
         for row in newest

@@ -1,6 +1,7 @@
 """The project's wandb workspace as code.
 
-Sections and panels are a table here; a run gets those that it has values for. Only `save_view` asks a server.
+What people look for first is a table here; all other names get a section for each prefix. A run gets the panels that it
+has values for. Only `save_view` asks a server.
 """
 
 from __future__ import annotations
@@ -50,113 +51,81 @@ class Section(NamedTuple):
     "all panels side by side; else three columns"
 
 
-def _plot(*names: str, title: str, x: str = "step") -> list[Panel]:
-    return [Panel("plot", names, title, x)]
+def _plot(*names: str, title: str, x: str = "step") -> Panel:
+    return Panel("plot", names, title, x)
 
 
-def _curves(prefix: str, *names: str) -> list[Panel]:
-    """Return a line plot of each name of METRICS, with its unit."""
-    units = {metric.name: f" ({metric.unit})" if metric.unit != "-" else "" for metric in METRICS}
-    return [Panel("plot", (name,), f"{name}{units[name]}") for name in (f"{prefix}/{word}" for word in names)]
+def _panel(name: str, threshold: str = "") -> Panel:
+    """Return the panel of one name of METRICS, RUN_VALUES or TABLES. `threshold`: what its value should be."""
+    if name in TABLES:
+        return Panel("table", (name,))
+    if threshold or name in RUN_VALUES:
+        return Panel("number", (name,), f"{name}{': ' if threshold else ''}{threshold}")
+    unit = next(metric.unit for metric in METRICS if metric.name == name)
+    return Panel("plot", (name,), name if unit == "-" else f"{name} ({unit})")
 
 
-def _numbers(prefix: str, *names: str, threshold: str = "") -> list[Panel]:
-    """Return a panel of each value of a run. `threshold`: what it should be."""
-    wanted = f": {threshold}" if threshold else ""
-    return [Panel("number", (name,), f"{name}{wanted}") for name in (f"{prefix}/{word}" for word in names)]
-
-
-def _tables(*names: str) -> list[Panel]:
-    return [Panel("table", (name,)) for name in names]
-
-
-def _section(title: str, *panels: list[Panel], is_open: bool = False, one_row: bool = False) -> Section:
-    return Section(title, [panel for some in panels for panel in some], is_open, one_row)
-
-
-_MUST_BE_ZERO = {
-    "proof": ("failed",),
-    "compile": ("recompiles", "fallbacks", "graph_breaks"),
-    "shape": ("undeclared",),
-    "health": ("nonfinite_steps", "skipped_steps"),
-    "mem": ("ooms",),
-}
+_MUST_BE_ZERO = (
+    *("proof/failed", "compile/recompiles", "compile/fallbacks", "compile/graph_breaks", "shape/undeclared"),
+    *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
+)
 _LOSSES = ("train/loss", "val/loss")
 _STEPS = ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds")
-_ZERO = "0 is right"
-PANEL_SECTIONS = (
-    _section(
+_FIRST = (
+    Section(
         "Speed",
-        _curves("perf", "tok_per_sec"),
-        _plot(*_STEPS, title="step: mean, median, p95 (s)"),
-        _curves("perf", "mfu", "data_wait_pct"),
+        [
+            _panel("perf/tok_per_sec"),
+            _plot(*_STEPS, title="step: mean, median, p95 (s)"),
+            _panel("perf/mfu"),
+            _panel("perf/data_wait_pct"),
+        ],
         is_open=True,
     ),
-    _section(
+    Section(
         "Loss",
-        _plot(*_LOSSES, title="training and validation loss (nats per target)"),
-        _plot(*_LOSSES, title="loss over tokens", x="train/tokens"),
-        _plot(*_LOSSES, title="loss over FLOPs", x="train/flops"),
-        _plot(*_LOSSES, title="loss over seconds in steps", x="train/seconds"),
-        _curves("val", "bpb"),
-        _curves("train", "grad_norm"),
+        [
+            _plot(*_LOSSES, title="training and validation loss (nats per target)"),
+            _plot(*_LOSSES, title="loss over tokens", x="train/tokens"),
+            _plot(*_LOSSES, title="loss over FLOPs", x="train/flops"),
+            _plot(*_LOSSES, title="loss over seconds in steps", x="train/seconds"),
+            _panel("val/bpb"),
+            _panel("train/grad_norm"),
+        ],
         is_open=True,
     ),
-    _section(
+    Section(
         "Evaluation",
-        _plot("eval/centred_mean", "eval/families/acc", title="means over tasks"),
-        _curves("eval", "<task>/<metric>"),
-        _plot("eval/<task>/low", title="eval/<task>/low and high: 95 % intervals"),
-        _tables("eval/results", "samples"),
+        [
+            _plot("eval/centred_mean", "eval/families/acc", title="means over tasks"),
+            _panel("eval/<task>/<metric>"),
+            _plot("eval/<task>/low", title="eval/<task>/low and high: 95 % intervals"),
+            *map(_panel, ("eval/results", "samples")),
+        ],
         is_open=True,
     ),
-    _section(
-        "Proof",
-        *(_numbers(room, *names, threshold=_ZERO) for room, names in _MUST_BE_ZERO.items()),
-        is_open=True,
-        one_row=True,
-    ),
-    _section(
+    Section("Proof", [_panel(name, "0 is right") for name in _MUST_BE_ZERO], is_open=True, one_row=True),
+    Section("Checks that the run made of itself", [_panel("proof")]),
+    Section(
         "Compiled against eager: make validate",
-        _numbers("validate", "speedup", threshold="1.3 or more"),
-        _numbers("validate", "failed", threshold=_ZERO),
-        _numbers("validate", "passed", "not_checked"),
-        _tables("validate/verdicts", "validate/speed"),
+        [_panel("validate/speedup", "1.3 or more"), _panel("validate/failed", "0 is right")],
     ),
-    _section("Checks that the run made of itself", _tables("proof"), _numbers("proof", "passed", "not_checked")),
-    _section(
-        "Training",
-        _curves("train", "lr", "epoch", "objective", "token_accuracy", "entropy"),
-        _curves("train", "aux_loss", "expert_load_max", "expert_load_min"),
-        _numbers("train", "tokens", "flops", "seconds"),
-        _numbers("health", "spikes"),
-    ),
-    _section("Validation by source", _curves("val", "<source>/loss", "<source>/bpb")),
-    _section(
-        "Speed in detail",
-        _curves("perf", "tok_per_sec_per_gpu", "target_tok_per_sec", "target_tok_per_sec_per_gpu"),
-        _curves("perf", "encoded_per_sec", "host_syncs"),
-        _curves("health", "rank_skew_pct"),
-        _numbers("perf", "pipeline_bubble_pct"),
-    ),
-    _section("Memory", _curves("mem", "peak_gib", "reserved_gib", "alloc_retries")),
-    _section(
-        "Compiler",
-        _numbers("compile", "graphs", "cuda_graphs", "cache_hits", "seconds"),
-        _curves("compile", "seconds/<phase>"),
-    ),
-    _section("Shapes", _curves("shape", "<rows>x<length>", "id")),
-    _section(
-        "Data",
-        _curves("data", "padding_pct", "target_pct", "encoded", "share/<source>"),
-        _numbers("data", "dropped_rows", "truncated_rows", "unused_columns"),
-        _numbers("preflight", "warnings_count", threshold=_ZERO),
-        _numbers("preflight", "documents", "tokens", "target_pct", "padding_pct"),
-        _numbers("preflight", "duplicate_pct", "epochs", "estimated_gib"),
-        _tables("preflight/sources", "preflight/layouts", "preflight/findings", "preflight/warnings"),
-    ),
-    _section("Checkpoints", _numbers("ckpt", "block_seconds", "write_seconds", "bytes")),
 )
+_ELSEWHERE = {"eval/<task>/high", "run/state", "run/signal", "run/error"}
+"Drawn with eval/<task>/low, or columns of the table of runs."
+
+
+def _sections() -> list[Section]:
+    """Return _FIRST, then a section for each prefix with the names that are not in it."""
+    shown = {name for section in _FIRST for panel in section.panels for name in panel.names} | _ELSEWHERE
+    others: dict[str, list[Panel]] = {}
+    for name in (*(metric.name for metric in METRICS), *RUN_VALUES, *TABLES):
+        if name not in shown:
+            others.setdefault(name.partition("/")[0], []).append(_panel(name))
+    return [*_FIRST, *(Section(prefix, panels) for prefix, panels in others.items())]
+
+
+PANEL_SECTIONS = _sections()
 
 
 def panel_sections(logged: Collection[str] | None) -> list[Section]:
