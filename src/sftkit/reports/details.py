@@ -9,53 +9,13 @@ from sftkit.reports import values
 from sftkit.reports.charts import histogram
 from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
 
-SOURCES = {
-    "name": "source",
-    **{key: key for key in ("rows", "documents", "tokens", "targets", "truncated")},
-    "dropped_too_long": "dropped, too long",
-    "dropped_no_target": "dropped, no target",
-    "skipped_bad": "skipped, bad",
-}
-_ANSWERS = {
-    "name": "source",
-    "answers": "answers",
-    "answers_learned": "learned",
-    "answers_cut": "cut",
-    "not_learned_prompt": "in a prompt",
-    "not_learned_marked": "marked",
-    "not_learned_earlier_turn": "earlier turn",
-    "not_learned_history": "other as history",
-    "not_learned_border": "token shared with prompt",
-    "not_learned_too_long": "too long",
-    "reasoning_left_out": "reasoning left out",
-    "split_tokens": "tokens of split turns",
-    "thinking_turned_off": "thinking turned off",
-}
-FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
-FILES = {"name": "source", "files": "read and left out"}
-_LAYOUTS = {
-    "layout": "layout",
-    "shapes": "shapes",
-    "padding_pct": "padding %",
-    "steps": "steps",
-    "positions": "positions",
-    "x_dynamic": "x dynamic",
-    "break_even": "break-even",
-    "tok_per_sec": "measured tokens/s",
-}
+SOURCES = (
+    *("name", "rows", "documents", "tokens", "targets", "truncated"),
+    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+)
+FINDINGS = ("name", "kind", "rows", "reason", "first")
+_LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "break_even", "tok_per_sec")
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
-_EVENTS = {
-    "recompile": "compiled after the warm-up",
-    "fallback": "ran uncompiled",
-    "graph_break": "graph break",
-    "cuda_graph": "CUDA graphs recorded late",
-    "hook": "hook not run",
-    "nonfinite": "not finite",
-    "spike": "spike",
-    "checkpoint_fallback": "older checkpoint used",
-    "starvation": "waiting for data",
-}
-_UNITS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
 _MAX_EVENTS = 200
 
 
@@ -93,7 +53,8 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
     sources = [*dicts(preflight.get("sources")), *held_out]
     answers = [mapping(source["answers"]) | {"name": source.get("name")} for source in sources if source.get("answers")]
     # Most runs lose answers for one or two reasons of ten: a column of zeros for each other would hide them.
-    reasons = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in answers)}
+    keys = dict.fromkeys(key for row in answers for key in row)
+    counts = [key for key in keys if key != "name" and any(row.get(key) for row in answers)]
     findings = [row | {"name": source.get("name")} for source in sources for row in dicts(source.get("findings"))]
     layouts = [
         row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"}
@@ -104,15 +65,15 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(dicts(preflight.get("sources")), SOURCES, "Sources"),
         _table(validation, SOURCES, "Validation sources"),
-        _table([one for one in sources if one.get("files")], FILES, "Files of folders", text=(1,)),
-        _table(answers, {key: _ANSWERS[key] for key in ("name", "answers", "answers_learned")} | reasons, "Answers"),
+        _table([one for one in sources if one.get("files")], ("name", "files"), "Files of folders", text=(1,)),
+        _table(answers, ["name", *counts], "Answers"),
         _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
         _table(layouts, _LAYOUTS, "Layouts"),
         el("div", memory, el("div", others), class_="two"),
     ]
 
 
-def _table(rows: Rows, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
+def _table(rows: Rows, names: Sequence[str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
     """Return a table of the columns that any row has; None without rows."""
     return values.html_table(*values.columns(rows, names), caption, text) if rows else None
 
@@ -127,13 +88,11 @@ def _leaves(value: Any) -> dict[str, Any]:
 
     def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in mapping(value).items():
-            # Keys may end in units, which are words of a label: peak_gib becomes "peak GiB".
-            words = f"{name} {key}".strip().replace("_", " ").split()
-            label = " ".join(_UNITS.get(word, word) for word in words)
+            words = values.label(f"{name} {key}")
             if isinstance(item, dict):
-                yield from leaves(item, label)
+                yield from leaves(item, words)
             elif item is not None and item != []:
-                yield label, item
+                yield words, item
 
     return dict(leaves(value))
 
@@ -189,7 +148,7 @@ def events(report: Report) -> Html:
     cells = [
         [
             format_value(drawable_number(row.get("step"))),
-            _EVENTS.get(str(row.get("kind")), values.value_text(row.get("kind"))),
+            values.label(values.value_text(row.get("kind"))),
             values.value_text(row.get("text")),
             values.moment(row.get("time")),
         ]

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -151,9 +150,8 @@ _BY_SIGNAL = {
 }
 
 
-OomKills = tuple[dict[str, int], float]
-"""(place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read; when they were
-counted, time.monotonic(): on Linux seconds since the boot, as in the kernel's log)"""
+OomKills = dict[str, int]
+"Place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read."
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills:
@@ -162,74 +160,45 @@ def oom_kills(root: Path = Path("/")) -> OomKills:
     Args:
         root: of the file system.
     """
-    kills = {}
+    mount = root / "sys/fs/cgroup"
+    # In a container the path that the kernel gives may be the host's, and the group's files lie at the top.
+    own = read_text(root / "proc/self/cgroup").strip().rpartition(":")[2].lstrip("/")
     # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
     # processes are counted too.
-    for place, files in (("in this control group", _group_files(root)), ("on this machine", [root / "proc/vmstat"])):
+    places = {
+        "in this control group": (mount / own / "memory.events", mount / "memory.events"),
+        "on this machine": (root / "proc/vmstat",),
+    }
+    kills = {}
+    for place, files in places.items():
         counts = (re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE) for file in files)
         if found := next(filter(None, counts), None):
             kills[place] = int(found[1])
-    return kills, time.monotonic()
+    return kills
 
 
-def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Path = Path("/dev/kmsg")) -> str:
+def likely_cause(number: int, before: OomKills, root: Path = Path("/")) -> str:
     """Return what has likely sent a signal that nobody here has sent, in words that promise no more than is known.
 
     Args:
         number: of the signal.
         before: the counts when the process that was killed was started.
         root: of the file system.
-        log: the kernel's.
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
-    before_kills, since = before
-    kills, _ = oom_kills(root)
-    logged = last_kill(log, since)
-    quoted = f" The kernel's log: {logged}." if logged else ""
+    kills = oom_kills(root)
     for place, count in kills.items():
-        if (grown := count - before_kills.get(place, count)) > 0:
+        if (grown := count - before.get(place, count)) > 0:
             sure = "likely" if place == "in this control group" else "perhaps"
             ended = f"{grown} process{'es' * (grown > 1)} {place}"
-            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start.{quoted}"
+            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start (dmesg names them)."
     if not kills:
         return "not known: no count of the kernel's OOM killer can be read here"
     return (
         "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
         "has ended nothing since the start"
     )
-
-
-def last_kill(log: Path, since: float) -> str | None:
-    """Return the kernel log's last line about a process that was killed for memory; None: there is none, or the log
-    cannot be read.
-
-    Args:
-        since: lines before this time.monotonic() do not count.
-    """
-    found = None
-    # An error is the end of what is there, or of what may be read.
-    with suppress(OSError, ValueError), open(os.open(log, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as records:
-        while record := records.read(8192):
-            for line in record.decode(errors="replace").splitlines():
-                # A record reads "priority,number,microseconds since the boot,...;text".
-                head, _, text = line.partition(";")
-                fields = head.split(",")
-                if "Killed process" in text and len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0:
-                    found = text
-    return found
-
-
-def _group_files(root: Path) -> Iterable[Path]:
-    """Yield the files that may count the kills of this process's control group: of version 2, else of version 1. In a
-    container the path that the kernel gives may be the host's, and the group's files lie at the top."""
-    mount = root / "sys/fs/cgroup"
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from (mount / path.lstrip("/") / "memory.events", mount / "memory.events")
-        elif "memory" in controllers.split(","):
-            yield from (mount / "memory" / path.lstrip("/") / "memory.oom_control", mount / "memory/memory.oom_control")
 
 
 SPINS = "1000"
