@@ -73,7 +73,7 @@ def _facts(result: dict[str, Any]) -> list[str]:
     ]
 
 
-RUN_COLUMNS = ("run", "tokens/s", "step p50 (s)", "MFU", "peak GiB", "last loss", "warm-up (s)", "graphs", "recompiles")
+RUN_COLUMNS = ("run", "tokens/s", "step (s)", "MFU", "peak GiB", "last loss", "warm-up (s)", "graphs", "recompiles")
 
 
 def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
@@ -88,7 +88,7 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
     return [
         run["name"],
         windows("perf/tok_per_sec", ",.0f"),
-        windows("perf/step_p50_seconds", ".4f"),
+        windows("perf/step_seconds", ".4f"),
         windows("perf/mfu", ".1%"),
         format_number(measured.largest("mem/peak_gib"), "{:.2f}"),
         format_number(measured.last("train/loss"), "{:.4f}"),

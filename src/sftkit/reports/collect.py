@@ -121,34 +121,23 @@ def hub_datasets(settings: dict[str, Any]) -> list[str]:
 EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
 _MAX_EVALUATIONS, _MAX_SAMPLES, _MAX_TEXT = 20, 10, 4000
-_BOUNDS = ("low", "high", "chance")
 _MEANS = ("centred_mean", "families")
 EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Return every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not
-    there."""
+    """Return every evaluation of every task, by step, from evals/step-*/results.json; and the mean over tasks, which
+    evals.jsonl has."""
     table: EvaluationTable = {}
-    told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
         of_step = step_of(path.parent.name)
         for row in dicts(read_json(path, notes)) if of_step is not None else []:
-            told |= _keep_task(table, float(of_step or 0), row)
-    # evals.jsonl has less of a value (no interval of parts, no examples), so it only fills what results.json lacks.
+            _keep_task(table, float(of_step or 0), row)
     for row in rows:
         step = drawable_number(row.get("step"))
-        for name, value in row.items():
-            prefix, _, rest = name.partition("/")
-            task, _, metric = rest.partition("/")
-            if prefix != "eval" or metric in _BOUNDS or not task or step is None or drawable_number(value) is None:
-                continue
-            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
-                continue
-            # low and high belong to a task, not to a metric: with several metrics nobody could say whose they are.
-            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
-            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
-            _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+        value = drawable_number(row.get("eval/centred_mean"))
+        if step is not None and value is not None:
+            _keep(table, step, {"task": "centred_mean", "metric": "mean", "value": value})
     return [table[key] for key in sorted(table)]
 
 
@@ -165,20 +154,16 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     return [row | {"final": True} for _, row in sorted(table.items())]
 
 
-def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
-    """Keep a task and its parts.
-
-    Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
-    """
+def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
+    """Keep a task and its parts."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     # The task itself counts more than a part of another one that has its name.
     evaluations.pop((step, task, metric), None)
     _keep(evaluations, step, row)
-    metrics = {name.partition("/")[::2]: value for name, value in mapping(row.get("metrics")).items()}
-    for (kind, part), value in metrics.items():
+    for name, value in mapping(row.get("metrics")).items():
+        kind, _, part = name.partition("/")
         if part and kind == metric:
             _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
-    return {(step, part or task, kind) for kind, part in metrics}
 
 
 def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from sftkit.objectives.objective import Objective, Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Progress, StepOutcome, progress_of
-from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
+from sftkit.tracking.trace import SyncCounter
 
 COUNTS = "window"
 "Name, in the state of a checkpoint, of the counts of the meter and of Health, each under its name."
@@ -57,7 +57,6 @@ class Meter:
             rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
-        self._clock = StepClock(rt.device)
         self._before = Progress()
         "progress before this window"
         self.total_step_seconds = 0.0
@@ -79,7 +78,6 @@ class Meter:
     def start(self) -> None:
         """Begin the window now."""
         self._start = time.perf_counter()
-        self._clock.begin()
 
     @property
     def progress(self) -> Progress:
@@ -108,12 +106,10 @@ class Meter:
     def paused(self, seconds: float) -> None:
         """Add time spent in evaluation and checkpoints, which is not training time."""
         self._paused_seconds += seconds
-        self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Count a step. The sums of a skipped step are excluded here, its divisor later by `add_skipped`."""
         self._steps += 1
-        self._clock.step_ended()
         self.shapes.add(step_batches)
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
@@ -154,7 +150,6 @@ class Meter:
         work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
-        p50, p95 = percentiles(self._clock.read())
         total = max(int(self._source_tokens.sum()), 1)
         counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
         shares = {f"data/share/{name}": count / total for name, count in counts}
@@ -168,8 +163,6 @@ class Meter:
             "perf/target_tok_per_sec_per_gpu": self._targets / seconds / self._rt.world_size,
             "perf/mfu": flops / seconds / peak if peak else None,
             "perf/step_seconds": seconds / max(self._steps, 1),
-            "perf/step_p50_seconds": p50,
-            "perf/step_p95_seconds": p95,
             # Ranks meet in each step, so all wait as long as the slowest.
             "perf/data_wait_pct": 100.0 * max(waits) / seconds,
             "perf/host_syncs": self.syncs.num_syncs,

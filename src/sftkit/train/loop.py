@@ -28,7 +28,7 @@ from sftkit.runtime.watchdog import Watchdog
 from sftkit.tracking.health import ExpertLoad, Health
 from sftkit.tracking.meter import COUNTS, Counts, Meter
 from sftkit.tracking.names import Check, StepOutcome
-from sftkit.tracking.step_clock import Trace
+from sftkit.tracking.trace import Trace
 from sftkit.train import end, saves
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices

@@ -70,13 +70,12 @@ _MUST_BE_ZERO = (
     *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
 )
 _LOSSES = ("train/loss", "val/loss")
-_STEPS = ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds")
 _FIRST = (
     Section(
         "Speed",
         [
             _panel("perf/tok_per_sec"),
-            _plot(*_STEPS, title="step: mean, median, p95 (s)"),
+            _panel("perf/step_seconds"),
             _panel("perf/mfu"),
             _panel("perf/data_wait_pct"),
         ],
