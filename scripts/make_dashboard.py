@@ -3,7 +3,7 @@
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 
-Each metric that the newest run on wandb under runs/ logged gets a panel; --run names another run.
+Each documented metric gets a panel; with --run those that this run has logged.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--entity", required=True, help="user or team on wandb")
     parser.add_argument("--project", default="sftkit", help="project of the runs, log.project of the recipe")
     parser.add_argument(
-        "--run", type=path, help="run directory whose metrics get panels; default: the newest under runs/"
+        "--run", type=path, help="run directory: metrics that it has not logged get no panel; default: all metrics"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the request without sending it; no key, no network"
@@ -29,7 +29,7 @@ def main() -> None:
 
     from sftkit.tracking.dashboard import panels
 
-    view = panels.workspace(args.entity, args.project, panels.names_of(args.run))
+    view = panels.workspace(args.entity, args.project, panels.logged_by(args.run) if args.run else None)
     print_text(json.dumps(panels.spec(view), indent=1) if args.dry_run else panels.save_view(view))
 
 

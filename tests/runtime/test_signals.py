@@ -146,7 +146,7 @@ def test_a_terminal_that_is_closed_stops_the_run_at_one_step_with_a_checkpoint(s
     terminal = Terminal()
     run = start("slow", "train.max_steps=1000", processes=processes, forked=True, terminal=terminal)
     run.until_step(2)
-    assert "eta" in terminal.text, "a live bar"
+    assert "eta" in terminal.text
     terminal.close()
     assert run.end() == (128 + signal.SIGHUP if processes == 1 else 0)  # ranks without a launcher
     run.check_stopped("preempted", "SIGHUP")

@@ -196,7 +196,14 @@ def results(step: int, steps: int, shift: float) -> list[dict[str, Any]]:
         )
     families = {f"acc/{name}": min(1.0, step / steps * (0.4 + 0.1 * i)) for i, name in enumerate(FAMILIES)}
     mean = sum(families.values()) / len(families)
-    of_all = {"task": "families", "metric": "acc", "value": mean, "low": mean - 0.02, "high": mean + 0.02, "chance": 0.0}
+    of_all = {
+        "task": "families",
+        "metric": "acc",
+        "value": mean,
+        "low": mean - 0.02,
+        "high": mean + 0.02,
+        "chance": 0.0,
+    }
     return [*rows, of_all | {"examples": 600, "settings": {}, "metrics": {"acc": mean, **families}}]
 
 

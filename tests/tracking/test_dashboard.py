@@ -95,24 +95,7 @@ def test_a_run_tells_its_names_by_its_files_and_null_is_none(tmp_path: Path) -> 
     assert {"train/loss", "val/loss", "proof", "proof/failed", "preflight/sources", "samples", "eval/results"} <= found
     assert not {"perf/mfu", "train/tokens"} & found
     with pytest.raises(ConfigError, match="no run"):
-        panels.names_of(tmp_path)
-
-
-def test_without_a_word_panels_are_those_of_the_newest_run_that_is_on_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert panels.names_of(None) is None
-    for name in ("a/sft", "validate/x/runs/eager"):
-        make_run(Path("runs") / name, steps=100)
-    assert panels.names_of(None) is None
-    Path("runs/a/sft/wandb/offline-run-1-abc").mkdir(parents=True)
-    names = panels.names_of(None)
-    assert names is not None
-    assert "train/loss" in names
-    assert "validate/speedup" not in names
-    Path("runs/validate/x/validation.json").write_text("{}")
-    assert {"validate/speedup", "validate/verdicts"} <= (panels.names_of(None) or set())
+        panels.logged_by(tmp_path)
 
 
 def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from wandb_file import Offline
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.rundir.files import drop_rows_after, read_metric_rows
-from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import DashboardWriter, Ending, LoggedTable, wandb_mode
 from sftkit.tracking.tracker import Tracker, eval_line, train_line
@@ -124,41 +123,18 @@ def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, c
     assert "mfu" not in out  # which this hardware has none of
 
 
-def test_a_line_fits_the_terminal_and_leaves_the_least_wanted_columns_out() -> None:
-    values: dict[str, float | None] = {**METRICS, "perf/tok_per_sec": 231_029.0, "perf/mfu": 0.223}
-    whole = train_line(700, 1500, values)
-    assert len(whole) > 120
-    assert train_line(700, 1500, values, 160) == whole
-    lines = {width: train_line(700, 1500, values, width) for width in range(40, 161)}
-    assert all(len(line) <= width for width, line in lines.items())
-    assert lines[80] == "step  700/1500  loss  1.5000  grad   0.500  lr 1.00e-03    231,029 tok/s"
-    assert "mfu 22.3%" in lines[100]
-    assert "graphs 2+0" in lines[len(whole) - 1]
-    assert lines[40] == "step  700/1500  loss  1.5000"
-    assert "s/step" not in lines[90]
-    assert train_line(700, 1500, {**values, "perf/mfu": None}, 90).endswith("  0.100 s/step")
-
-
-def test_a_step_never_waits_for_the_terminal(tmp_path: Path) -> None:
-    """The thread that draws may be stuck in a write with all of rich's locks: noting a step takes none."""
-    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {})
-    tracker._bar = bar = TrainingBar(0, 10)
-    held, done = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        with bar._lock, bar.live._lock, output_console()._lock:
-            held.set()
-            done.wait(30)
-
-    drawing = threading.Thread(target=stuck)
-    drawing.start()
-    held.wait(30)
-    tracker.advance(5)
-    assert drawing.is_alive()
-    done.set()
-    drawing.join()
-    list(bar.get_renderables())
-    assert bar.tasks[0].completed == 5
+def test_a_line_ends_with_the_time_that_the_steps_left_take() -> None:
+    values: dict[str, float | None] = {
+        **METRICS,
+        "perf/tok_per_sec": 231_029.0,
+        "perf/mfu": 0.223,
+        "mem/peak_gib": None,
+    }
+    assert train_line(700, 40_700, values) == (
+        "step   700/40700  loss  1.5000  grad   0.500  lr 1.00e-03    231,029 tok/s  mfu 22.3%    0.100 s/step  wait  0.0%  "
+        "pad  2.0%  mem     - GiB  graphs 2+0  eta 1:06:40"
+    )
+    assert "mfu" not in train_line(700, 1500, {**values, "perf/mfu": None})
 
 
 @pytest.fixture(scope="module")

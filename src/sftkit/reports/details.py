@@ -14,7 +14,7 @@ SOURCES = (
     *("dropped_too_long", "dropped_no_target", "skipped_bad"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")
-_LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "break_even", "tok_per_sec")
+LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "break_even", "tok_per_sec")
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
 _MAX_EVENTS = 200
 
@@ -68,7 +68,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
         _table([one for one in sources if one.get("files")], ("name", "files"), "Files of folders", text=(1,)),
         _table(answers, ["name", *counts], "Answers"),
         _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
-        _table(layouts, _LAYOUTS, "Layouts"),
+        _table(layouts, LAYOUTS, "Layouts"),
         el("div", memory, el("div", others), class_="two"),
     ]
 

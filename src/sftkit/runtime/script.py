@@ -1,5 +1,4 @@
-"""A script and its terminal: run main with errors as messages, show progress on the last line, print text of any origin
-through rich, and find out who ended a process that was killed.
+"""A script: run main with errors as messages, name what takes long, and find out who ended a process that was killed.
 
 Torch is imported only when main asks for it, and nothing before a Ctrl-C has a handler.
 """
@@ -10,19 +9,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from rich import progress
-from rich.console import Console, RenderableType
-from rich.segment import Segment
-from rich.table import Column
-
-from sftkit.config.terminal import print_text, visible, writable
+from sftkit.config.terminal import print_text
 from sftkit.rundir.files import read_text
 
 
@@ -41,104 +34,13 @@ def first_of(names: Sequence[object], most: int = 3, between: str = ", ") -> str
     return between.join(map(str, names[:most])) + more
 
 
-class VisibleConsole(Console):
-    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself would leave
-    some control characters of a text out without a word."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
-
-    def print(self, *objects: Any, **settings: Any) -> None:
-        """Print texts with their control characters written out."""
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
-
-    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
-        """Yield segments that the output's encoding can write; rich's own control segments as they are."""
-        for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
-
-    def show_cursor(self, show: bool = True) -> bool:  # noqa: FBT001, FBT002 - as rich calls it
-        """Leave the cursor as it is: a process that is killed could not bring it back."""
-        return False
-
-
-@cache
-def output_console() -> VisibleConsole:
-    """Return the console of this process's output, one for all that moves there. Long lines are the terminal's to wrap,
-    so that they can be copied."""
-    return VisibleConsole(soft_wrap=True, highlight=False)
-
-
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show what takes a while, once for the whole run: on a terminal for as long as it takes, with its
-    seconds; elsewhere as a line of stderr at its beginning."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    if not (is_main and output_console().is_interactive):
-        if is_main:
-            print_text(text, error=True)  # stdout may be an answer or a table that goes to a file
-        yield
-        return
-    spinner = progress.SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
-    description = progress.TextColumn("{task.description}", markup=False)
-    with LastLine(spinner, description, progress.TimeElapsedColumn()) as line:
-        line.add_task(visible(text), total=None)
-        yield
-
-
-class LastLine(progress.Progress):
-    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several are
-    drawn one above the other. A terminal that is gone stops nothing."""
-
-    def __init__(self, *columns: str | progress.ProgressColumn, expand: bool = False) -> None:
-        super().__init__(
-            *columns,
-            console=output_console(),
-            transient=True,
-            expand=expand,
-            refresh_per_second=2.0,  # each takes the interpreter lock for a millisecond or two
-            # A day: rich's default of 30 s would forget the evaluations and saves between the steps.
-            speed_estimate_period=86_400.0,
-            redirect_stderr=sys.stderr.isatty(),  # else rich would bring a log file's lines here
-        )
-
-    def start(self) -> None:
-        """Start to draw."""
-        with suppress(OSError, ValueError):
-            super().start()
-
-    def stop(self) -> None:
-        """Stop drawing and clear the line."""
-        with suppress(OSError, ValueError):
-            super().stop()
-
-
-class TrainingBar(LastLine):
-    """A bar with the steps done, the newest loss and speed, and the time left by the mean time of a step, evaluations
-    and saves included.
-
-    The loop sets `step` and `newest`, and never waits: the thread that draws reads them.
-    """
-
-    def __init__(self, step: int, total_steps: int) -> None:
-        self.step = step
-        self.newest = ""
-        super().__init__(
-            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.description}", markup=False),
-            progress.TextColumn("eta"),
-            progress.TimeRemainingColumn(),
-            expand=True,
-        )
-        self.add_task("", total=total_steps, completed=step)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the line, brought up to date first."""
-        # Called by the drawing thread before each frame: the loop itself only sets two attributes.
-        for task in self.task_ids:
-            self.update(task, completed=self.step, description=self.newest)
-        yield from super().get_renderables()
+    """Name what takes a while, once for the whole run, as a line of stderr: stdout may be an answer or a table that
+    goes to a file."""
+    if os.environ.get("RANK", "0") == "0":
+        print_text(text, error=True)
+    yield
 
 
 _BY_SIGNAL = {

@@ -158,25 +158,16 @@ class ExpertLoad:
         return {"train/expert_load_max": float(load.max()), "train/expert_load_min": float(load.min())}
 
 
-@dataclass(frozen=True)
-class RankLoss:
+class RankLoss(NamedTuple):
     """The loss of a rank in a skipped step, as it is sent to the other ranks."""
 
     loss: float
     "nats per target"
-    micro_batches: list[int]
-    "numbers, from 1, of those whose loss is not finite; for a spike the one with the largest loss per target"
     largest: float
     "largest loss per target of a micro-batch; -inf where one is not finite"
-    of: int
-    "number of micro-batches in a step"
-    documents: list[str]
-    "names of the documents in `micro_batches`"
-
-    def describe(self, rank: int) -> str:
-        """Return where these documents are, in words."""
-        numbers = ", ".join(map(str, self.micro_batches))
-        return f"rank {rank}, micro-batch {numbers} of {self.of}, with {listed(self.documents)}"
+    where: str
+    """rank, micro-batches (from 1) whose loss is not finite, for a spike the one with the largest loss per target, and
+    their documents; empty without any"""
 
 
 @dataclass(frozen=True)
@@ -315,7 +306,7 @@ class Health:
         )
         # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
         # status, so that the launcher reports the right one.
-        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
         self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
         raise error
@@ -370,16 +361,13 @@ class Health:
         losses = losses_of(known)
         # A spike is finite everywhere: the micro-batch with the largest loss is the likeliest cause.
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
-        own = RankLoss(
-            loss=self._own_loss(known),
-            micro_batches=[number + 1 for number in named],
-            largest=max(losses) if known.finite else -math.inf,
-            of=len(losses),
-            documents=[
-                self._batches.examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named
-            ],
-        )
-        return self._rt.gathered(own)
+        documents = [
+            self._batches.examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named
+        ]
+        numbers = ", ".join(str(number + 1) for number in named)
+        where = f"rank {self._rt.rank}, micro-batch {numbers} of {len(losses)}, with {listed(documents)}"
+        largest = max(losses) if known.finite else -math.inf
+        return self._rt.gathered(RankLoss(self._own_loss(known), largest, where if named else ""))
 
     def _own_loss(self, known: StepRecord) -> float:
         """Return this rank's loss per target in a step. Waits for the device."""
@@ -404,7 +392,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     Args:
         norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
-    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
     if not nonfinite:
         if math.isfinite(norm):
             known = "every loss is finite, and so is the gradient norm"
@@ -415,7 +403,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
             "at fault, or a document whose gradient explodes"
         )
-    places = "; ".join(losses_of_ranks[rank].describe(rank) for rank in nonfinite)
+    places = "; ".join(losses_of_ranks[rank].where for rank in nonfinite)
     ranks = "ranks" if len(nonfinite) > 1 else "rank"
     return f"the loss of {ranks} {', '.join(map(str, nonfinite))} is not finite ({places})"
 
@@ -423,8 +411,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
 def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
-    rank, largest = max(enumerate(losses_of_ranks), key=lambda one: one[1].largest)
-    where = f"the largest loss per target, {largest.largest:.4g}, is that of {largest.describe(rank)}"
+    worst = max(losses_of_ranks, key=lambda one: one.largest)
+    where = f"the largest loss per target, {worst.largest:.4g}, is that of {worst.where}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

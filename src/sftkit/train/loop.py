@@ -270,7 +270,6 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
         # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
-        tracker.start_progress(step, total_steps)
         closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
         # Exited in reverse order: on an error the checkpoint in progress is finished first, then the engine adds its
         # advice, and last the error goes into proof.json.

@@ -19,7 +19,7 @@ from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
 from sftkit.rundir import names as files
 from sftkit.rundir.files import read_metric_rows
-from sftkit.rundir.names import METRICS_FILE, is_archived
+from sftkit.rundir.names import METRICS_FILE
 from sftkit.tracking.dashboard.remote import first_line, preflight_of, proof_of
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
@@ -219,34 +219,14 @@ def panel_of(panel: Panel) -> Any:
     return reports.LinePlot(title=title, x=x, title_x=x, **drawn)
 
 
-def names_of(run_dir: Path | None) -> set[str] | None:
-    """Return the names that a run has on a dashboard, with those of a validation where runs/validate has one.
-
-    Args:
-        run_dir: None: the newest under runs/ that is on wandb; what is returned is None where there is none either.
-
-    Raises:
-        ConfigError: the directory that was named holds no run.
-    """
-    run_dir = run_dir or newest_on_wandb(Path("runs"))
-    if run_dir is None:
-        return None
-    check_run(run_dir)
-    validated = any(Path("runs/validate").glob(f"*/{files.VALIDATION}"))
-    return logged_by(run_dir) | {name for name in (*RUN_VALUES, *TABLES) if validated and name.startswith("validate/")}
-
-
-def newest_on_wandb(root: Path) -> Path | None:
-    """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
-    # wandb's own folders decide, not metrics.jsonl: the panels are for runs that wandb has.
-    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
-    kept = [path for path in found if not is_archived(path)]
-    return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
-
-
 def logged_by(run_dir: Path) -> set[str]:
     """Return the names that a run has on a dashboard, from its own files: what is in a row and not null,
-    tables, values of the run."""
+    tables, values of the run.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    check_run(run_dir)
     found = {"run/state"}
     for name in (METRICS_FILE, files.EVALS):
         found |= {key for row in read_metric_rows(run_dir / name) for key, value in row.items() if value is not None}

@@ -79,12 +79,6 @@ TABLE_CHARACTERS = 2000
 "Maximum length of a text in a table or an alert on a dashboard; the files have all of it."
 VERDICTS = {True: "PASS", False: "FAIL", None: "not checked"}
 PROOF_COLUMNS = ("check", "verdict", "found", "expected", "how")
-SOURCE_COLUMNS = (
-    *("split", "name", "rows", "documents", "tokens", "targets", "truncated"),
-    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
-)
-LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "tok_per_sec")
-FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
 
 
 @dataclass(frozen=True)
@@ -123,6 +117,8 @@ def proof_of(run_dir: Path) -> RunFile:
 
 def preflight_of(run_dir: Path) -> RunFile:
     """Return the findings about the data before training: sources, layouts, odd rows, warnings."""
+    from sftkit.reports import details  # here, as training loads no reports when it starts
+
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
@@ -132,9 +128,9 @@ def preflight_of(run_dir: Path) -> RunFile:
     odd = [source | finding for source in sources for finding in source.get("findings", [])]
     warnings = [{"warning": text} for text in found.get("warnings", [])]
     tables = [
-        record_table("preflight/sources", SOURCE_COLUMNS, sources),
-        record_table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
-        record_table("preflight/findings", FINDING_COLUMNS, odd),
+        record_table("preflight/sources", ("split", *details.SOURCES), sources),
+        record_table("preflight/layouts", ("own", *details.LAYOUTS), found.get("layouts", [])),
+        record_table("preflight/findings", ("split", *details.FINDINGS), odd),
         record_table("preflight/warnings", ("warning",), warnings),
     ]
     # Only this run's layout stands for it; the table has the others for comparison.
@@ -359,7 +355,7 @@ def open_dashboard(
             import wandb
 
             # 20 s for a start, where wandb itself waits 90; its capture of stdout is off, as it would replace the
-            # stream that the live bar draws on.
+            # stream.
             quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
             # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
             continued = {"id": run_id, "resume": "allow"} if run_id else {}
