@@ -19,7 +19,7 @@ from sftkit.config.tables import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.data.reading import origin
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.task import Choices, Likelihoods
+from sftkit.evals.results import Choices, Likelihoods
 from sftkit.evals.tasks import answers
 from sftkit.evals.tasks.data import DatasetSplit, read_split
 from sftkit.generation.repl import Answer

@@ -20,9 +20,18 @@ from sftkit.data.demo import builtin
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.evals import harness, results
-from sftkit.evals.results import Result, centred_mean, interval, values_of
+from sftkit.evals.results import (
+    Choices,
+    ExampleScores,
+    Likelihoods,
+    Question,
+    Result,
+    Task,
+    centred_mean,
+    interval,
+    values_of,
+)
 from sftkit.evals.suite import Suite, load_tasks
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.evals.tasks.answers import heldout
 from sftkit_sandbox.programs import check_sandbox
 

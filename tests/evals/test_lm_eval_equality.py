@@ -19,7 +19,7 @@ from helpers import SHARED_DATA
 
 from sftkit.config.tables import TASKS
 from sftkit.evals import tasks
-from sftkit.evals.task import Choices, Likelihoods, Question, Task
+from sftkit.evals.results import Choices, Likelihoods, Question, Task
 from sftkit.generation.repl import Answer
 
 lm_eval = pytest.importorskip("lm_eval")

@@ -14,7 +14,7 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, Totals
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import COUNTS, Meter
+from sftkit.tracking.meter import RUN_COUNTS, Meter
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.verify.rows import shapes_check
 
@@ -33,7 +33,7 @@ def meter_of(micro: int = 2) -> tuple[Meter, Batches]:
 def resumed(meter: Meter) -> Meter:
     """A new meter that continues from what a checkpoint of `meter` has."""
     back, _ = meter_of()
-    back.resume({"step": 1, "tokens": 9, COUNTS: json.loads(json.dumps({"meter": meter.counts()}))})
+    back.resume({"step": 1, "tokens": 9, RUN_COUNTS: json.loads(json.dumps({"meter": meter.counts()}))})
     return back
 
 

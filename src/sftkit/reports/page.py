@@ -19,8 +19,7 @@ from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.charts import Series, ValueAxis, figure
-from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, standing
-from sftkit.reports.compare import speed_words
+from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, speed_words, standing
 from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA

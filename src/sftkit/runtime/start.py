@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -324,7 +323,7 @@ class Runtime:
         """Return the names of all ranks, each once, in the same order on every rank; every rank must call it."""
         if self.topology.stages == 1:  # ranks have the same ones
             return list(names)
-        return list(dict.fromkeys(chain.from_iterable(self.gathered(list(names)))))
+        return list(dict.fromkeys(name for of_rank in self.gathered(list(names)) for name in of_rank))
 
     def gathered(self, own: T) -> list[T]:
         """Return the values of all ranks, in rank order; every rank must call it."""

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sftkit.config.schema import NumericsConfig
-from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, SpikeError
@@ -28,7 +25,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import Counts
+from sftkit.tracking.meter import RunCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
@@ -74,7 +71,7 @@ class Spikes:
         self._history = torch.full((_WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare a step with the history, and add it unless it is skipped. No host sync.
 
         Args:
@@ -102,12 +99,12 @@ class Spikes:
         self._history.copy_(torch.where(usable & ~skipped, later, self._history))
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped
 
-    def history(self) -> Counts:
+    def history(self) -> RunCounts:
         """Return the history, for a checkpoint. Waits for the device."""
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def restore(self, history: Counts) -> None:
+    def restore(self, history: RunCounts) -> None:
         """Resume from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
         count = min(len(history["losses"]), len(history["norms"]))
         if count:
@@ -115,7 +112,7 @@ class Spikes:
             self._history[-count:] = taken.T.to(self._history.device)
 
 
-def spikes_in(verdict: Tensor) -> list[Spike]:
+def spikes_in(verdict: torch.Tensor) -> list[Spike]:
     """Return the spikes of a step from the verdict of `judge`: fp32 [2, 4], on the host."""
     rows = zip(JUDGED, verdict.tolist(), strict=True)
     return [Spike(name, value, mean, deviation) for name, (value, mean, deviation, is_spike) in rows if is_spike]
@@ -191,12 +188,12 @@ class DelayedFlags:
     """The flags of steps, read without making the host wait: on a GPU two steps later, when
     they have arrived long ago."""
 
-    def __init__(self, device: torch.device, delay: int, count: Callable[[Batch], int]) -> None:
+    def __init__(self, device: torch.device, delay: int, objective: Objective) -> None:
         """Allocate the host's memory.
 
-        `delay`: steps that pass before the flags of one are read. `count`: see Objective.count.
+        `delay`: steps that pass before the flags of one are read.
         """
-        self._count = count
+        self._objective = objective
         self._cuda = device.type == "cuda"
         self._late = delay
         # A buffer may be written again when its flags were read: `read` leaves at most `delay` steps, one buffer each,
@@ -211,7 +208,7 @@ class DelayedFlags:
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
         # The micro-batches are released here: kept for two more steps they would hold their memory on the device.
-        own = [self._count(batch) for batch in step_batches.micro_batches]
+        own = [self._objective.count(batch) for batch in step_batches.micro_batches]
         launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
 
@@ -247,7 +244,7 @@ class Health:
         self._rt = rt
         self._batches = batches
         self._tracker = tracker
-        self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
+        self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "the engine calls it for each step, before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
@@ -317,11 +314,11 @@ class Health:
         self._in_window = self._spiked = 0
         return {f"health/{name}": count for name, count in counts.items()}
 
-    def counts(self) -> Counts:
+    def counts(self) -> RunCounts:
         """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
         return {"nonfinite": self._nonfinite, "in_a_row": self._in_a_row, "spikes": self.spikes.history()}
 
-    def restore(self, counts: Counts) -> None:
+    def restore(self, counts: RunCounts) -> None:
         """Resume from a checkpoint, before the first step."""
         self._nonfinite = counts.get("nonfinite", 0)  # checkpoints of earlier versions have fewer counts
         self._in_a_row = counts.get("in_a_row", 0)

@@ -28,9 +28,9 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Progress, StepOutcome, progress_of
 from sftkit.tracking.trace import SyncCounter
 
-COUNTS = "window"
+RUN_COUNTS = "window"
 "Name, in the state of a checkpoint, of the counts of the meter and of Health, each under its name."
-Counts = dict[str, Any]
+RunCounts = dict[str, Any]
 "JSON values, the same on every rank."
 
 
@@ -184,7 +184,7 @@ class Meter:
         """Return the training seconds of the window so far."""
         return time.perf_counter() - self._start - self._paused_seconds
 
-    def counts(self) -> Counts:
+    def counts(self) -> RunCounts:
         """Return the counts since the start of the run, next to `progress`, for a checkpoint."""
         shapes = [[*shape, count] for shape, count in sorted(self.shapes.seen.items())]
         return {"shapes": shapes, "undeclared": self.shapes.undeclared}
@@ -198,7 +198,7 @@ class Meter:
         """
         self._before = progress_of(resumed)
         # Checkpoints of earlier versions have no counts, or not all.
-        counts = resumed.get(COUNTS, {}).get("meter", {})
+        counts = resumed.get(RUN_COUNTS, {}).get("meter", {})
         for rows, length, count in counts.get("shapes", ()):
             self.shapes.seen[rows, length] += count
         self.shapes.undeclared += counts.get("undeclared", 0)

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sftkit.rundir.names import TRACE
@@ -165,7 +164,7 @@ def _kernels(events: Iterable[Any]) -> list[tuple[str, float, float]]:
         (event.name, event.time_range.start, event.time_range.end)
         for event in events
         # Annotations of the user are shown on the device too, around the kernels that they name.
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
 
 

@@ -26,7 +26,7 @@ from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import Watchdog
 from sftkit.tracking.health import ExpertLoad, Health
-from sftkit.tracking.meter import COUNTS, Counts, Meter
+from sftkit.tracking.meter import RUN_COUNTS, Meter, RunCounts
 from sftkit.tracking.names import Check, StepOutcome
 from sftkit.tracking.trace import Trace
 from sftkit.train import end, saves
@@ -80,7 +80,7 @@ class Monitor:
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
         self.meter.resume(services.resumed)
-        if health := services.resumed.get(COUNTS, {}).get("health"):  # checkpoints of earlier versions have none
+        if health := services.resumed.get(RUN_COUNTS, {}).get("health"):  # checkpoints of earlier versions have none
             self.health.restore(health)
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -101,7 +101,7 @@ class Monitor:
         self.meter.add_skipped(skipped_divisor)
         return stopped
 
-    def counts(self) -> Counts:
+    def counts(self) -> RunCounts:
         """Return the counts since the start of the run, for a checkpoint. Waits for the device."""
         return {"meter": self.meter.counts(), "health": self.health.counts()}
 

@@ -17,7 +17,7 @@ from sftkit.rundir.names import EVALS
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import COUNTS, Counts
+from sftkit.tracking.meter import RUN_COUNTS, RunCounts
 from sftkit.tracking.names import PROGRESS, Progress
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.parts import Evaluate, Saves, TrainServices
@@ -139,7 +139,7 @@ class LoopPosition:
     epoch: int
     total_steps: int
     progress: Progress
-    counts: Counts
+    counts: RunCounts
     "Monitor.counts"
 
 
@@ -160,7 +160,7 @@ def checkpoint_state(
         "stretches": [segment._asdict() for segment in batches.segments],
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),
-        COUNTS: position.counts,
+        RUN_COUNTS: position.counts,
     }
 
 

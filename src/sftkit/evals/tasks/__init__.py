@@ -10,7 +10,7 @@ from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig
 from sftkit.config.tables import CODE, EVAL_TASKS, WITHOUT_SHOTS
 from sftkit.errors import ConfigError
-from sftkit.evals.task import Task
+from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
 
 MODULES = dict.fromkeys(EVAL_TASKS, "choices") | {

@@ -16,7 +16,7 @@ from itertools import count
 from typing import NamedTuple
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task, each
+from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Message, Task, each
 from sftkit.evals.tasks import data
 
 CHOICE_LETTERS = string.ascii_uppercase

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -154,7 +153,6 @@ def is_pattern(name: str) -> bool:
     return "<" in name
 
 
-@cache
 def expression(name: str) -> str:
     """Return the regular expression of the names that a pattern stands for, as wandb takes it."""
     return _DRAWN.get(name) or f"^{regex(name)}$"

@@ -358,8 +358,8 @@ def open_dashboard(
             # stream.
             quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
             # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
-            continued = {"id": run_id, "resume": "allow"} if run_id else {}
-            run = wandb.init(project=config.project, mode=mode, dir=str(run_dir), settings=quiet, **about, **continued)
+            init: dict[str, Any] = {"mode": mode, **about, **({"id": run_id, "resume": "allow"} if run_id else {})}
+            run = wandb.init(project=config.project, dir=str(run_dir), settings=quiet, **init)
             run.config.update(dict(settings), allow_val_change=True)
             return Wandb(run, mode)
         except Exception as error:
