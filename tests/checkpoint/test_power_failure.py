@@ -66,7 +66,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def tracker_of(run_dir: Path, rt: Runtime, step: int = 0) -> Tracker:
-    return Tracker(run_dir, LogConfig(tracker="none"), rt, {}, step=step)
+    return Tracker(run_dir, LogConfig(wandb="off"), rt, {}, step=step)
 
 
 def log(tracker: Tracker, step: int) -> None:

@@ -43,9 +43,8 @@ from sftkit.preflight import analysis as preflight
 from sftkit.preflight import costs as preflight_costs
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight.data import duplicate_facts
-from sftkit.preflight.terminal import page
+from sftkit.preflight.terminal import VisibleConsole, page
 from sftkit.rundir.names import TRAINING_STATE
-from sftkit.runtime.script import VisibleConsole
 from sftkit.train import assemble
 
 CHROMIUM = shutil.which("chromium")

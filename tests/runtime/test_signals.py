@@ -145,7 +145,7 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(start) -> Non
     terminal = Terminal()
     run = start("slow", "train.max_steps=1000", processes=1, forked=True, terminal=terminal)
     run.until_step(2)
-    assert "eta" in terminal.text, "a live bar"
+    assert "eta" in terminal.text
     terminal.close()
     assert run.end() == 128 + signal.SIGHUP
     run.check_stopped("preempted", "SIGHUP")

@@ -5,26 +5,27 @@ with their masks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.config.terminal import visible
+from sftkit.config.terminal import visible, writable
 from sftkit.data.reading.findings import finding_text
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
 from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
-from sftkit.runtime.script import VisibleConsole, counted
+from sftkit.runtime.script import counted
 
 BAR_WIDTH = 40
 
@@ -105,6 +106,23 @@ def preview_text(preview: Preview, *, brackets: bool) -> Text:
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
+
+
+class VisibleConsole(Console):
+    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself would leave
+    some control characters of a text out without a word."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print texts with their control characters written out."""
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        """Yield segments that the output's encoding can write; rich's own control segments as they are."""
+        for segment in super().render(*args, **kwargs):
+            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
 
 
 def preflight_console() -> Console:
