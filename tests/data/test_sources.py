@@ -262,21 +262,13 @@ def test_broken_lines(tmp_path, load, caplog):
     for read in (load, texts, partial(load, num_proc=2)):
         with pytest.raises(DataError) as refused:
             read(path)
-        told = str(refused.value).split("\n  ")
-        assert told[0].startswith(f"{path}:2: not JSON: ")
-        assert told[1].startswith(f"{path}:3: the row is a list")
-        assert told[2].startswith(f"{path}:4: columns x are none of the accepted ones")
-        assert told[2].endswith("...")
-        assert [line.partition(": ")[0] for line in told[3:5]] == [f"{path}:5", f"{path}:6"]
-        assert told[5:] == ["(fix them, or skip and count all such rows with data.on_bad_row=skip)"]
+        assert str(refused.value).startswith(f"{path}:2: not JSON: ")
+        assert str(refused.value).endswith(" (fix the row, or skip and count all such rows with data.on_bad_row=skip)")
         other_rank = pickle.loads(pickle.dumps(refused.value))
         assert (str(other_rank), other_rank.reason) == (str(refused.value), "not JSON")
         with pytest.raises(DataError, match=f"^{path}:2: not JSON") as renamed, flags_named():
             raise refused.value
         assert str(renamed.value) == str(refused.value)
-    write_lines(path, ['{"text": "fine"}'] * 200 + ['{"x": 1}'] * 300)
-    with pytest.raises(DataError, match=rf"^{path}:201: [\s\S]*{path}:205: [\s\S]*\n  and 295 more bad rows\n"):
-        load(path)
     write_lines(path, ['{"text": "fine"}', '{"text": "bro', "[1]", '{"x": 1}', '"text"', "null"])
     with caplog.at_level(logging.WARNING):
         examples = load(path, on_bad_row="skip")

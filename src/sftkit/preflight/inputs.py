@@ -44,7 +44,7 @@ from sftkit.config.topology import Topology, idle_pipeline, topology_of
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.findings import BadRows, until_broken
+from sftkit.data.reading.findings import advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
@@ -201,40 +201,32 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if origin is None:
         hub.check_dataset(source)
         return
-    first = None
-    bad = BadRows()
+    errors: list[DataError] = []
     seen = 0
-    for raw in until_broken(itertools.islice(origin.beginning(), source.max_rows), bad):
+    most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
+    for raw in itertools.islice(origin.beginning(), most):
         seen += 1
         try:
             row = rows.parse(raw)
             if require is not None:
                 require(row)
         except DataError as error:
-            first = first or error
-            bad.add(raw[0], error)
-        # If a bad row ends the run, others are looked for, unless no row can be used because of its columns.
-        if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
-            break
+            if not skips:
+                # To skip rows whose columns are wrong would skip all of them.
+                raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
+            errors.append(error)
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
-    if first is None:
+    if not errors or len(errors) < seen:
         return
-    if not skips and not _alike(bad, seen):
-        # If rows before the first bad one could be used, leaving out bad rows is an option.
-        raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
-    # All have the same wrong columns, or the source has fewer rows than were asked for and all are bad.
-    if not skips or bad.rows == seen < FIRST_ROWS:
-        raise first
-    if _alike(bad, seen):
-        raise DataError(f"{first}. All of the first {seen} rows are like this, so on_bad_row=skip does not skip them")
-
-
-def _alike(bad: BadRows, seen: int) -> bool:
-    """Return whether all rows that were looked at have the same wrong columns."""
-    return bad.rows == seen and len(bad.reasons) == 1 and bad.reasons[0] in rows.WRONG_COLUMNS
+    if seen < FIRST_ROWS:  # the source has no other rows
+        raise errors[0]
+    reasons = {error.reason for error in errors}
+    if len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
+        like = f"All of the first {seen} rows are like this, so on_bad_row=skip does not skip them"
+        raise DataError(f"{errors[0]}. {like}")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
