@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-from helpers import ROOT, make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
+from helpers import make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
 from transformers import LlamaConfig
 
-from sftkit.config import topology
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import (
     PartTimes,
@@ -22,7 +19,6 @@ from sftkit.config.topology import (
     balanced,
     bubble,
     fastest_split,
-    passes_of_rank,
     step_seconds,
 )
 from sftkit.errors import ConfigError
@@ -119,20 +115,6 @@ def test_1f1b_fills_and_drains_as_fast_as_the_stages_that_it_passes(micro_batche
     assert found < bubble(step((1, 1), micro_batches, "gpipe"), [fast, slow]) + 1e-9
 
 
-RECORDED = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
-"Passes of real runs, of torch's schedules."
-
-
-@pytest.mark.parametrize("key", ["2 pp, 1f1b", "4 pp, 1f1b", "2 pp, interleaved", "4 pp, interleaved"])
-def test_passes_are_followed_in_the_order_in_which_torch_ran_them(key: str) -> None:
-    ranks = RECORDED["cases"][key]
-    stages = 1 + max(each["stage"] for rank in ranks for each in rank["passes"])
-    schedule = PipelineStep((1,) * stages, key.split(", ")[1], RECORDED["rows"], len(ranks))
-    for rank, found in enumerate(ranks):
-        ran = [(each["stage"], each["micro_batch"], each["forward"]) for each in found["passes"]]
-        assert ran == passes_of_rank(schedule, rank)
-
-
 @pytest.mark.parametrize(
     ("ranks", "micro_batches"), [(2, 1), (2, 5), (2, 7), (4, 2), (4, 9), (4, 10), (4, 11), (64, 4097)]
 )
@@ -141,19 +123,6 @@ def test_any_number_of_micro_batches_fills_even_stages_once(ranks: int, micro_ba
     assert step_seconds(PipelineStep((1,) * ranks, "1f1b", micro_batches, ranks), even) == 3.0 * (
         micro_batches + ranks - 1
     )
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (8, 8), (2, 4), (4, 8), (4, 12)])
-def test_a_long_step_takes_as_long_as_all_its_passes_one_by_one(
-    ranks: int, stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a step of very many passes the first are followed; here of stages whose times differ by a tenth."""
-    drawn = random.Random(0)
-    made = [StageTimes(drawn.uniform(1.0, 1.1), drawn.uniform(2.0, 2.2)) for _ in range(stages)]
-    long = PipelineStep((1,) * stages, "1f1b" if ranks == stages else "interleaved", 80 * ranks, ranks)
-    whole = step_seconds(long, made)
-    monkeypatch.setattr(topology, "MOST_PASSES", 2 * stages * 20 * ranks)
-    assert whole != step_seconds(long, made) == pytest.approx(whole, rel=0.01)
 
 
 def test_gpipe_is_split_between_the_evenest_forward_and_the_evenest_backward_passes() -> None:

@@ -345,15 +345,13 @@ def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> No
         assert problems(*words) == []
 
 
-def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_json_value_is_left_to_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONGEST_RECORD", 300)
     monkeypatch.setattr(inputs, "SMALL_BYTES", 0)
     monkeypatch.setattr(readers, "LONGEST_JSON", 0)  # of which reading it as a whole would be an error
     path = here / "rows.json"
     path.write_text(json.dumps([CHAT] * 50))
     assert problems("data.train.0.path=rows.json") == []
-    path.write_text(json.dumps([CHAT, {"x": "ü"}, *[CHAT] * 50]))
-    assert "rows.json[1]: columns x" in refused("data.train.0.path=rows.json")
     path.write_text(json.dumps({"data": [CHAT] * 50}))
     assert problems("data.train.0.path=rows.json") == []
 

@@ -4,13 +4,9 @@ of the stages of a pipeline, with the time that a step then takes. No torch in t
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
@@ -245,8 +241,6 @@ def _reject_ignored(environ: Mapping[str, str]) -> None:
 
 PROPORTIONS = 16
 "Steps between the evenest split of the backward passes and that of the forward passes."
-MOST_PASSES = 50_000
-"Passes of a step that are followed one by one: some tenths of a second."
 
 
 def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
@@ -326,8 +320,7 @@ class PipelineStep:
 
 
 def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
-    """Return how long a step takes, from what each stage takes for a micro-batch: every rank goes through its passes in
-    the order of the schedule, and begins one as soon as what it reads is there. Sends take no time.
+    """Return how long a step takes, from what each stage takes for a micro-batch. Sends take no time.
 
     Args:
         times: of each stage.
@@ -337,64 +330,11 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
         return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    # Only the first rounds of a long step are followed, each with as many micro-batches as ranks. A full pipeline takes
-    # as long for a micro-batch as its slowest rank.
-    longest = max(MOST_PASSES // (2 * len(times)), 2 * step.pipeline_size)
-    left_out = max(0, -((longest - step.micro_batches) // step.pipeline_size)) * step.pipeline_size
-    followed = _followed(replace(step, micro_batches=step.micro_batches - left_out), tuple(times))
+    # The slowest rank computes without a pause; before and after that a micro-batch passes the stages of the others, of
+    # several stages of each rank one (Megatron-LM, arXiv 2104.04473).
     costs = [each.both for each in times]
     slowest = max(sum(costs[rank :: step.pipeline_size]) for rank in range(step.pipeline_size))
-    return followed + left_out * slowest
-
-
-@lru_cache(maxsize=1024)
-def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
-    """Return when the last pass of a step ends, each of them followed."""
-    left = [deque(passes_of_rank(step, rank)) for rank in range(step.pipeline_size)]
-    ends: dict[StagePass, float] = {}
-    free = [0.0] * step.pipeline_size
-    last = len(times) - 1
-    while any(left):
-        for rank, passes in enumerate(left):
-            while passes:
-                stage, micro_batch, forward = at = passes[0]
-                # A stage reads what the one before it gives, backward the one behind it; the loss is the last one's.
-                turns = not forward and stage == last
-                read = StagePass(stage if turns else stage - 1 if forward else stage + 1, micro_batch, forward or turns)
-                if read.stage >= 0 and read not in ends:
-                    break
-                seconds = times[stage].forward if forward else times[stage].backward
-                free[rank] = ends[at] = max(free[rank], ends.get(read, 0.0)) + seconds
-                passes.popleft()
-    return max(free)
-
-
-class StagePass(NamedTuple):
-    """A unit of a rank's work: the forward or the backward pass of a stage for a micro-batch."""
-
-    stage: int
-    micro_batch: int
-    forward: bool
-
-
-def passes_of_rank(step: PipelineStep, rank: int) -> list[StagePass]:
-    """Return the passes of a rank in the order of `1f1b` or `interleaved` (arXiv 2104.04473): forward ones until the
-    first gradient can arrive, then one forward and one backward in turn, then the backward ones that are left. Of
-    several stages of a rank each has a round of micro-batches at a time.
-
-    torch.distributed.pipelining, whose schedules the engine runs, has the same order.
-    """
-    ranks = step.pipeline_size
-    stages = range(rank, len(step.layers), ranks)
-    # One round where there are fewer micro-batches than ranks.
-    size = step.micro_batches // max(1, step.micro_batches // ranks)
-    rounds = [range(begin, min(begin + size, step.micro_batches)) for begin in range(0, step.micro_batches, size)]
-    forward = [StagePass(stage, each, forward=True) for turn in rounds for stage in stages for each in turn]
-    backward = [StagePass(stage, each, forward=False) for turn in rounds for stage in reversed(stages) for each in turn]
-    hops = ranks - 1 - rank
-    ahead = min(hops if len(stages) == 1 else (len(stages) - 1) * size + 2 * hops, len(forward))
-    turns = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
-    return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]
+    return slowest * step.micro_batches + (sum(costs) - slowest) * step.pipeline_size / len(costs)
 
 
 def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
