@@ -574,21 +574,9 @@ def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_ch
 
 
 @pytest.mark.parametrize("key", ["data.train.0.path", "model.path"])
-def test_wildcards_are_told_to_be_none_with_what_they_would_match(here: Path, key: str) -> None:
-    for name in ("a", "b", "c", "d"):
-        write(here / f"{name}.jsonl", CHAT)
-    (here / "chats").mkdir()
-    write(here / "chats" / "x.jsonl", CHAT)
-
-    def told(path: str) -> str:
-        return refused(*of_model(path)) if key == "model.path" else refused(f"{key}={path}")
-
-    assert "Wildcards are not expanded: name a folder, such as chats, or a file; chats/x.jsonl would match." in told(
-        "chats/*"
-    )
-    assert "a.jsonl, b.jsonl, c.jsonl and others would match." in told("./?.jsonl")
-    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/*.parquet")
-    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/deep/*/er.jsonl")
+def test_wildcards_are_told_to_be_none(here: Path, key: str) -> None:
+    words = of_model("chats/*") if key == "model.path" else (f"{key}=chats/*",)
+    assert "Wildcards are not expanded: name a folder or a file." in refused(*words)
 
 
 @pytest.mark.parametrize(

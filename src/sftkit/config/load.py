@@ -7,8 +7,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +90,7 @@ def read_config(
     return _resolve(recipe, overrides, lambda train: Topology(num_stages(train) or 1, world_size), more)[0]
 
 
-def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
+def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] | None = None) -> str:
     """Render the whole Config as YAML that read_config reads back to an equal Config, with a comment on each line."""
     return yaml.render_yaml(json.loads(json.dumps(dataclasses.asdict(cfg))), comment)  # tuples become lists
 
@@ -143,23 +142,21 @@ def _resolve(
     if sum(map(len, words)) > yaml.MAX_RECIPE_BYTES:
         most = yaml.MAX_RECIPE_BYTES // 1024
         raise ConfigError(f"{COMMAND_LINE}: more than {most} KiB of words: put them into the recipe")
-    # Before they are parsed: the message on a value that is no YAML would quote it.
-    harmless = [word for word in words if not _secret_word(word, problems)]
+    _reject_secrets((word.partition("=")[0], word.partition("=")[2], COMMAND_LINE) for word in words)
     recipe = shipped(expanded(str(recipe)))
     tree = yaml.read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise _report(problems)  # no file: the settings that it lacks are no news
-    _reject_too_many(tree, recipe)
-    for word in harmless:
+    for word in words:
         yaml.apply_override(tree, word, problems)
-        _reject_too_many(tree, recipe)
+    _reject_secrets((dotted(keys), node.value, node.origin) for keys, node in _walk(tree, ()))
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
     for section in section_classes().keys() - optional_sections():  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
-    dropped = _drop_secrets(tree, problems)
+    dropped: set[KeyPath] = set()
     # Rules between settings run although values are wrong, so that one start shows all problems; those that ask for a
     # wrong value are skipped (Unusable).
     cfg = _validate(tree, str(recipe), dropped, problems)
@@ -182,12 +179,6 @@ def _resolve(
     return cfg, tree
 
 
-def _reject_too_many(tree: Node, recipe: str) -> None:
-    if any(islice(_walk(tree, ()), yaml.MAX_VALUES, None)):
-        most = f"more than {yaml.MAX_VALUES:,} values"
-        raise ConfigError(f"{recipe}: {most}, with what it extends and the {COMMAND_LINE}")
-
-
 def _report(problems: list[str]) -> ConfigError:
     lines = list(dict.fromkeys(problems))
     more = [f"... and {len(lines) - MAX_PROBLEMS:,} more problems"] if len(lines) > MAX_PROBLEMS else []
@@ -205,27 +196,16 @@ def _expand(tree: Node, problems: list[str]) -> None:
                 problems.append(f"{node.origin}: {dotted(keys)}: {error}")
 
 
-def _secret_word(word: str, problems: list[str]) -> bool:
-    """Return whether a word of the command line looks like a secret, and report it without its value."""
-    key = word.partition("=")[0]
-    kind = secret_in(word.partition("=")[2], key) or secret_in(key)
-    if kind:
-        shown = "" if secret_in(key) else f"{key}: "
-        problems.append(f"{COMMAND_LINE}: {shown}{SECRET.format(kind=kind)}")
-    return kind is not None
-
-
-def _drop_secrets(tree: Node, problems: list[str]) -> set[KeyPath]:
-    """Remove values that look like secrets from the tree, and report them without the value.
-    Returns the removed keys."""
-    dropped: set[KeyPath] = set()
-    for keys, node in list(_walk(tree, ())):
-        name = "" if secret_in(str(keys[-1])) else dotted(keys)
-        kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
-        if kind:
-            problems.append(f"{node.origin}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
-            dropped.add(_remove(tree, keys))
-    return dropped
+def _reject_secrets(settings: Iterable[tuple[str, object, str]]) -> None:
+    """Reject settings (key, value, origin) that look like secrets, without their value. This comes before all other
+    problems, whose messages could quote the value."""
+    problems = []
+    for key, value, origin in settings:
+        own = secret_in(key)
+        if kind := own or (secret_in(value, key) if isinstance(value, str) else None):
+            problems.append(f"{origin}: {'' if own else f'{key}: '}{SECRET.format(kind=kind)}")
+    if problems:
+        raise _report(problems)
 
 
 def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
