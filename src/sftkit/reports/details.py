@@ -90,9 +90,6 @@ _LAYOUTS = {
     "padding_pct": "padding %",
     "steps": "steps",
     "positions": "positions",
-    "x_dynamic": "x dynamic",
-    "break_even": "break-even",
-    "tok_per_sec": "measured tokens/s",
 }
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
 _EVENTS = {

@@ -88,7 +88,7 @@ SOURCE_COLUMNS = (
     *("split", "name", "rows", "documents", "tokens", "targets", "truncated"),
     *("dropped_too_long", "dropped_no_target", "skipped_bad"),
 )
-LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "tok_per_sec")
+LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions")
 FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
 
 
