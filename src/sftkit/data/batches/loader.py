@@ -195,7 +195,7 @@ class Batches:
                 by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
         return (
             f"a data worker (process {pid}) {by}. train.resume=auto resumes from the newest checkpoint, if there is "
-            "one; fewer workers (data.num_workers) take less memory, and with 0 the training process builds the rows itself"
+            "one; fewer workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
         )
 
 

@@ -149,11 +149,9 @@ def _answers(
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        answers = {k: parts for k, parts in document.spans.items() if k not in shared}
-        spans = sorted(span for parts in answers.values() for span in parts)
-        places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
-        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
-        rest = None if encoded.complete else bool(spans)
+        answers = {k: span for k, span in document.spans.items() if k not in shared}
+        learned = _finished(locator, encoded, tokens_inside(sorted(answers.values()), encoded), answers, last)
+        rest = None if encoded.complete else bool(answers)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
@@ -203,10 +201,9 @@ def _everything(
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
-    spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
+    spans = sorted(span for k, span in document.spans.items() if k in hidden)
     # An answer after no prompt has no place but that of its text.
-    whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
-    places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
+    places = {k: span for k, span in {**document.texts, **document.spans}.items() if k not in hidden | apart}
     is_target = ~tokens_inside(spans, encoded)
     learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
     return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
@@ -277,7 +274,7 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
 
     def render(messages: list[Message], tools: Tools) -> str:
         one = replace(checked, messages=messages, tools=tools)
-        return render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
+        return render_conversation(tokenizer, template, one, add_generation_prompt=True)
 
     messages = checked.messages or []
     text = render(messages, row.tools)
