@@ -239,10 +239,6 @@ def _reject_ignored(environ: Mapping[str, str]) -> None:
         raise ConfigError("parallelism_config: sp_size is not supported: use cp_size for long rows")
 
 
-PROPORTIONS = 16
-"Steps between the evenest split of the backward passes and that of the forward passes."
-
-
 def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
     """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
 
@@ -267,119 +263,32 @@ def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
     return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds that a stage, or a part of one, takes for a micro-batch; on paper parameters that it passes."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def both(self) -> float:
-        """Return the sum of the two."""
-        return self.forward + self.backward
-
-    def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
-        """Return the sum of this and `times` the other; below 0 is noise."""
-        forward = self.forward + times * other.forward
-        backward = self.backward + times * other.backward
-        return StageTimes(max(forward, 0.0), max(backward, 0.0))
-
-
-@dataclass(frozen=True)
-class PartTimes:
-    """Times of the parts of a model for a micro-batch; the head with its loss."""
-
-    layer: StageTimes
-    head: StageTimes
-    embedding: StageTimes = StageTimes()
-
-    def of_stages(self, layers: Sequence[int]) -> list[StageTimes]:
-        """Return the times of each of these stages."""
-        first, *between = [StageTimes().plus(self.layer, count) for count in layers]
-        *between, last = [first.plus(self.embedding), *between]
-        return [*between, last.plus(self.head)]
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """How a step passes through the stages of a pipeline."""
-
-    layers: tuple[int, ...]
-    "of each stage"
-    schedule: str
-    micro_batches: int
-    pipeline_size: int
-    "ranks that the rows pass through"
-
-    @property
-    def filling(self) -> float:
-        """Return for how many micro-batches a step fills and drains: for (ranks - 1), with several stages on each rank
-        for that fraction of it (Megatron-LM, arXiv 2104.04473)."""
-        return (self.pipeline_size - 1) * self.pipeline_size / len(self.layers)
-
-
-def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
-    """Return how long a step takes, from what each stage takes for a micro-batch. Sends take no time.
+def times_of_stages(layers: Sequence[int], layer: float, head: float, embedding: float = 0.0) -> list[float]:
+    """Return the cost of each stage.
 
     Args:
-        times: of each stage.
+        layers: of each stage. layer, head, embedding: as of `balanced`.
     """
-    if step.schedule == "gpipe":
-        # All forward passes, then all backward passes: each of the two is as slow as its own slowest stage. The head's
-        # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
-        phases = ([each.forward for each in times], [each.backward for each in times])
-        return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
+    times = [layer * count for count in layers]
+    times[0] += embedding
+    times[-1] += head
+    return times
+
+
+def step_time(times: Sequence[float], micro_batches: int, pipeline_size: int) -> float:
+    """Return how long a step of a pipeline takes. Sends take no time.
+
+    Args:
+        times: of each stage for a micro-batch, forward and backward.
+        pipeline_size: ranks that the rows pass through.
+    """
     # The slowest rank computes without a pause; before and after that a micro-batch passes the stages of the others, of
     # several stages of each rank one (Megatron-LM, arXiv 2104.04473).
-    costs = [each.both for each in times]
-    slowest = max(sum(costs[rank :: step.pipeline_size]) for rank in range(step.pipeline_size))
-    return slowest * step.micro_batches + (sum(costs) - slowest) * step.pipeline_size / len(costs)
+    slowest = max(sum(times[rank::pipeline_size]) for rank in range(pipeline_size))
+    return slowest * micro_batches + (sum(times) - slowest) * pipeline_size / len(times)
 
 
-def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
-    """Return the share of a step in which a process of a pipeline waits, on average."""
-    computed = step.micro_batches * sum(each.both for each in times) / step.pipeline_size
-    return 1.0 - computed / step_seconds(step, times)
-
-
-def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
-    """Return how the layers of all stages are spread so that a step takes least.
-
-    Args:
-        step: with any split of the layers.
-    """
-    stages = len(step.layers)
-    # The best split for gpipe lies between the evenest split of the forward passes and that of the backward passes.
-    proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
-
-    def split(proportion: float) -> tuple[int, ...]:
-        layer, head, embedding = (
-            proportion * part.forward + (1.0 - proportion) * part.backward
-            for part in (parts.layer, parts.head, parts.embedding)
-        )
-        return balanced(sum(step.layers), layer, head, stages, embedding)
-
-    splits = [split(each) for each in proportions]
-    return min(splits, key=lambda layers: step_seconds(replace(step, layers=layers), parts.of_stages(layers)))
-
-
-def times_on_paper(layer: float, head: float) -> PartTimes:
-    """Return the times of parts in proportion to the parameters that a token passes: a backward pass twice as much as a
-    forward pass. The head's gradients are computed with its loss, in the forward pass.
-
-    Args:
-        layer, head: parameters that a token passes in a layer and in the head.
-    """
-    return PartTimes(StageTimes(layer, 2 * layer), StageTimes(3 * head))
-
-
-def split_on_paper(num_layers: int, layer: float, head: float, stages: int, schedule: str) -> tuple[int, ...]:
-    """Return the layers of all stages where nothing was timed. With two micro-batches or more it is the same for any
-    number of them.
-
-    Args:
-        layer, head: as of `times_on_paper`.
-    """
-    step = PipelineStep(balanced(num_layers, layer, head, stages), schedule, micro_batches=2, pipeline_size=stages)
-    return fastest_split(step, times_on_paper(layer, head))
+def bubble(times: Sequence[float], micro_batches: int, pipeline_size: int) -> float:
+    """Return the share of a step in which a process of a pipeline waits, on average; takes what `step_time` does."""
+    computed = micro_batches * sum(times) / pipeline_size
+    return 1.0 - computed / step_time(times, micro_batches, pipeline_size)
