@@ -38,7 +38,9 @@ def test_a_data_worker_that_is_killed_ends_the_run_with_its_cause() -> None:
             for _ in range(1000):  # torch says so in a signal handler, wherever this is
                 time.sleep(0.01)
 
-    with pytest.raises(WorkerError, match=r"^a data worker \(process \d+\) was killed by SIGKILL: .*data.num_workers"):
+    with pytest.raises(
+        WorkerError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed: .*data.num_workers"
+    ):
         train()
 
 

@@ -206,13 +206,13 @@ def test_a_gpipe_that_does_not_fit_is_told_of_the_schedule_that_does() -> None:
 
 
 def test_the_1f1b_that_a_gpipe_is_told_of_has_as_many_micro_batches_as_stages() -> None:
-    cfg = recipe(8192, engine="pipeline", pipeline_schedule="gpipe", pipeline_layers=(9, 9, 9, 9))
-    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=12, micro_batch_size=6))
-    line = advice(cfg, Topology(stages=4), 56 * GIB, "pp.yaml")
+    cfg = recipe(8192, engine="pipeline", pipeline_schedule="gpipe")
+    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=16, micro_batch_size=8))
+    line = advice(cfg, Topology(stages=4), 66 * GIB, "pp.yaml")
     assert line is not None
-    # 4 rows would fit as well, and make three micro-batches.
+    # 8 rows would fit as well, and make two micro-batches.
     assert "; train.pipeline_schedule=1f1b takes " in line
-    assert line.endswith(", train.micro_batch_size=3 (docs/parallelism.md)")
+    assert line.endswith(", train.micro_batch_size=7 (docs/parallelism.md)")
 
 
 def test_a_recipe_of_fp32_is_told_that_other_layouts_are_estimated_in_bf16() -> None:

@@ -29,7 +29,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model
@@ -299,32 +299,18 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
     warnings = [text for source in analysis["sources"] for text in _source_warnings(source, analysis["max_length"])]
     warnings += [text for source in analysis["sources"] for text in facts.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
-        warnings.append(
-            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step's work is wasted. "
-            "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
-        )
+        warnings.append(hint("few targets", share=analysis["target_pct"]))
     share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
-        warnings.append(
-            f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not "
-            f"teach the model to stop. Raise data.max_length ({analysis['max_length']}), or drop them with "
-            "data.too_long=drop"
-        )
+        warnings.append(hint("cut answers", share=100 - share, max_length=analysis["max_length"]))
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
-        warnings.append(
-            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which gives "
-            "these more weight: remove the copies, or use repeat for a source that should have more weight"
-        )
+        warnings.append(hint("copies of documents", share=analysis["duplicate_pct"]))
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
-            warnings.append(
-                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says little "
-                "about new data. Use another split for data.val, or slices that do not overlap"
-            )
+            warnings.append(hint("validation in training", name=name, count=count))
     own = own_layout(analysis)
     if own["padding_pct"] > PADDING_PCT:
-        # The advice is by padding alone: the table shows measured speeds of other layouts.
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:

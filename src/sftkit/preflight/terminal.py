@@ -26,9 +26,6 @@ from sftkit.reports import details
 from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
 from sftkit.runtime.script import VisibleConsole, counted
 
-BAR_WIDTH = 40
-
-
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +122,7 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
         console.print(line, markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print()
     console.print(layout_table(analysis))
     if samples:
         coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
@@ -168,16 +165,6 @@ def disk_text(analysis: dict[str, Any]) -> str:
         return f"{free}; size of a checkpoint unknown"
     number = "one checkpoint" if disk["checkpoints"] == 1 else f"at most {disk['checkpoints']} checkpoints"
     return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
-
-
-def _histogram(lengths: dict[str, Any]) -> str:
-    """Return the number of documents by length, in powers of two, as bars."""
-    lines = ["document length in positions"]
-    highest = max(lengths["counts"])
-    for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
-        bar = "█" * round(BAR_WIDTH * count / highest)
-        lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
-    return "\n".join(lines)
 
 
 def layout_table(analysis: dict[str, Any]) -> Group:

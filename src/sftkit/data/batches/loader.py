@@ -20,7 +20,7 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError
-from sftkit.runtime.script import OomKills, likely_cause, oom_kills
+from sftkit.runtime.script import likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
 
 
@@ -173,30 +173,18 @@ class Batches:
         try:
             yield
         except RuntimeError as error:
-            died = _WORKER_DIED.search(str(error))
-            if died is None:
+            if not _WORKER_DIED.search(str(error)):
                 raise
-            raise WorkerError(self._last_words(int(died[1]), before)) from error
+            said = str(error).partition("\n")[0].strip().rstrip(".")
+            cause = likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
+            raise WorkerError(
+                f"{said}: {cause}. train.resume=auto resumes from the newest checkpoint, if there is one; fewer "
+                "workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
+            ) from error
         finally:
             # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
             # ignore signals.
             self._iterator = iter(())
-
-    def _last_words(self, pid: int, before: OomKills) -> str:
-        """Return what is known about a dead data worker."""
-        # Private: torch has no public list of its workers, and does not always report why one
-        # ended (pytorch/pytorch#48088).
-        worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
-        by = "has ended"
-        if worker is not None:
-            worker.join(5.0)
-            if (worker.exitcode or 0) < 0:
-                by_signal = signal.Signals(-worker.exitcode)
-                by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
-        return (
-            f"a data worker (process {pid}) {by}. train.resume=auto resumes from the newest checkpoint, if there is "
-            "one; fewer workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
-        )
 
 
 def load_examples(

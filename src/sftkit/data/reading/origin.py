@@ -46,8 +46,8 @@ def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]
 
 
 def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
-    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the
-    first takes long."""
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the first takes
+    long."""
     start, stop = _bounds(source)
     start = "0" if start is None or start == "0%" else start
     if _is_relative(start) or int(start) > FARTHEST:
