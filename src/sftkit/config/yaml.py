@@ -107,21 +107,22 @@ class RecipeLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a node; reject an alias."""
         if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call] # of PyYAML, whose types lack it
             problem = "an alias (*name) is not allowed: write the value out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 
 class RecipeDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 would read as something else; lists of plain values are one line."""
 
-    def represent_list(self, data: list[Plain]) -> yaml.Node:
-        """Represent a list."""
-        flow = not any(isinstance(item, dict | list) for item in data)
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+def _represent_list(dumper: RecipeDumper, data: list[Plain]) -> yaml.Node:
+    flow = not any(isinstance(item, dict | list) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
 
 
-RecipeDumper.add_representer(list, RecipeDumper.represent_list)
+RecipeDumper.add_representer(list, _represent_list)
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -370,7 +371,8 @@ def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] | Non
     if comment is None:
         return text
     lines = text.split("\n")
-    leaves = dict(_leaves(yaml.compose(text, Loader=RecipeLoader), ()))
+    root = yaml.compose(text, Loader=RecipeLoader)
+    leaves = dict(_leaves(root, ())) if root else {}
     width = min(72, max((len(lines[i]) for i in leaves), default=0))
     for i, keys in leaves.items():
         note = comment(keys)
