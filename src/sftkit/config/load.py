@@ -13,19 +13,9 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from sftkit.config import keys as key_names
 from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
-from sftkit.config.keys import (
-    USAGE,
-    adapter,
-    explain_error,
-    help_text,
-    key_table,
-    optional_sections,
-    row_of,
-    section_classes,
-    shorten,
-)
 from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.terminal import SECRET, Level, print_text, secret_in
@@ -50,13 +40,13 @@ def read_command_line(
     None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        print_text(help_text(description or "", running()))
+        print_text(key_names.help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if "--print-config" in words:  # of a run that may be another machine's
         more = [rule for rule in more if not isinstance(rule, OfLaunch)]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
+        fail(f"usage: {running()} {key_names.USAGE}\nThe first word must be a recipe file.")
     try:
         cfg, tree = _resolve(settings[0], settings[1:], topology, more)
     except ConfigError as error:
@@ -118,7 +108,9 @@ def kept_settings(tree: Node) -> list[str]:
         assert isinstance(source, dict)
         kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
-            settings = " and ".join(f"{name}: {shorten(own.plain())} of {own.origin}" for name, own in kept.items())
+            settings = " and ".join(
+                f"{name}: {key_names.shorten(own.plain())} of {own.origin}" for name, own in kept.items()
+            )
             words = " ".join(f"{item}.{name}=..." for name in kept)
             notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
     return notes
@@ -153,7 +145,9 @@ def _resolve(
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
-    for section in section_classes().keys() - optional_sections():  # an absent or emptied section has its defaults
+    for section in (
+        key_names.section_classes().keys() - key_names.optional_sections()
+    ):  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
     dropped: set[KeyPath] = set()
@@ -188,7 +182,7 @@ def _report(problems: list[str]) -> ConfigError:
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
     for keys, node in _walk(tree, ()):
-        key = key_table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
+        key = key_names.key_table().get(key_names.row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
                 node.value = expanded(node.value)
@@ -230,7 +224,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
     """Return the Config, or None with its problems appended. Keys without a usable value are added to `dropped`, so
     that no rule asks for them."""
     try:
-        return adapter().validate_json(json.dumps(tree.plain()), strict=True)
+        return key_names.adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for i, e in enumerate(errors):
@@ -242,7 +236,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         origin = recipe if missing and not _is_item(keys) else tree.nearest(keys).origin
-        text, meant = explain_error(e, keys)
+        text, meant = key_names.explain_error(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
     # Backwards: removing an item of a list would shift the places of later items.
@@ -265,5 +259,5 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
             raise Unusable(dotted(gone))
     if (node := tree.find(keys)) is not None:
         return node.plain()
-    known = key_table().get(key)
+    known = key_names.key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have

@@ -11,7 +11,7 @@ import csv
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -171,11 +171,14 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         beginning: read only the rows in the first LONGEST_RECORD bytes of a large JSON value.
     """
     kind = suffix_of(path)
-    json_reader = partial(_json, beginning=beginning)
-    readers = {".json": json_reader, ".parquet": _parquet, ".csv": _delimited}
-    readers |= {".tsv": _delimited, ".jsonl": _json_lines, ".ndjson": _json_lines}
+    readers: dict[str | None, Callable[[Path], Iterator[RawRow]]] = {
+        ".json": partial(_json, beginning=beginning),
+        ".parquet": _parquet,
+        **dict.fromkeys((".csv", ".tsv"), _delimited),
+        **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    }
     try:
-        yield from readers.get(kind or "", _text)(path)
+        yield from readers.get(kind, _text)(path)
     except DataError:
         raise
     except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
