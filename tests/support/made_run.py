@@ -261,7 +261,6 @@ def preflight() -> dict[str, Any]:
                 "shapes": "8x2048",
                 "padding_pct": 73.1,
                 "steps": 1276,
-                "break_even": 3.64,
             },
         ],
         "duplicate_pct": 0.4,
@@ -273,7 +272,7 @@ def preflight() -> dict[str, Any]:
             "remedies": [],
         },
         "disk": {"folder": "/data/runs", "free_gib": 811.2, "needed_gib": 21.5, "fits": True},
-        "time": {"steps": 600, "hours": None},
+        "time": {"steps": 600},
         "warnings": [
             "911 of 41,000 rows of smoltalk2 are cut to 2,048 tokens; data.max_length=4096 would keep 870 of them"
         ],

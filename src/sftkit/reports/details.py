@@ -14,7 +14,7 @@ SOURCES = (
     *("dropped_too_long", "dropped_no_target", "skipped_bad"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")
-LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "break_even", "tok_per_sec")
+LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
 _MAX_EVENTS = 200
 

@@ -19,19 +19,12 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
+from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.answers import HISTORY, AnswerLocator
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
 from sftkit.data.tokens.rendering import Span, limited
-from sftkit.data.tokens.template import (
-    Tools,
-    check_context,
-    render_conversation,
-    renders_key,
-    special_tokens_of,
-    template_of,
-    unused_arguments,
-)
+from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -92,7 +85,7 @@ def tokenize(
         counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
     locator = AnswerLocator(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
-    unused = unused_arguments(row, locator.template)
+    unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
     counts.update(skipped.values())
@@ -111,7 +104,7 @@ def tokenize(
     counts[THINKING_OFF] = int(bool(learnable) and locator.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
-    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, locator.template))
+    keys = columns.unused_keys(checked, partial(templates.renders_key, tokenizer, locator.template))
     if examples:
         odd = {**conversation.oddities(messages, row.where), **unused, **locator.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
@@ -149,11 +142,9 @@ def _answers(
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        answers = {k: parts for k, parts in document.spans.items() if k not in shared}
-        spans = sorted(span for parts in answers.values() for span in parts)
-        places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
-        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
-        rest = None if encoded.complete else bool(spans)
+        answers = {k: span for k, span in document.spans.items() if k not in shared}
+        learned = _finished(locator, encoded, tokens_inside(sorted(answers.values()), encoded), answers, last)
+        rest = None if encoded.complete else bool(answers)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
@@ -203,10 +194,9 @@ def _everything(
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
-    spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
+    spans = sorted(span for k, span in document.spans.items() if k in hidden)
     # An answer after no prompt has no place but that of its text.
-    whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
-    places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
+    places = {k: span for k, span in {**document.texts, **document.spans}.items() if k not in hidden | apart}
     is_target = ~tokens_inside(spans, encoded)
     learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
     return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
@@ -275,13 +265,15 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     checked = replace(row, messages=conversation.validated(row, special_tokens_of(tokenizer)))
     template = template_of(tokenizer, with_tools=bool(row.tools))
 
-    def render(messages: list[Message], tools: Tools) -> str:
+    def render(messages: list[Message], tools: templates.Tools) -> str:
         one = replace(checked, messages=messages, tools=tools)
-        return render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
+        return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)
 
     messages = checked.messages or []
     text = render(messages, row.tools)
-    check_context(messages, row.tools, text, render, template=template, where=row.where, args=row.template_args)
+    templates.check_context(
+        messages, row.tools, text, render, template=template, where=row.where, args=row.template_args
+    )
     return text
 
 
