@@ -192,7 +192,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
         tokenizer(
             render_conversation(
                 tokenizer, template, Row("x:1", messages=given, template_args=mode), add_generation_prompt=True
-            ),
+            )[0],
             add_special_tokens=False,
         )["input_ids"]
         for k, message in enumerate(messages)
@@ -560,6 +560,7 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
+    monkeypatch.setattr(answers.AnswerLocator, "_after_header", lambda self, text, start: start)
     monkeypatch.setattr(answers.AnswerLocator, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
     tokenizer = make("qwen3")
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
@@ -702,21 +703,14 @@ def test_any_value_of_an_argument_reaches_the_template(make_tokenizer, value: An
     assert with_arguments(tokenizer.chat_template, {}) == "\n{{ word }}"
 
 
-@pytest.mark.parametrize(
-    "marked",
-    [
-        "{{ m.content }}{% generation %}{% endgeneration %}",
-        "{%- generation -%}{{ m.content }}{%- endgeneration -%}",
-        "{{ m.content[:3] }}{% generation %}{{ m.content[3:] }}{% endgeneration %}",
-    ],
-)
-def test_a_template_that_marks_other_text_than_answers_is_refused(make_tokenizer, marked: str) -> None:
+def test_an_answer_of_which_the_template_marks_nothing_is_refused(make_tokenizer) -> None:
     tokenizer = make_tokenizer("chatml")
+    marked = "{{ m.content }}{% generation %}{% endgeneration %}"
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}" + marked + "{{- '<|im_end|>\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    with pytest.raises(DataError, match=r"the chat template marks other text"):
+    with pytest.raises(DataError, match=r"messages\[1\]: the chat template marks no part"):
         documents(tokenizer, [U, PLAIN])
 
 

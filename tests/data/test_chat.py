@@ -151,7 +151,6 @@ def test_whitespace_after_the_end_of_turn_is_not_learned(make_tokenizer):
         "{%- if m.role == 'assistant' %}"
         "{%- generation %}{{- m.content + '<|im_end|>\\n' }}{%- endgeneration %}"
         "{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
     example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
     assert learned(example, tokenizer) == f"{FIRST}<|im_end|>{SECOND}<|im_end|>"

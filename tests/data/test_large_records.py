@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import readers
-from sftkit.data.tokens import chat, encode, sources, text
+from sftkit.data.tokens import chat, encode, sources, template, text
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -59,7 +60,7 @@ def test_other_files_that_are_too_long_are_refused_too(short: None, tmp_path: Pa
     listed.write_text(json.dumps(["x" * 2**20]))
     with pytest.raises(DataError, match=r"a\.txt: more than 1 MiB"):
         readers.parsed(next(readers.rows_of(text)))
-    with pytest.raises(DataError, match=r"a\.csv:2: more than 1 MiB"):
+    with pytest.raises(DataError, match=r"a\.csv:2: a record of more than 1 MiB"):
         next(readers.rows_of(csv))
     monkeypatch.setattr(readers, "LONGEST_JSON", 2**20)
     with pytest.raises(DataError, match=r"a\.json: more than 0 GiB in one JSON value"):
@@ -154,6 +155,23 @@ def test_documents_that_can_only_be_too_long_are_counted_as_those_that_are(make_
         assert found["pruned", too_long] == found["rendered", too_long]
         assert found["pruned", too_long][1]["not_learned_too_long"] > 30
         assert len(found["pruned", too_long][0]) > 1
+
+
+@pytest.mark.parametrize("name", ["chatml", "marks_without_end"])
+def test_marks_are_where_transformers_finds_them(name: str, make_tokenizer) -> None:
+    tokenizer = make_tokenizer(name)
+    messages = [{"role": "system", "content": "Be brief."}, *turns(3)]
+    text, spans = template.render_conversation(
+        tokenizer, tokenizer.chat_template, Row("x:1", messages=messages), marks=True
+    )
+    texts, expected = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    assert (text, list(spans)) == (texts[0], expected[0])
+    assert len(spans) >= 3
 
 
 MIXED = "Größe 12,345 💡👩\u200d👧  \t\n\nif (a != b): 你好吗 שלום don't   <b>x</b> " * 12

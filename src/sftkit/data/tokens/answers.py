@@ -133,7 +133,7 @@ class Document:
     """A conversation up to one of its answers, as one text that ends with it."""
 
     text: str
-    spans: dict[int, Span]
+    spans: dict[int, list[Span]]
     """Index in messages -> the characters that the model writes, of each answer after the prompt that a server would
     send. The end-of-turn token belongs to them, whitespace after that does not."""
     texts: dict[int, Span] = field(default_factory=dict)
@@ -190,11 +190,16 @@ class AnswerLocator:
             DataError: the template rejects the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
-        if self.template.marks_differ:
-            raise fault(self.where, "template marks other text")
-        document = self._located(last, sorted(k for k in among if k <= last))
-        self._check_context(last, self.arguments(last), document.text)
-        return document
+        # Marks are used only if one rendering serves every answer: the same arguments, and nothing rewritten later.
+        args = self.arguments(last)
+        wanted = sorted(k for k in among if k <= last)
+        marks = self.template.has_marks and self.template.append_only
+        marked = marks and all(self.arguments(k) == args for k in wanted)
+        document = self._marked(last, wanted) if marked else self._located(last, wanted)
+        self._check_context(last, args, document.text)
+        if not document.spans[last]:
+            raise fault(self.where, "template marks no answer", k=last)
+        return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
         """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
@@ -235,7 +240,7 @@ class AnswerLocator:
 
         def render(messages: list[Message], tools: Tools) -> str:
             row = replace(self.row, messages=messages, tools=tools, template_args=args)
-            return render_conversation(self.tokenizer, self.template, row)
+            return render_conversation(self.tokenizer, self.template, row)[0]
 
         # Answers are checked where they are learned, this one too.
         self.odd |= check_context(
@@ -265,7 +270,7 @@ class AnswerLocator:
             return set(marks)
         given = enumerate(self.messages[: last + 1])
         messages = [loss_mask.with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
-        text = self._rendered(messages, self.arguments(last))
+        text, _ = self._rendered(messages, self.arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
 
@@ -287,7 +292,11 @@ class AnswerLocator:
             if found != NOWHERE:
                 spans[k] = found
         spans[last] = own.start, own.end
-        return Document(own.text[: own.end], spans)
+        # If the template has marks, only the marked parts of an answer are the model's own.
+        if not self.template.has_marks:
+            return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
+        _, marks = self._marks(last)
+        return Document(own.text[: own.end], {k: loss_mask.within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
         """Return the place of an answer in the text of a longer conversation; NOWHERE if it is not there as it
@@ -303,6 +312,40 @@ class AnswerLocator:
                 if token and following.startswith(token):
                     return one.start, text.index(token, one.end) + len(token)
         return one.start, one.end
+
+    def _marked(self, last: int, wanted: list[int]) -> Document:
+        """Find answers by the template's marks, in one rendering; for templates that never change what
+        they have rendered."""
+        answers = [k for k in self.answers if k <= last]
+        text, marks = self._marks(last)
+        # Without one mark for each answer it is not known which is whose.
+        if len(marks) != len(answers):  # several for an answer, or none
+            return self._located(last, wanted)
+        spans = {}
+        before = 0
+        for k, (start, end) in zip(answers, marks, strict=True):
+            past = loss_mask.end_of_marked(text, (start, end), self.template.end_tokens)
+            first = self._after_header(text, start)
+            self._check(k, text[first:past], text[before:past])
+            before = past
+            if k in wanted:
+                spans[k] = [(first, past)]
+        return Document(text[:before], spans)
+
+    def _marks(self, last: int) -> tuple[str, list[Span]]:
+        """Return the rendered text and the spans that the template marks, empty ones left out."""
+        text, marks = self._rendered(self.messages[: last + 1], self.arguments(last), marks=True)
+        return text, [span for span in marks if span[0] < span[1]]
+
+    def _after_header(self, text: str, start: int) -> int:
+        """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
+        ends = [
+            begin + len(header)
+            for header in self.template.headers
+            for begin in range(max(start - len(header), 0), start + 1)
+            if header and text.startswith(header, begin)
+        ]
+        return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
 
     def _as_last_answer(self, k: int) -> _LastAnswer:
         """Return an answer as the last message; rendered once."""
@@ -388,9 +431,9 @@ class AnswerLocator:
 
     def _render(self, k: int, args: dict[str, object], *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""
-        return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)
+        return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
 
-    def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> str:
+    def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
         """Render messages with the tools, `how` as render_conversation takes it; a template that rejects them
         is a DataError."""
         row = replace(self.row, messages=messages, template_args=args)

@@ -142,9 +142,11 @@ def _answers(
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        answers = {k: span for k, span in document.spans.items() if k not in shared}
-        learned = _finished(locator, encoded, tokens_inside(sorted(answers.values()), encoded), answers, last)
-        rest = None if encoded.complete else bool(answers)
+        answers = {k: parts for k, parts in document.spans.items() if k not in shared}
+        spans = sorted(span for parts in answers.values() for span in parts)
+        places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
+        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
+        rest = None if encoded.complete else bool(spans)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
@@ -194,9 +196,10 @@ def _everything(
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
-    spans = sorted(span for k, span in document.spans.items() if k in hidden)
+    spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
     # An answer after no prompt has no place but that of its text.
-    places = {k: span for k, span in {**document.texts, **document.spans}.items() if k not in hidden | apart}
+    whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
+    places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
     is_target = ~tokens_inside(spans, encoded)
     learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
     return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
@@ -267,7 +270,7 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
 
     def render(messages: list[Message], tools: templates.Tools) -> str:
         one = replace(checked, messages=messages, tools=tools)
-        return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)
+        return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
 
     messages = checked.messages or []
     text = render(messages, row.tools)

@@ -100,7 +100,7 @@ def _arrays(encoded: BatchEncoding) -> Encoded:
 
 
 def encode_answers(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, Span], last: int, enough: int | None
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
 ) -> tuple[Encoded, set[int]]:
     """Encode a text so that the part before its last answer has the token ids that it would have by itself,
     as a prompt.
@@ -113,12 +113,12 @@ def encode_answers(
     encoded = encode(tokenizer, text, enough)
     pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
     specials = [match.span() for match in pattern.finditer(text)]
-    shared = {k for k, span in spans.items() if _shares(tokenizer, text, span[0], encoded, specials)}
+    shared = {k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], encoded, specials)}
     if last not in shared:
         return encoded, shared
     if not encoded.complete:
         return encode_answers(tokenizer, text, spans, last, None)
-    prompt_end = spans[last][0]
+    prompt_end = spans[last][0][0]
     before = encode(tokenizer, text[:prompt_end])
     after = encode(tokenizer, text[prompt_end:])
     joined = np.concatenate([before.ids, after.ids])

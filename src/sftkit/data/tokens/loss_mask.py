@@ -13,9 +13,32 @@ from typing import Literal
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
+from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
+
+
+def within(span: Span, marks: list[Span]) -> list[Span]:
+    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out, belongs to
+    the last one."""
+    start, end = span
+    parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
+    return [*parts[:-1], (parts[-1][0], end)] if parts else []
+
+
+def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
+    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace
+    after that token."""
+    start, end = span
+    trimmed = start + len(text[start:end].rstrip())
+    if text[start:trimmed].endswith(end_tokens):
+        return trimmed
+    for token in end_tokens:
+        following = re.compile(r"\s*" + re.escape(token)).match(text, end)
+        if following:
+            return following.end()
+    return end
 
 
 def required_texts(message: Message) -> list[str]:

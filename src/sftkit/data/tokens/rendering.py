@@ -41,8 +41,8 @@ Span = tuple[int, int]
 T = TypeVar("T")
 
 
-def render(source: str, variables: dict[str, Any], *, where: str) -> str:
-    """Return the text that a template makes of its variables.
+def render(source: str, variables: dict[str, Any], *, where: str, marks: bool = False) -> tuple[str, list[Span]]:
+    """Return the text that a template makes of its variables and, with `marks`, the spans inside {% generation %}.
 
     Args:
         where: the conversation, for messages.
@@ -52,7 +52,7 @@ def render(source: str, variables: dict[str, Any], *, where: str) -> str:
         ConfigError: it exceeds a limit.
     """
     try:
-        return limited(_joined, source, variables)
+        return limited(_marked if marks else _joined, source, variables)
     except TemplateError:
         raise
     except ConfigError as error:
@@ -128,18 +128,52 @@ def _check(_signal: int, _frame: object) -> None:
         raise _Ended(exceeded)
 
 
-def _joined(source: str, variables: dict[str, Any]) -> str:
-    """Return the text. Many blocks are counted at a time: a look at each would take a tenth of the time."""
+def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+    """Return the text and no spans. Many blocks are counted at a time: a look at each would take a tenth of the
+    time of rendering."""
     compiled = _compiled(source)
     blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
     found = list[str]()
     length = 0
     while chunk := list(islice(blocks, _BLOCKS)):
         length += sum(map(len, chunk))
-        if length > MAX_RENDERED:
-            raise ConfigError(hint("endless chat template", most=MAX_RENDERED))
+        _check_length(length)
         found += chunk
-    return "".join(found)
+    return "".join(found), []
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_RENDERED:
+        raise ConfigError(hint("endless chat template", most=MAX_RENDERED))
+
+
+def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+    """Return text and marked spans, as transformers does with return_assistant_tokens_mask. That joins all of the text
+    so far for every answer, which takes minutes for a conversation of thousands. Here the tracker is given an empty
+    list of blocks, and spans are moved to where the text ends."""
+    compiled = _compiled(source)
+    blocks = list[str]()
+    length = 0
+    spans = _Spans()
+    # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
+    environment: Any = compiled.environment
+    with environment.activate_tracker([], spans):
+        for block in compiled.generate(variables):
+            blocks.append(block)
+            length += len(block)
+            _check_length(length)
+            spans.length = length
+    return "".join(blocks), spans
+
+
+class _Spans(list[Span]):
+    """Spans of a text, noted from where it ends so far."""
+
+    length = 0
+
+    def append(self, span: Span) -> None:
+        """Add a span, moved to where the text ends so far."""
+        super().append((self.length + span[0], self.length + span[1]))
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
 "The version of the files of a cache entry."
-MASK_VERSION = 2
+MASK_VERSION = 1
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}

@@ -41,8 +41,8 @@ class Template:
 
     source: str
     special_tokens: tuple[str, ...]
-    marks_differ: bool
-    "It marks other text with {% generation %} than whole answers after its generation prompt."
+    has_marks: bool
+    "It marks answers with {% generation %}."
     end_within: str | None
     "The special token that ends an answer which another turn follows; None: the template writes none."
     end_last: str | None
@@ -64,6 +64,8 @@ class Template:
     "The field of a message whose reasoning it renders; None: none."
     renders_thoughts: bool
     "Its text has <think>, and it renders a thinking block at the beginning of an answer's content."
+    append_only: bool
+    "An answer is rendered in the middle of a conversation as it was when it was the last message."
     whole_shapes: set[Hashable] = field(default_factory=set, compare=False)
     "Shapes of conversations of which it is known that all of them is rendered, see context.check_context."
 
@@ -93,8 +95,10 @@ def render_conversation(
     row: Row,
     *,
     add_generation_prompt: bool = False,
-) -> str:
-    """Return the text of a row's messages, rendered with its tools and template arguments.
+    marks: bool = False,
+) -> tuple[str, list[Span]]:
+    """Return the text of a row's messages, rendered with its tools and template arguments, and, with `marks`, the spans
+    inside {% generation %}.
 
     Raises:
         TemplateError: the template rejects the conversation.
@@ -108,7 +112,7 @@ def render_conversation(
     # takes arguments of the template by name, next to its own.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
-    return render(source, {"messages": messages, "documents": None, **variables}, where=row.where)
+    return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
 
 
 @lru_cache(maxsize=8)
@@ -131,12 +135,13 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
 
     def rendered(messages: list[Message], *, prompt: bool = False, **args: bool) -> str:
         asked = Row("a small conversation", messages=messages, template_args=args)
-        return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)
+        return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:
         # The places of questions and answers; a template may render the last turn in another way.
         text = rendered(conversation)
         question = rendered(conversation[:1])
+        answered_last = rendered(conversation[:2])
         asked, answered = _find(text, FIRST_QUESTION), _find(text, FIRST_ANSWER)
         asked_again, answered_again = _find(text, SECOND_QUESTION), _find(text, SECOND_ANSWER)
         # How a prompt may begin an answer, and what becomes of reasoning in a message or in its text.
@@ -149,13 +154,15 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         # or neither.
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
+        # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
+        append_only = text.startswith(answered_last[: _find(answered_last, FIRST_ANSWER)[1]])
         after_thought = ""
         if key:
-            first = rendered(_with_reasoning(conversation[:2], key))
+            reasoned = _with_reasoning(conversation, key)
+            first = rendered(reasoned[:2])
             after_thought = first[_find(first, _REASONED)[1] : _find(first, FIRST_ANSWER)[0]]
-        marked = _with_visible_marks(source)
-        reasoned = Row("a small conversation", messages=_with_reasoning(conversation, key) if key else conversation)
-        shown = render_conversation(tokenizer, marked, reasoned) if marked != source else ""
+        if append_only and key:
+            append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(hint("broken chat template", error=error)) from None
     # The texts around the known words are the headers and ends of turns.
@@ -169,7 +176,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     return Template(
         source=source,
         special_tokens=special_tokens,
-        marks_differ=bool(shown) and (not any(headers) or _marks_differ(shown)),
+        has_marks=bool(re.search(r"\{%-?\s*generation\s*-?%\}", source)),
         end_within=end_within,
         end_last=end_last,
         end_call=_end_of_call(rendered, special_tokens),
@@ -180,26 +187,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         fixed=frozenset(json.loads(fixed[1])) if fixed else frozenset(),
         reasoning_key=key,
         renders_thoughts=keeps,
+        append_only=append_only,
     )
-
-
-def _with_visible_marks(source: str) -> str:
-    """Return a template that writes characters which no text has where it marks answers with {% generation %}."""
-    source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}{{ '\\x01' }}", source)
-    return re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{{ '\\x02' }}{%\1 endif \2%}", source)
-
-
-def _marks_differ(text: str) -> bool:
-    """Return whether a template marks only a part of an answer, or a question.
-
-    Args:
-        text: the small conversation with visible marks.
-    """
-    marked = "".join(re.findall("\x01(.*?)\x02", text, re.DOTALL))
-    text = re.sub("[\x01\x02]", "", text)
-    answers = (FIRST_ANSWER, SECOND_ANSWER, _REASONED)
-    questions = (FIRST_QUESTION, SECOND_QUESTION)
-    return any(one in text and one not in marked for one in answers) or any(one in marked for one in questions)
 
 
 def _headers(rendered: Callable[..., str], question: list[Message], argument: str | None) -> list[str]:
