@@ -6,8 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
@@ -15,12 +16,16 @@ from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, 
 from sftkit.rundir.manifest import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
+PEFT_PREFIX = "base_model.model."
+"What peft puts in front of the name of a parameter."
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+"What peft puts behind the name of a table that has trained rows."
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *("target_parameters", "layer_replication", "alora_invocation_tokens"),
     # LoRA's relatives: they compute something else with the same two factors.
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
@@ -98,6 +103,8 @@ class AdapterFiles:
     dora: bool
     digest: str | None
     "of the weights of its model, as our manifest has it; None: not known"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    "name of embedding or head -> tokens whose rows are trained (models/token_rows.py)"
 
 
 def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
@@ -147,7 +154,33 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         scale,
         bool(found.get("use_dora")),
         read_base_digest(folder),
+        _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
     )
+
+
+def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
+    """Return name of embedding or head -> the tokens whose rows an adapter holds.
+
+    Args:
+        given: what adapter_config.json says: ids of the embedding's tokens, or the last parts of names -> ids.
+
+    Raises:
+        ConfigError: the files do not fit each other.
+    """
+    if not given:
+        return {}
+    header = header_of(file)
+    names = {n: n.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    found = {}
+    for key, name in names.items():
+        lists = [ids for last, ids in given.items() if name.endswith(last)] if isinstance(given, dict) else [given]
+        ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
+        if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
+            raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
+        found[name] = ids
+    if not found:
+        raise ConfigError(f"{file}: the rows of trainable_token_indices={given!r} are not in it. {COPY_AGAIN}")
+    return found
 
 
 def base_digest(folder: Path) -> str:

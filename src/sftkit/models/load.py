@@ -43,7 +43,7 @@ from sftkit.models.files import (
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.rope import use_document_lengths
 from sftkit.models.structure import vocab_size
-from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows, pad_vocabulary
+from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
@@ -138,6 +138,9 @@ def load_model(
             from sftkit.models.adapters import merge_files
 
             merge_files(orig_model, files)
+        elif files is not None:
+            for ids in files.tokens.values():
+                make_room_for(orig_model, ids)
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
@@ -207,17 +210,12 @@ def _adapt(
     from sftkit.models.adapter_files import base_digest
     from sftkit.models.adapters import Adapters, add_adapters
     from sftkit.models.joined_adapters import join_layers
+    from sftkit.models.token_rows import tokens_to_train
 
     if model.path is None:
         raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(f"adapter: {not_causal(orig_model.config.model_type, 'an adapter')}")
-    if added := added_tokens(tokenizer):
-        raise ConfigError(
-            f"adapter: {first_of(added.tokens)} would get rows of embedding and head, which stay frozen: they would "
-            "never be learned. Use the model's own chat template (model.chat_template=null), a Jinja file that writes "
-            "tokens of this tokenizer, or a model whose tokenizer has these tokens"
-        )
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
@@ -230,7 +228,9 @@ def _adapt(
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
     base = replace(base, path=path)
-    adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
+    tokens, known = tokens_to_train(orig_model, tokenizer, files)
+    start = None if files is None else files.folder
+    adapters = Adapters(config, seed, base, digest, start, tokens=tokens, known=known)
     method = "dora" if files is not None and files.dora else "lora"
     if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
         raise ConfigError(
@@ -385,7 +385,8 @@ def model_of_files(
     from sftkit.models.adapters import add_adapters, merge_files
 
     if adapters is not None:
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
+        known = adapters.known if checkpoint is None else None  # a checkpoint has the rows of tokens
+        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder, known=known))
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

@@ -135,14 +135,36 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     before = vocab_size(orig_model)
     if max(added.ids) >= before:
         resize(orig_model, -(-(max(added.ids) + 1) // _MULTIPLE) * _MULTIPLE)
-    new = NewRows(before, min(added.known, before), added.ids)
+    _make(orig_model, NewRows(before, min(added.known, before), added.ids))
+
+
+def make_room_for(orig_model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Make rows of embedding and head for tokens whose rows an adapter holds; nothing if the model has them.
+
+    Raises:
+        ConfigError: the model would get other rows too, which no file holds.
+    """
+    before = vocab_size(orig_model)
+    new = tuple(i for i in sorted(ids) if i >= before)
+    if not new:
+        return
+    if absent := set(range(before, new[-1])) - {*new}:
+        raise ConfigError(
+            f"adapter: it has a row for token {new[-1]}, the model {before} rows, and no file has row {min(absent)}: "
+            "use the model that the adapter was trained on"
+        )
+    resize(orig_model, new[-1] + 1)
+    _make(orig_model, NewRows(before, before, new))
+
+
+def _make(orig_model: PreTrainedModel, new: NewRows) -> None:
     set_new_rows(orig_model, new)
     for tensor in vocabulary_of(orig_model):
         if not tensor.is_meta:
             fill(tensor, tensor, new)
 
 
-def set_new_rows(orig_model: PreTrainedModel, new: NewRows) -> None:
+def set_new_rows(orig_model: PreTrainedModel, new: NewRows | None) -> None:
     """Record for new_rows which rows the model's files lack."""
     setattr(orig_model, _NEW_ROWS, new)
 
@@ -182,11 +204,11 @@ def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
         shard[:there].copy_(source[(slice(start, start + there), *others)])
     rows = new.among(start, size)
     if rows:
-        shard[rows] = _mean(source, new.known, others, shard.dtype).to(shard)
+        shard[rows] = mean_row(source, new.known, shard.dtype, others).to(shard)
     shard[new.padding(start, size) :] = 0
 
 
-def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+def mean_row(source: Any, rows: int, dtype: torch.dtype, columns: tuple[slice, ...] = ()) -> Tensor:
     """Return the mean of the first rows, rounded to the run's precision, as fp64 summed in fp64: the same on
     every rank.
     """

@@ -32,6 +32,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
+from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
@@ -83,8 +84,10 @@ def meta_model(
     freeze(orig_model, patterns)
     if adapter is not None:
         from sftkit.models.adapters import Adapters, add_adapters
+        from sftkit.models.token_rows import tokens_to_train
 
-        add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
+        tokens, _ = tokens_to_train(orig_model, tokenizer, adapter_at(model))
+        add_adapters(orig_model, Adapters(adapter, 0, model, digest="", tokens=tokens))
     return orig_model
 
 

@@ -33,7 +33,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
-from sftkit.models.trained import freeze
+from sftkit.models.trained import adapters_of, freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object, replace_text
@@ -174,7 +174,14 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     if cfg.train.freeze or cfg.adapter is not None:
         counted = count_parameters(orig_model)
         rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
-    if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
+    if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
+        rows = sum(map(len, adapters.tokens.values()))
+        rt.print(
+            f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
+            "serve it merged, or train with the model's own template (model.chat_template=null)",
+            "warning",
+        )
+    elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
         )
