@@ -43,7 +43,6 @@ from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
-from sftkit.models.vocabulary import add_tokens
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer, parameter_groups
@@ -452,13 +451,6 @@ def test_b_learns_at_its_own_rate() -> None:
     for name, p in factors(model).items():  # the first step of Adam is the learning rate
         moved = (p.detach() - before[name]).abs().max()
         torch.testing.assert_close(float(moved), 4e-3 if ".lora_B." in name else 1e-3, rtol=1e-3, atol=0)
-
-
-def test_rows_that_a_template_would_add_are_an_error_as_they_would_stay_frozen(base: Path) -> None:
-    tokenizer = tokenizer_of(base)
-    add_tokens(tokenizer, ["<|new|>"])
-    with pytest.raises(ConfigError, match=r"<\|new\|> would get rows of embedding and head, which stay frozen"):
-        load_model(ModelConfig(path=str(base)), tokenizer, 0, adapter=AdapterConfig(rank=2))
 
 
 def test_a_model_with_adapters_counts_them_and_its_checkpoint_alone() -> None:
