@@ -208,7 +208,9 @@ def test_a_compiled_run_builds_a_graph_for_its_blocks_and_all_rows_are_green(
     assert rows["Same gradients as the plain model"]["ok"] is True
     assert rows["FLOPs are those that torch counts"]["ok"] is True
     recorded = json.loads((tmp_path / "run" / "proof.json").read_text())["logits"]
-    assert verify_checkpoint(tmp_path / "run" / "step-000003", recorded).ok is True
+    found = verify_checkpoint(tmp_path / "run" / "step-000003", recorded)
+    assert found.ok is True
+    assert f"AutoModelForCausalLM.from_pretrained of {base} with these factors, computed by sftkit" in found.how
     # As a model: what the run has computed with its factors, merged.
     again = load_model(ModelConfig(path=str(tmp_path / "run" / "step-000003")), tokenizer, 0)
     assert adapters_of(again) is None

@@ -386,6 +386,21 @@ def test_an_adapter_of_a_head_is_merged_unless_the_embedding_would_change_too(
         torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_a_local_model_is_named_by_its_whole_path_and_one_without_weights_is_an_error(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    live = load_model(ModelConfig(path="base"), tokenizer_of(base), 5, adapter=AdapterConfig(rank=2))
+    assert json.loads(peft_config_text(live))["base_model_name_or_path"] == str(base)
+    weights = base / "model.safetensors"
+    named = base_digest(base)
+    weights.rename(base / "pytorch_model.bin")
+    assert base_digest(base) not in ("", named)
+    (base / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match="no weights in it"):
+        base_digest(base)
+
+
 def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path: Path) -> None:
     live = load_model(ModelConfig(path=str(base)), tokenizer_of(base), 5, adapter=AdapterConfig(rank=4))
     record = adapters_of(live)

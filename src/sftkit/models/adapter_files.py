@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
     kind = str(found.get("peft_type"))
-    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"Merge it: {merge_command(folder)}"
     if kind != "LORA":
         raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
     odd = {
@@ -184,5 +184,50 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def base_digest(folder: Path) -> str:
-    """Return the digest of the weights of a model's folder."""
-    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))
+    """Return the digest of the weights of a model's folder.
+
+    Raises:
+        ConfigError: it has none that are known here.
+    """
+    files = weight_files(folder) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise ConfigError(f"{folder}: no weights in it (safetensors or .bin), so adapters could not name their model")
+    return digest_of_files(folder, files)
+
+
+def merge_command(folder: Path) -> str:
+    """Return the command that merges an adapter into its model with peft, in a folder beside it."""
+    code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
+    return f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}" and name {folder}-merged'
+
+
+def scale_of(config: AdapterConfig) -> float:
+    """Return the factor of what an adapter adds."""
+    return config.alpha / (math.sqrt(config.rank) if config.scaling == "rslora" else config.rank)
+
+
+def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collection[str] | None = None) -> None:
+    """Reject settings that are not those of the adapter which training continues.
+
+    Args:
+        layers: names of the layers that get an adapter; None: not known yet.
+    """
+    method = "dora" if files.dora else "lora"
+    if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
+        raise ConfigError(
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {scale_of(config):g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
+        )
+    there = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
+        where = "only in the files" if odd[0] in there else "not in the files"
+        raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")
+
+
+def adapter_words(adapter: Mapping[str, Any]) -> str:
+    """Return an adapter's settings in words; those that a file lacks are the defaults."""
+    own = asdict(AdapterConfig()) | {**adapter}
+    targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
+    return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}"

@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import PEFT_PREFIX, TRAINED_ROWS, AdapterFiles, target_layers
+from sftkit.models.adapter_files import (
+    PEFT_PREFIX,
+    TRAINED_ROWS,
+    AdapterFiles,
+    merge_command,
+    scale_of,
+    target_layers,
+)
 from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, merge_token_rows, rows_as_written
@@ -59,8 +66,7 @@ class Adapters:
     @property
     def scale(self) -> float:
         """Return the factor of what an adapter adds."""
-        rank = self.config.rank
-        return self.config.alpha / (math.sqrt(rank) if self.config.scaling == "rslora" else rank)
+        return scale_of(self.config)
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
@@ -249,8 +255,8 @@ def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool =
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
             raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
-                "it into its model first and start from that"
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or leave "
+                "adapter out, which merges it at the start"
             )
         for name, parameter in own.items():
             source = file.get_slice(name)
@@ -324,7 +330,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
-    cure = "merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"merge it: {merge_command(files.folder)}"
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         for name, ids in files.tokens.items():
             make_room_for(orig_model, ids)

@@ -106,6 +106,7 @@ def load_model(
     *,
     empty: bool = False,
     adapter: AdapterConfig | None = None,
+    rounded: bool = True,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -118,6 +119,8 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
+        rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
+            model to the tokens of the tokenizer.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -144,7 +147,7 @@ def load_model(
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
-        make_rows(orig_model, tokenizer)
+        make_rows(orig_model, tokenizer, 64 if rounded and adapter is None else 1)
     if model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
@@ -175,7 +178,10 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():
-            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one first")
+            from sftkit.models.adapter_files import merge_command
+
+            cure = f"{merge_command(Path(path))} as base_model_name_or_path"
+            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
         check_model_files(Path(path))
     if files is not None and files.digest is not None:
@@ -207,7 +213,7 @@ def _adapt(
     Raises:
         ConfigError: adapters that the model cannot have, or other ones than those of the files.
     """
-    from sftkit.models.adapter_files import base_digest
+    from sftkit.models.adapter_files import base_digest, check_continued
     from sftkit.models.adapters import Adapters, add_adapters
     from sftkit.models.joined_adapters import join_layers
     from sftkit.models.token_rows import tokens_to_train
@@ -227,18 +233,13 @@ def _adapt(
         )
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
-    base = replace(base, path=path)
+    # Absolute: other programs read the files of the adapter in other folders.
+    base = replace(base, path=str(Path(path).absolute()) if os.path.isdir(path) else path)
     tokens, known = tokens_to_train(orig_model, tokenizer, files)
     start = None if files is None else files.folder
     adapters = Adapters(config, seed, base, digest, start, tokens=tokens, known=known)
-    method = "dora" if files is not None and files.dora else "lora"
-    if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
-        raise ConfigError(
-            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
-            f"and the recipe asks for {config.method} of rank {config.rank} with {adapters.scale:g}: set "
-            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
-            "adapter.scaling=standard to continue it, or merge it into its model first"
-        )
+    if files is not None:
+        check_continued(files, config)
     add_adapters(orig_model, adapters)
     join_layers(orig_model)
 

@@ -168,6 +168,10 @@ class ParameterCount:
     "trained parameters of the total"
     unneeded: Unneeded
 
+    def describe(self) -> str:
+        """Return how much of the model is trained, in words."""
+        return f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%})"
+
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Count the parameters by their work per token.

@@ -115,9 +115,6 @@ def tokens_to_train(
     """Return name of a table -> ids of its trained rows, and how many known rows they begin as the mean of; None: they
     are in the files of the adapter that is continued.
 
-    All rows that the files of the model lack are trained, also those that round up a grown vocabulary: then the files
-    of the adapter hold every number that theirs do not.
-
     Raises:
         ConfigError: a template adds tokens to an adapter that has some already.
     """

@@ -20,8 +20,6 @@ from sftkit.errors import ConfigError
 from sftkit.models.structure import TOKEN_ROWS, embedding_of, output_projection, vocab_size
 from sftkit.ops.tensors import local, local_region
 
-_MULTIPLE = 64
-"A vocabulary that grows gets a multiple of this number of rows, which suits tensor cores."
 MEAN_ROWS = 1024
 "Number of rows that the mean reads at a time."
 
@@ -119,10 +117,10 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, multiple: int = 64) -> None:
     """Make rows of embedding and head for the tokens added to the tokenizer.
 
-    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row
+    Spare rows of the model are used first; a model that must grow grows to a multiple of some rows. Each new row
     is the mean of the rows of known tokens. A model on the meta device gets the new rows when its weights are
     read (models/weights.py).
 
@@ -134,7 +132,7 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         return
     before = vocab_size(orig_model)
     if max(added.ids) >= before:
-        resize(orig_model, -(-(max(added.ids) + 1) // _MULTIPLE) * _MULTIPLE)
+        resize(orig_model, -(-(max(added.ids) + 1) // multiple) * multiple)
     _make(orig_model, NewRows(before, min(added.known, before), added.ids))
 
 

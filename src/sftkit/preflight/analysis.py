@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
+from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
+from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.preflight import costs
@@ -76,7 +79,7 @@ def meta_model(
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            orig_model = load_model(model, tokenizer, 0, precision, empty=True)
+            orig_model = load_model(model, tokenizer, 0, precision, empty=True, rounded=adapter is None)
     except ConfigError as error:
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
@@ -195,6 +198,7 @@ def analyse(
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
+        "adapter": None if cfg.adapter is None else _adapter_text(cfg.adapter, orig_model),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
@@ -206,6 +210,11 @@ def analyse(
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
+
+
+def _adapter_text(adapter: AdapterConfig, orig_model: PreTrainedModel | None) -> str:
+    counted = None if orig_model is None else count_parameters(orig_model)
+    return adapter_words(asdict(adapter)) + ("" if counted is None else f": {counted.describe()}")
 
 
 def record_preflight(
@@ -271,6 +280,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     own = own_layout(analysis)
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
+    if analysis["adapter"]:
+        shown.append(f"{'adapter':<10}{analysis['adapter']}")
     steps, _, measured = time_text(analysis["time"]).partition("; ")
     return [*shown, f"{'time':<10}{steps}", *([f"{'':<10}{measured}"] if measured else [])]
 

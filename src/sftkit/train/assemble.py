@@ -29,6 +29,7 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError
 from sftkit.models import vocabulary
+from sftkit.models.adapter_files import adapter_words
 from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
@@ -172,8 +173,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         text = f"optim.lr={cfg.optim.lr:g} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
-        counted = count_parameters(orig_model)
-        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
+        what = f"{adapter_words(asdict(cfg.adapter))}: " if cfg.adapter else ""
+        rt.print(f"{what}{count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
         rows = sum(map(len, adapters.tokens.values()))
         rt.print(
