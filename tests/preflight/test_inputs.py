@@ -116,7 +116,7 @@ def test_settings_of_an_adapter_that_is_continued_are_compared_with_its_files_be
     start = ("model.scratch=null", "model.path=adapter")
     assert problems(*start, "adapter.rank=2", "adapter.alpha=4") == []
     (told,) = problems(*start, "adapter.rank=4", "adapter.alpha=4")
-    assert told.startswith("adapter: ")
+    assert told.startswith("adapter holds an adapter (lora) ")
     assert "of rank 2 with the scale 2, and the recipe asks for lora of rank 4 with 1: set adapter.method=lora" in told
     (told,) = problems(*start, "adapter.rank=2", "adapter.alpha=4", "adapter.targets=attention")
     assert told.startswith("adapter.targets: model.layers.0.mlp.up_proj is only in the files of ")
