@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, merged_weights, tiny_llama, tiny_recipe
+from forked import in_fork
+from helpers import (
+    before_each_step,
+    cpu_runtime,
+    make_examples,
+    make_layout_of,
+    merged_weights,
+    tiny_llama,
+    tiny_recipe,
+)
 from looped import proof_rows
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
@@ -67,6 +79,7 @@ def run(
     compile: CompileConfig = CompileConfig(enabled=False),  # noqa: B008
     steps: int = 8,
     token: int = 3,
+    killed_at: int | None = None,
 ) -> PreTrainedModel:
     """A run whose adapters have dropout, through load_model, engine, loop and checkpoints. `token` is in its data."""
     rt = cpu_runtime()
@@ -89,6 +102,7 @@ def run(
     examples.ids[5::9] = token
     layout = make_layout_of("packed", examples.lengths, micro=4)
     batches = Batches(StepDataset(examples, layout), seed=0)
+    before_each_step(batches, lambda step, _: kill_when_saved(run_dir) if step == killed_at else None)
     found = find_checkpoint(run_dir, resume, rt)
     training = Training(orig_model, NextToken(cfg.loss), layout, model, found.folder)
     engine = make_engine(cfg, rt, run_dir, training)
@@ -100,6 +114,27 @@ def run(
         with Tracker(run_dir, cfg.log, rt, {}, step=resumed["step"]) as tracker:
             train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
     return orig_model
+
+
+def kill_when_saved(run_dir: Path) -> None:
+    """Kill this process once a checkpoint is whole, which another thread writes."""
+    while not (run_dir / "LATEST").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_is_killed_ends_after_its_resume_with_the_bits_of_the_uninterrupted_one(
+    tmp_path: Path, tokenizer: Any, base: Path
+) -> None:
+    run(tmp_path / "whole", tokenizer, base)
+    killed = tmp_path / "killed"
+    assert in_fork(lambda: run(killed, tokenizer, base, every=3, killed_at=6)) == -signal.SIGKILL
+    assert (killed / "LATEST").read_text() == "step-000003\n"
+    assert not (killed / "step-000008").exists()
+    run(killed, tokenizer, base, every=3, resume="auto")
+    assert proof_rows(killed)["Resumed from a verified checkpoint"]["ok"] is True
+    files = [folder / "step-000008" / "adapter_model.safetensors" for folder in (tmp_path / "whole", killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:

@@ -29,6 +29,7 @@ from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.errors import ConfigError
+from sftkit.generation.decode import Batching, generate
 from sftkit.memory.plan import checkpoint_bytes
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
@@ -208,6 +209,20 @@ def test_merged_weights_give_the_logits_of_the_adapter(base: Path, tmp_path: Pat
         exact = start.get_parameter(f"{name}.weight").float()
         exact = exact + layer.lora_scale * (layer.lora_B.weight @ layer.lora_A.weight)
         assert torch.equal(rounded.get_parameter(f"{name}.weight"), exact.bfloat16())  # once, from fp32
+
+
+def test_greedy_answers_of_the_merged_model_are_those_of_the_adapter(base: Path, tmp_path: Path) -> None:
+    ours = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    tokenizer, plain = tokenizer_of(base), AutoModelForCausalLM.from_pretrained(base)
+    merged = load_model(ModelConfig(path=str(write_adapter(ours, tmp_path / "a"))), tokenizer, 0)
+    prompts = [torch.randint(3, 270, (4,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(20)]
+
+    def answers(model: PreTrainedModel) -> list[str]:
+        found = generate(model.eval(), tokenizer, prompts, Batching(7), max_new_tokens=8, end_ids=[])
+        return [answer.text for answer in found]
+
+    assert answers(merged) == answers(ours)
+    assert sum(one != other for one, other in zip(answers(plain), answers(ours), strict=True)) > 10
 
 
 def test_a_layer_starts_from_the_same_numbers_whatever_the_other_targets_are() -> None:

@@ -32,9 +32,11 @@ from sftkit.models.structure import Work, count_parameters, embedding_of, output
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import add_tokens, new_rows
+from sftkit.models.weights import materialize_weights
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import parameter_groups
+from sftkit.preflight.analysis import meta_model
 from sftkit.verify.documents import check_documents
 from sftkit.verify.plain import PlainModel, Start
 
@@ -204,6 +206,30 @@ def test_an_adapter_with_rows_is_merged_continued_and_read_without_template(
         found = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
         wrong = {name for name in found.differing if ".lora_" not in name and TOKEN_ADAPTER not in name}
         assert (wrong, found.differing == {}) == (set(), live is not ours)  # `ours` has left its start
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_a_model_that_reads_its_weights_later_has_the_same_rows(room: str, tmp_path: Path) -> None:
+    """As for ranks that hold shards: new, continued and merged; and as a preflight counts it."""
+    base = write_base(tmp_path / "base", "untied", room)
+    settings, ids = AdapterConfig(rank=2), ids_with_tokens(base)
+    folder = write_adapter(trained(base), tokenizer_with_tokens(base), tmp_path / "adapter")
+    starts = [(base, tokenizer_with_tokens(base), settings)]
+    starts += [(folder, AutoTokenizer.from_pretrained(folder), adapter) for adapter in (settings, None)]
+    for path, tokenizer, adapter in starts:
+        source = ModelConfig(path=str(path))
+        whole = load_model(source, tokenizer, 5, adapter=adapter)
+        later = load_model(source, tokenizer, 5, empty=True, adapter=adapter)
+        materialize_weights(later, source, torch.device("cpu"))
+        assert torch.equal(logits_of(later, ids), logits_of(whole, ids))
+        counted = meta_model(source, tokenizer, "fp32", adapter=adapter)
+        assert counted is not None
+        assert count_parameters(counted).trained == count_parameters(whole).trained
+    more = AutoTokenizer.from_pretrained(folder)
+    add_tokens(more, ["<|three|>"])
+    later = load_model(ModelConfig(path=str(folder)), more, 5, empty=True)
+    with pytest.raises(ConfigError, match="the chat template adds another"):
+        materialize_weights(later, ModelConfig(path=str(folder)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("listed", ["list", "names"])

@@ -280,8 +280,6 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     own = own_layout(analysis)
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
-    if analysis["adapter"]:
-        shown.append(f"{'adapter':<10}{analysis['adapter']}")
     steps, _, measured = time_text(analysis["time"]).partition("; ")
     return [*shown, f"{'time':<10}{steps}", *([f"{'':<10}{measured}"] if measured else [])]
 
