@@ -29,6 +29,8 @@ from sftkit.runtime.start import replaced_in_each
 class TokenRows(torch.nn.Module):
     """The trained rows of a table, named as peft names them: what it calls a delta are whole rows."""
 
+    ids: Tensor
+
     def __init__(self, ids: tuple[int, ...], table: Tensor) -> None:
         super().__init__()
         rows = torch.zeros(len(ids), table.shape[1], dtype=torch.float32, device=table.device)
@@ -39,20 +41,28 @@ class TokenRows(torch.nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the ids, [n], and their rows, fp32 [n, H]."""
-        ids = self.ids
-        assert isinstance(ids, Tensor)
-        return ids, self.trainable_tokens_delta
+        return self.ids, self.trainable_tokens_delta
 
 
-class TokenEmbedding(torch.nn.Module):
-    """In front of an embedding's class: rows of its own for some tokens."""
+class WithRows(torch.nn.Module):
+    """A table with rows of its own for some tokens."""
 
-    token_adapter: TokenRows
+    rows_of: tuple[TokenRows, ...]
+    "a tuple, so that the rows of a tied embedding are no module of the head too"
+
+    def own_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the ids, [n], and their rows, fp32 [n, H]."""
+        found: tuple[Tensor, Tensor] = self.rows_of[0]()
+        return found
+
+
+class TokenEmbedding(WithRows):
+    """In front of an embedding's class."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens, [..., H]."""
         frozen: Tensor = super().forward(tokens)
-        ids, rows = self.token_adapter()
+        ids, rows = self.own_rows()
         is_own = tokens[..., None] == ids.to(tokens.device)
         # Looked up in fp32, so that the gradients of a token's many places are not summed in bf16.
         own = embedding(is_own.int().argmax(-1), rows).to(frozen.dtype)
@@ -62,16 +72,8 @@ class TokenEmbedding(torch.nn.Module):
         return torch.where(is_own.any(-1, keepdim=True), own, frozen)
 
 
-class TokenHead(torch.nn.Module):
-    """In front of the head's class: rows of its own, or those of the embedding that it is tied to."""
-
-    rows_of: tuple[TokenRows, ...]
-    "a tuple, so that the rows of a tied embedding are no module of the head too"
-
-    def own_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the ids, [n], and their rows, fp32 [n, H]."""
-        found: tuple[Tensor, Tensor] = self.rows_of[0]()
-        return found
+class TokenHead(WithRows):
+    """In front of the head's class."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, [..., V]."""
@@ -83,12 +85,12 @@ class TokenHead(torch.nn.Module):
         return logits.index_copy_(-1, ids, own)
 
 
-class PlainTokenRows(torch.nn.Module):
+class PlainTokenRows(WithRows):
     """In front of either class: a whole table with the rows in it, as peft computes. Others are compared with it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the module's own class computes of that table."""
-        ids, rows = self.rows_of[0]() if hasattr(self, "rows_of") else self.token_adapter()
+        ids, rows = self.own_rows()
         table: Any = self.weight
         whole = {**self._parameters, "weight": table.index_copy(0, ids.to(table.device), rows.to(table.dtype))}
         with replaced_in_each("_parameters", {self: whole}):
@@ -97,7 +99,7 @@ class PlainTokenRows(torch.nn.Module):
 
 
 @lru_cache
-def _in_front(front: type, own: type) -> type:
+def in_front(front: type, own: Any) -> type:
     """Return a class that computes as `front` says and is `own` in all else."""
     return type(own.__name__, (front, own), {})
 
@@ -106,7 +108,7 @@ def rows_as_written(orig_model: torch.nn.Module) -> None:
     """Let the modules with rows of their own compute with whole tables."""
     for module in orig_model.modules():
         if isinstance(module, TokenEmbedding | TokenHead):
-            module.__class__ = _in_front(PlainTokenRows, type(module).__bases__[1])
+            module.__class__ = in_front(PlainTokenRows, type(module).__bases__[1])
 
 
 def tokens_to_train(
@@ -146,21 +148,20 @@ def add_token_rows(orig_model: PreTrainedModel, tokens: Mapping[str, tuple[int, 
         return
     for ids in tokens.values():
         make_room_for(orig_model, ids)
-    table, head = embedding_module(orig_model), output_projection(orig_model)
-    tied = head.weight is table.weight
-    owners = {name: module for name, module in orig_model.named_modules() if module is table or module is head}
+    table: Any = embedding_module(orig_model)
+    head: Any = output_projection(orig_model)
+    owners: dict[str, Any] = {
+        n: module for n, module in orig_model.named_modules() if module is table or module is head
+    }
     if odd := tokens.keys() - owners.keys():
         raise ConfigError(f"adapter: {first_of(sorted(odd))} has trained rows, and only embedding and head may have")
     for name, ids in tokens.items():
-        module: Any = owners[name]
-        module.token_adapter = TokenRows(ids, module.weight)
-        if module is table:
-            module.__class__ = _in_front(TokenEmbedding, type(module))
-    rows = getattr(table if tied else head, "token_adapter", None)
-    if rows is not None:
-        owner: Any = head
-        owner.rows_of = (rows,)
-        owner.__class__ = _in_front(TokenHead, type(head))
+        owners[name].token_adapter = TokenRows(ids, owners[name].weight)
+    for module, front in ((table, TokenEmbedding), (head, TokenHead)):
+        owner = table if module.weight is table.weight else head
+        if hasattr(owner, "token_adapter"):
+            module.rows_of = (owner.token_adapter,)
+            module.__class__ = in_front(front, type(module))
 
 
 @torch.no_grad()

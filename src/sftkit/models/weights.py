@@ -77,9 +77,8 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
         of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
         if of_files and adapters_of(orig_model) is None and new is not None and (more := {*new.ids} - of_files):
             raise ConfigError(
-                f"{model.path}: this adapter has trained rows for tokens, and the chat template adds another "
-                f"({min(more)}): ranks that hold parts of the weights do not merge both. Use the template of that "
-                "adapter (model.chat_template=null), or start on one GPU or with ddp.yaml"
+                f"{model.path}: an adapter with trained rows is merged, the chat template adds another ({min(more)}), "
+                "which is not done in shards: set model.chat_template=null, or start on one GPU or with ddp.yaml"
             )
         load_weights(orig_model, folder, new)
         if adapters_of(orig_model) is not None or files is not None:

@@ -203,8 +203,7 @@ def _sums_and_gradients(
     new = torch.empty if num_rows else torch.zeros  # the first chunk overwrites
     d_head = new(weight.shape, dtype=exact, device=weight.device) if wanted[1] else None
     d_bias = torch.zeros(len(weight), dtype=exact, device=weight.device) if wanted[2] else None
-    of_rows = own_rows is not None and wanted[3]
-    d_rows = new(own_rows.shape, dtype=exact, device=weight.device) if of_rows else None
+    d_rows = None if own_rows is None or not wanted[3] else new(own_rows.shape, dtype=exact, device=weight.device)
     buffer = _logits_buffer(min(chunk, num_rows), len(weight), hidden)
     # A chunk at a time: its logits, their sums and gradient in place, and what that adds to the gradients.
     for start in range(0, num_rows, chunk):

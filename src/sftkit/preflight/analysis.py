@@ -198,7 +198,8 @@ def analyse(
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
-        "adapter": None if cfg.adapter is None else _adapter_text(cfg.adapter, orig_model),
+        "adapter": cfg.adapter
+        and adapter_words(asdict(cfg.adapter)) + (f": {count_parameters(orig_model).describe()}" if orig_model else ""),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
@@ -210,11 +211,6 @@ def analyse(
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
-
-
-def _adapter_text(adapter: AdapterConfig, orig_model: PreTrainedModel | None) -> str:
-    counted = None if orig_model is None else count_parameters(orig_model)
-    return adapter_words(asdict(adapter)) + ("" if counted is None else f": {counted.describe()}")
 
 
 def record_preflight(
