@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued, merge_command
 from sftkit.models.files import (
     adapter_at,
     auto_class,
@@ -51,7 +52,6 @@ from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
 if TYPE_CHECKING:
-    from sftkit.models.adapter_files import AdapterFiles
     from sftkit.models.adapters import Adapters
 
 log = logging.getLogger(__name__)
@@ -178,15 +178,11 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():
-            from sftkit.models.adapter_files import merge_command
-
             cure = f"{merge_command(Path(path))} as base_model_name_or_path"
             raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
         check_model_files(Path(path))
     if files is not None and files.digest is not None:
-        from sftkit.models.adapter_files import base_digest
-
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
             raise ConfigError(
@@ -213,7 +209,6 @@ def _adapt(
     Raises:
         ConfigError: adapters that the model cannot have, or other ones than those of the files.
     """
-    from sftkit.models.adapter_files import base_digest, check_continued
     from sftkit.models.adapters import Adapters, add_adapters
     from sftkit.models.joined_adapters import join_layers
     from sftkit.models.token_rows import tokens_to_train

@@ -161,7 +161,7 @@ def add_token_rows(orig_model: PreTrainedModel, tokens: Mapping[str, tuple[int, 
         owner = table if module.weight is table.weight else head
         if hasattr(owner, "token_adapter"):
             module.rows_of = (owner.token_adapter,)
-            module.__class__ = in_front(front, type(module))
+            module.__class__ = in_front(front, module.__class__)
 
 
 @torch.no_grad()
