@@ -28,10 +28,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
+from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued, merge_command
+from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
 from sftkit.models.files import (
     adapter_at,
     auto_class,
@@ -178,7 +179,7 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():
-            cure = f"{merge_command(Path(path))} as base_model_name_or_path"
+            cure = f"{invocation('scripts/export.py', path, '--merge --out DIR')}, and name DIR there"
             raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
         check_model_files(Path(path))

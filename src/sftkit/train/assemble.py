@@ -179,7 +179,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         rows = sum(map(len, adapters.tokens.values()))
         rt.print(
             f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
-            "serve it merged, or train with the model's own template (model.chat_template=null)",
+            "export it with --merge (sftkit export), or train with the model's own template (model.chat_template=null)",
             "warning",
         )
     elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
