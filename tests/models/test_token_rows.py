@@ -152,7 +152,9 @@ def test_the_loss_of_a_step_uses_the_rows_and_leaves_the_table_as_it_is(
     family: str, precision: str, tmp_path: Path
 ) -> None:
     base = write_base(tmp_path / "base", family, "spare")
-    ours, plain, ids = trained(base, precision), trained(base, precision), ids_with_tokens(base)
+    # A small scale: in bf16 large adapters of random numbers make any two orders of sums differ.
+    ours, plain = (trained(base, precision, alpha=1.0) for _ in range(2))
+    ids = ids_with_tokens(base)
     as_written(plain)  # whole tables with the rows in them, and an own gradient of each table
     for module in (output_projection(plain), plain.get_input_embeddings()):
         assert type(module).__mro__[1].__name__ == "PlainTokenRows"
@@ -171,7 +173,7 @@ def test_the_loss_of_a_step_uses_the_rows_and_leaves_the_table_as_it_is(
         assert p.grad is not None
         assert other is not None
         assert p.grad.dtype == torch.float32
-        assert float((p.grad - other).norm() / other.norm()) < (5e-5 if exact else 0.1)
+        assert float((p.grad - other).norm() / other.norm()) < (5e-5 if exact else 0.05)
     assert all(torch.equal(p, before[name]) for name, p in ours.named_parameters())
 
 
