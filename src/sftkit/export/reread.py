@@ -102,7 +102,7 @@ def main() -> None:
     if config.is_file() and json.loads(config.read_text()).get("trainable_token_indices"):
         from peft import AutoPeftModelForCausalLM as opened  # makes room for the tokens in the model
     model = opened.from_pretrained(folder)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     print(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
 
 
