@@ -73,7 +73,7 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(  # the other models: of cases of four ranks alone
     "model",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "qwen3")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "tied_lora", "qwen3")))
         for name in MODELS
     ],
 )

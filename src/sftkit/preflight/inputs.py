@@ -259,19 +259,21 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
             # The file or command line that set the key is named before it.
             rank = f"adapter.rank={config.rank}: "
             key = "adapter.rank" if problem.startswith(rank) else "adapter.targets"
-            yield key, problem.removeprefix(rank).removeprefix("adapter.targets: ")
+            key = "adapter" if problem.startswith("adapter: ") else key
+            yield key, problem.removeprefix(rank).removeprefix(f"{key}: ")
 
 
 def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
-    from sftkit.models.adapter_files import known_shapes, target_layers
+    from sftkit.models.adapter_files import check_continued, known_shapes, target_layers
 
     try:
         files = model_files.adapter_at(model)
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
-    if shapes is not None:
-        target_layers(shapes, config)
+    layers = None if shapes is None else target_layers(shapes, config)
+    if files is not None:
+        check_continued(files, config, layers)
     return None
 
 
