@@ -16,7 +16,7 @@ from sftkit.rundir.manifest import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
@@ -38,7 +38,7 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
     Raises:
         ConfigError: a target is no such layer, or smaller than the rank.
     """
-    common = [name for name in shapes if not _ROUTER.search(name)]
+    common = [name for name in shapes if not ROUTER.search(name)]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":

@@ -24,11 +24,12 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.adapter_files import ROUTER, AdapterFiles, target_layers
 from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import low_rank
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantise, frozen_linear, matrix_of, quantise_layer
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
@@ -88,9 +89,13 @@ class LoraLinear(torch.nn.Linear):
     joint: tuple[Tensor, Tensor] | None = None
     "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
+    def frozen(self, x: Tensor) -> Tensor:
+        """Return W x + b."""
+        return frozen_linear(self, x, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
-        y = linear(x, self.weight, self.bias)
+        y = self.frozen(x)
         b = self.lora_B.weight.to(x.dtype)
         if self.joint is not None and self.joint[0] is x:
             return y + self.lora_scale * linear(self.joint[1], b)
@@ -103,20 +108,22 @@ class DoraLinear(LoraLinear):
 
     lora_magnitude_vector: torch.nn.Parameter
     "m: [out], fp32"
+    squared_rows: Tensor
+    "of W in NF4: the squared norm of each row, fp32 [out]"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         a, b = self.lora_A.weight, self.lora_B.weight
-        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
-        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        y = low_rank(frozen_linear(self, x), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach(), x.dtype)).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
-    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+    def _lengths(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
         4.3, leaves it out of the gradient."""
         weight, s = self.weight.detach(), self.lora_scale
-        squared = weight.float().square().sum(1)
-        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        squared = weight.float().square().sum(1) if weight.is_floating_point() else self.squared_rows
+        squared = squared + 2 * s * (b * frozen_linear(self, a.to(dtype)).t().float()).sum(1)
         return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
@@ -137,9 +144,10 @@ class PlainLora(LoraLinear):
 
 
 def as_written(orig_model: torch.nn.Module) -> None:
-    """Let the layers with an adapter compute as their paper writes it."""
-    for layer in adapted(orig_model).values():
-        layer.__class__ = PlainLora
+    """Let the layers with an adapter compute as their paper writes it, and all layers with a weight that is dense."""
+    for layer in orig_model.modules():
+        if isinstance(layer, LoraLinear | Nf4Linear):
+            layer.__class__ = PlainLora if isinstance(layer, LoraLinear) else torch.nn.Linear
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
@@ -147,16 +155,22 @@ def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.device | None = None) -> Adapters:
     """Freeze the model and give its target layers adapters, with the factors that training starts from; on the meta
     device they are filled by fill_factors, once there is memory for them.
 
+    Args:
+        device: which quantises the frozen layers, one at a time; None: the one that they are on.
+
     Raises:
-        ConfigError: a target that is no layer of the model, or a rank above a layer's size.
+        ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model that cannot be
+            quantised.
     """
     config = adapters.config
     targets = _targets(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
+    if config.base == "nf4":
+        _quantise_layers(orig_model, device)
     for layer in targets.values():
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
@@ -167,12 +181,39 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         if isinstance(layer, DoraLinear):
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
+            if (matrix := matrix_of(layer)) is not None:
+                squared = torch.zeros(layer.out_features)
+                if not matrix.packed.is_meta:
+                    there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
+                    squared = dequantise(there, torch.float32).square().sum(1).to(lengths.device)
+                layer.register_buffer("squared_rows", squared, persistent=False)
         layer.train(orig_model.training)
     found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
     setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
     return found
+
+
+def _quantise_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
+    """Quantise the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+    for name, module in orig_model.named_modules():
+        if any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"adapter.base: {name} has three-dimensional weights (experts), which would stay as they are, and they "
+                "are most of the model: set adapter.base=bf16"
+            )
+    for name, layer in _linears(orig_model).items():
+        if layer.in_features % 2:
+            raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
+        if not ROUTER.search(name):
+            quantise_layer(layer, device)
+
+
+def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of the blocks by name: torch's own and no subclass, which may compute something else."""
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
 
 
 def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
@@ -192,9 +233,7 @@ def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, to
             f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
             "yet: set adapter.experts=false, which adapts the other layers"
         )
-    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    # torch's own Linear and no subclass, which may compute something else.
-    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    linears = _linears(orig_model)
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
     return {name: linears[name] for name in target_layers(shapes, config, head)}
@@ -219,7 +258,9 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
-            if isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
+            if isinstance(layer, DoraLinear) and not layer.weight.is_floating_point():
+                layer.lora_magnitude_vector.copy_(layer.squared_rows.sqrt())
+            elif isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
                 local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 

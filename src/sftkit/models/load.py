@@ -106,6 +106,7 @@ def load_model(
     *,
     empty: bool = False,
     adapter: AdapterConfig | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -118,6 +119,7 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
+        device: which quantises the weights under adapters; they stay on the host. None: the host.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -154,7 +156,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, device)
     return orig_model
 
 
@@ -195,6 +197,7 @@ def _adapt(
     seed: int,
     model: ModelConfig,
     files: AdapterFiles | None,
+    device: torch.device | None,
 ) -> None:
     """Give the model its adapters.
 
@@ -239,7 +242,8 @@ def _adapt(
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or merge it into its model first"
         )
-    add_adapters(orig_model, adapters)
+    with working(f"quantising {path}") if config.base == "nf4" else nullcontext():
+        add_adapters(orig_model, adapters, device)
     join_layers(orig_model)
 
 
@@ -356,6 +360,7 @@ def model_of_files(
     checkpoint: Path | None = None,
     adapters: Adapters | None = None,
     precision: str = "auto",
+    device: torch.device | None = None,
 ) -> PreTrainedModel | None:
     """Load the run's start files as transformers does, on the host and in their own precision, so that they are
     mapped into memory. None for model.scratch, which has no files.
@@ -366,6 +371,7 @@ def model_of_files(
         adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
             the files is merged.
         precision: of the run, in which it read the weights that an adapter was merged into, or whose lengths it took.
+        device: which quantises the weights under adapters.
 
     Raises:
         ConfigError: the files cannot be loaded.
@@ -385,7 +391,7 @@ def model_of_files(
     from sftkit.models.adapters import add_adapters, merge_files
 
     if adapters is not None:
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
+        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder), device)
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

@@ -155,7 +155,13 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
     orig_model = load_model(
-        cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
+        cfg.model,
+        tokenizer,
+        cfg.run.seed,
+        rt.precision,
+        empty=rt.topology.partial,
+        adapter=cfg.adapter,
+        device=rt.device,
     )
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
@@ -173,7 +179,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
         counted = count_parameters(orig_model)
-        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
+        stored = ", the frozen layers of its blocks in NF4" if cfg.adapter and cfg.adapter.base == "nf4" else ""
+        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters{stored}")
     if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
