@@ -112,7 +112,7 @@ def test_a_checkpoint_has_the_ends_of_turns_of_its_template(tmp_path: Path, toke
 def test_a_run_on_a_base_in_nf4_makes_every_check_and_resumes_bitwise(
     tmp_path: Path, tokenizer: Any, base: Path, method: Any
 ) -> None:
-    """Below the rule that rejects such a run on a CPU; feed-forward layers without an adapter are quantised too."""
+    """Below the rule that rejects such a run on a CPU; feed-forward layers without an adapter are quantized too."""
     adapter = AdapterConfig(rank=4, base="nf4", method=method, targets=("attention",))
     settings: dict[str, Any] = {"adapter": adapter, "precision": "bf16"}
     run(tmp_path / "whole", tokenizer, base, **settings)
@@ -131,7 +131,7 @@ def test_a_run_on_a_base_in_nf4_makes_every_check_and_resumes_bitwise(
     assert all(found[name] for name in checked)
     assert found["FLOPs are those that torch counts"] is (True if method == "lora" else None)
     assert verify_checkpoint(folders[0], proof["logits"]).ok
-    # On the model that was not quantised the same adapter computes something else.
+    # On the model that was not quantized the same adapter computes something else.
     dense = {key: value for key, value in proof["logits"].items() if key != "base"}
     assert not verify_checkpoint(folders[0], dense).ok
 

@@ -177,7 +177,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     head = 0 if m.frozen_head else width * m.vocab * m.hidden
     # The head's gradient is the first of a backward pass, and stays during the backward pass of the blocks.
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
-    block += width * m.hidden * m.inner if m.nf4 else 0  # the largest matrix, dequantised
+    block += width * m.hidden * m.inner if m.nf4 else 0  # the largest matrix, dequantized
     at_start = Estimate(
         _weight_bytes(s),
         _state_bytes(s),

@@ -29,7 +29,7 @@ from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import low_rank
-from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantise, frozen_linear, matrix_of, quantise_layer
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
@@ -160,17 +160,17 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     device they are filled by fill_factors, once there is memory for them.
 
     Args:
-        device: which quantises the frozen layers, one at a time; None: the one that they are on.
+        device: which quantizes the frozen layers, one at a time; None: the one that they are on.
 
     Raises:
         ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model that cannot be
-            quantised.
+            quantized.
     """
     config = adapters.config
     targets = _targets(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     if config.base == "nf4":
-        _quantise_layers(orig_model, device)
+        _quantize_layers(orig_model, device)
     for layer in targets.values():
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
@@ -185,7 +185,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
                 squared = torch.zeros(layer.out_features)
                 if not matrix.packed.is_meta:
                     there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
-                    squared = dequantise(there, torch.float32).square().sum(1).to(lengths.device)
+                    squared = dequantize(there, torch.float32).square().sum(1).to(lengths.device)
                 layer.register_buffer("squared_rows", squared, persistent=False)
         layer.train(orig_model.training)
     found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
@@ -195,8 +195,8 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     return found
 
 
-def _quantise_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
-    """Quantise the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
+    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
     for name, module in orig_model.named_modules():
         if any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ConfigError(
@@ -207,7 +207,7 @@ def _quantise_layers(orig_model: PreTrainedModel, device: torch.device | None) -
         if layer.in_features % 2:
             raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
         if not ROUTER.search(name):
-            quantise_layer(layer, device)
+            quantize_layer(layer, device)
 
 
 def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:

@@ -119,7 +119,7 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
-        device: which quantises the weights under adapters; they stay on the host. None: the host.
+        device: which quantizes the weights under adapters; they stay on the host. None: the host.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -242,7 +242,7 @@ def _adapt(
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or merge it into its model first"
         )
-    with working(f"quantising {path}") if config.base == "nf4" else nullcontext():
+    with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
         add_adapters(orig_model, adapters, device)
     join_layers(orig_model)
 
@@ -371,7 +371,7 @@ def model_of_files(
         adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
             the files is merged.
         precision: of the run, in which it read the weights that an adapter was merged into, or whose lengths it took.
-        device: which quantises the weights under adapters.
+        device: which quantizes the weights under adapters.
 
     Raises:
         ConfigError: the files cannot be loaded.

@@ -5,8 +5,8 @@ normal distribution, times the largest magnitude of its block. These magnitudes 
 offset, is subtracted, and the rest is the nearest of 256 numbers times the largest magnitude of 256 such rests. Tables
 and rounding are those of bitsandbytes.
 
-A product contains its dequantisation: as two operators, or in an autograd function, a compiled step would keep the
-dequantised matrix for its backward pass, or find it twice in its graph and compute it once.
+A product contains its dequantization: as two operators, or in an autograd function, a compiled step would keep the
+dequantized matrix for its backward pass, or find it twice in its graph and compute it once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUP = 256
 
 
 class Nf4(NamedTuple):
-    """A quantised matrix [out, in]."""
+    """A quantized matrix [out, in]."""
 
     packed: Tensor
     "[out, in / 2], uint8: two elements a byte, the first in the upper half"
@@ -74,7 +74,7 @@ def _rows(values: Tensor, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def quantise(weight: Tensor) -> Nf4:
+def quantize(weight: Tensor) -> Nf4:
     """Return the matrix in NF4, with the same bits on every device.
 
     Args:
@@ -92,7 +92,7 @@ def quantise(weight: Tensor) -> Nf4:
     return Nf4((codes[:, 0] << 4 | codes[:, 1]).view(len(weight), -1), absmax, scale, offset)
 
 
-def dequantise(matrix: Nf4, dtype: torch.dtype) -> Tensor:
+def dequantize(matrix: Nf4, dtype: torch.dtype) -> Tensor:
     """Return the matrix [out, in] that the bits stand for, computed in fp32 and rounded once."""
     quantiles, numbers = tables(matrix.packed.device)
     largest = numbers[matrix.absmax.long()] * matrix.absmax_scale.repeat_interleave(GROUP)[: len(matrix.absmax)]
@@ -103,7 +103,7 @@ def dequantise(matrix: Nf4, dtype: torch.dtype) -> Tensor:
 
 @lru_cache
 def _kernel() -> Any:
-    """Return the kernel of `dequantise`. Triton is not installed on CPU machines."""
+    """Return the kernel of `dequantize`. Triton is not installed on CPU machines."""
     import triton
     import triton.language as tl
 
@@ -126,10 +126,10 @@ def _kernel() -> Any:
     return kernel
 
 
-def workspace(matrix: Nf4, dtype: torch.dtype) -> Tensor:
-    """Return what `dequantise` returns, by a kernel on a GPU: the same bits in one pass."""
+def dense_matrix(matrix: Nf4, dtype: torch.dtype) -> Tensor:
+    """Return what `dequantize` returns, by a kernel on a GPU: the same bits in one pass."""
     if not matrix.packed.is_cuda:
-        return dequantise(matrix, dtype)
+        return dequantize(matrix, dtype)
     packed, size, blocks, at_once = matrix.packed, 2 * matrix.packed.numel(), len(matrix.absmax), 32
     out = torch.empty(len(packed), 2 * packed.shape[1], dtype=dtype, device=packed.device)
     with torch.cuda.device(packed.device):
@@ -144,12 +144,12 @@ def workspace(matrix: Nf4, dtype: torch.dtype) -> Tensor:
 def nf4_linear(
     x: Tensor, packed: Tensor, absmax: Tensor, absmax_scale: Tensor, absmax_offset: Tensor, *, transposed: bool = False
 ) -> Tensor:
-    """Return x Wᵀ, or x W if transposed, of a frozen matrix W [out, in] in NF4, dequantised to the dtype of x.
+    """Return x Wᵀ, or x W if transposed, of a frozen matrix W [out, in] in NF4, dequantized to the dtype of x.
 
     Args:
         x: [..., in], or [..., out] if transposed.
     """
-    weight = workspace(Nf4(packed, absmax, absmax_scale, absmax_offset), x.dtype)
+    weight = dense_matrix(Nf4(packed, absmax, absmax_scale, absmax_offset), x.dtype)
     return x @ weight if transposed else linear(x, weight)
 
 
@@ -189,7 +189,7 @@ SCALES = Nf4._fields[1:]
 
 
 def matrix_of(layer: torch.nn.Linear) -> Nf4 | None:
-    """Return the quantised weight of a layer; None: it is not quantised."""
+    """Return the quantized weight of a layer; None: it is not quantized."""
     if layer.weight.dtype != torch.uint8:
         return None
     return Nf4(layer.weight, *(layer.get_buffer(name) for name in SCALES))
@@ -204,7 +204,7 @@ def frozen_linear(layer: torch.nn.Linear, x: Tensor, bias: Tensor | None = None)
     return y if bias is None else y + bias
 
 
-def quantise_layer(layer: torch.nn.Linear, device: torch.device | None) -> None:
+def quantize_layer(layer: torch.nn.Linear, device: torch.device | None) -> None:
     """Turn a layer into one with a frozen weight in NF4, which stays where it was.
 
     Args:
@@ -217,7 +217,7 @@ def quantise_layer(layer: torch.nn.Linear, device: torch.device | None) -> None:
         absmax = torch.empty(blocks, dtype=torch.uint8)
         matrix = Nf4(packed, absmax, torch.empty(-(-blocks // GROUP)), torch.empty(()))
     else:
-        matrix = Nf4(*(tensor.to(weight.device) for tensor in quantise(weight.to(device or weight.device))))
+        matrix = Nf4(*(tensor.to(weight.device) for tensor in quantize(weight.to(device or weight.device))))
     layer.weight = torch.nn.Parameter(matrix.packed, requires_grad=False)
     for name in SCALES:
         layer.register_buffer(name, getattr(matrix, name))

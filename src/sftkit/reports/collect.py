@@ -350,6 +350,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
+            "nf4": mapping(settings.get("adapter")).get("base") == "nf4",
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,

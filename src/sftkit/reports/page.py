@@ -266,7 +266,7 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
         trained = values.parameters(run["trained_parameters"])
         size = f"(trains {trained} of {values.parameters(run['parameters'])} parameters)"
     if run["adapter"] and run["parameters"]:
-        size = f"(an adapter of {values.parameters(run['parameters'])} parameters)"
+        size = f"(an adapter of {values.parameters(run['parameters'])} parameters{' on NF4' if run['nf4'] else ''})"
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
     steps = values.drawable_number(status.get("step"))
     total = values.drawable_number(status.get("total_steps"))

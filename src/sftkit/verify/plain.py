@@ -31,7 +31,7 @@ from sftkit.models.structure import decoder_blocks, stages_of
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_padding
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.nf4 import SCALES, Nf4, dequantise
+from sftkit.ops.nf4 import SCALES, Nf4, dequantize
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.runtime.start import Runtime, replaced_in_each
 
@@ -119,7 +119,7 @@ class PlainModel:
         self.orig_model.config.use_cache = False
         held = self._live.values()
         self.gathers = self._stages is not None or any(isinstance(p, DTensor) or _is_nf4(p) for p in held)
-        "whether weights are gathered, or dequantised, for each use"
+        "whether weights are gathered, or dequantized, for each use"
         self._place()
         weight = model.routing.weight if model.routing is not None else None
         self.routing = None if model.routing is None else routing_of(self.orig_model, weight)
@@ -223,7 +223,7 @@ class PlainModel:
         if p is not None and _is_nf4(p):
             layer = self.orig_model.get_submodule(name.rpartition(".")[0])
             scales = (layer.get_buffer(scale) for scale in SCALES)
-            return dequantise(Nf4((p if own is None else own).detach().to(self._device), *scales), self._dtype)
+            return dequantize(Nf4((p if own is None else own).detach().to(self._device), *scales), self._dtype)
         if p is None or (own is not None and id(p) not in self._vocabulary):
             assert own is not None
             return own.to(self._device, self._shape(name)[1])

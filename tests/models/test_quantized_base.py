@@ -1,4 +1,4 @@
-"""A frozen model in NF4 with adapters computes what the dequantised model does, and keeps no dense weight."""
+"""A frozen model in NF4 with adapters computes what the dequantized model does, and keeps no dense weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sftkit.models.trained import factors
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import nf4
-from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantise, matrix_of, quantise
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, matrix_of, quantize
 from sftkit.verify.plain import PlainModel, Start
 from sftkit.verify.replicas import FrozenWeights
 
@@ -53,12 +53,12 @@ def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def dequantised(model: PreTrainedModel) -> PreTrainedModel:
+def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the weights of the blocks' layers by what their bits stand for in NF4."""
     for block in model.model.layers:
         for layer in block.modules():
             if isinstance(layer, torch.nn.Linear):
-                layer.weight.data = dequantise(quantise(layer.weight.data), layer.weight.dtype)
+                layer.weight.data = dequantize(quantize(layer.weight.data), layer.weight.dtype)
     return model
 
 
@@ -75,9 +75,9 @@ def gradients_of(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients_are_bitwise_those_of_the_dequantised_model(name: str, targets: str) -> None:
+def test_loss_and_gradients_are_bitwise_those_of_the_dequantized_model(name: str, targets: str) -> None:
     config, fields = FAMILIES[name]
-    dense = with_adapters(dequantised(tiny(config, **fields)), targets=(targets,))
+    dense = with_adapters(dequantized(tiny(config, **fields)), targets=(targets,))
     model = with_adapters(tiny(config, **fields), targets=(targets,), base="nf4")
     (loss, found), (expected, gradients) = gradients_of(model), gradients_of(dense)
     assert torch.equal(loss, expected)
@@ -92,8 +92,8 @@ def test_loss_and_gradients_are_bitwise_those_of_the_dequantised_model(name: str
     assert len(others) == (3 * model.config.num_hidden_layers if targets == "attention" else 0)
 
 
-def test_dora_begins_and_learns_as_on_the_dequantised_model() -> None:
-    models = [with_adapters(dequantised(tiny_llama()), method="dora")]
+def test_dora_begins_and_learns_as_on_the_dequantized_model() -> None:
+    models = [with_adapters(dequantized(tiny_llama()), method="dora")]
     models.append(with_adapters(tiny_llama(), method="dora", base="nf4"))
     (expected, gradients), (loss, found) = map(gradients_of, models)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -132,10 +132,10 @@ def kept_matrices(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, *, na
     return sum(tuple(t.shape) in shapes and t.is_floating_point() and t.data_ptr() not in own for t in kept)
 
 
-@torch.library.custom_op("sftkit_tests::dequantise", mutates_args=())
+@torch.library.custom_op("sftkit_tests::dequantize", mutates_args=())
 def _alone(packed: Tensor, absmax: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Dequantise in an operator of its own."""
-    return dequantise(Nf4(packed, absmax, scale, offset), torch.float32)
+    """Dequantize in an operator of its own."""
+    return dequantize(Nf4(packed, absmax, scale, offset), torch.float32)
 
 
 @_alone.register_fake
@@ -169,7 +169,7 @@ def test_a_step_keeps_no_dense_weight_for_its_backward_pass(
     assert kept == (len(adapted(model)) if naive else 0)
 
 
-def test_counts_are_those_of_the_model_before_it_was_quantised() -> None:
+def test_counts_are_those_of_the_model_before_it_was_quantized() -> None:
     plain, model = with_adapters(tiny_llama()), with_adapters(tiny_llama(), base="nf4")
     assert count_parameters(model) == count_parameters(plain)
     work = Work(tokens=16, targets=5, layer_pairs=100)
@@ -217,7 +217,7 @@ def test_a_launch_counts_four_bits_and_takes_replicas(base: Path, tmp_path: Path
     assert needs.rows_fit(Topology(replicas=4)) is None
 
 
-def test_the_plain_model_has_the_dequantised_weights_of_the_files_and_finds_a_changed_bit(base: Path) -> None:
+def test_the_plain_model_has_the_dequantized_weights_of_the_files_and_finds_a_changed_bit(base: Path) -> None:
     live = model_of_files(ModelConfig(path=str(base)))
     assert live is not None
     add_adapters(live, Adapters(AdapterConfig(rank=2, base="nf4"), 5, ModelConfig(path=str(base)), ""))
@@ -230,7 +230,7 @@ def test_the_plain_model_has_the_dequantised_weights_of_the_files_and_finds_a_ch
     assert isinstance(layer, torch.nn.Linear)
     matrix = matrix_of(layer)
     assert matrix is not None
-    assert torch.equal(plain._whole(f"{name}.weight"), dequantise(matrix, torch.float32))
+    assert torch.equal(plain._whole(f"{name}.weight"), dequantize(matrix, torch.float32))
     held = plain.orig_model.get_parameter(f"{name}.weight")
     assert held.shape == (layer.out_features, layer.in_features)
     assert held.isnan().all(), "nothing dense is held between its uses"
@@ -264,6 +264,6 @@ def test_models_that_would_stay_large_are_rejected() -> None:
         with_adapters(tiny_llama(hidden_size=33, num_attention_heads=1, head_dim=32), base="nf4")
 
 
-def test_a_base_that_is_quantised_already_names_the_setting() -> None:
+def test_a_base_that_is_quantized_already_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"for QLoRA set adapter.base=nf4, which quantizes it while loading"):
         check_unquantized({"quantization_config": {"load_in_4bit": True}}, "base: config.json")
