@@ -179,9 +179,7 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     projection = list(output_projection(orig_model).parameters())
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
-    numel = {
-        id(p): round(num_elements(p) * share) if id(p) in padded else num_elements(p) for p in orig_model.parameters()
-    }
+    numel = {id(p): round(num_elements(p) * (share if id(p) in padded else 1)) for p in orig_model.parameters()}
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
     # Tables are looked up, not multiplied.
