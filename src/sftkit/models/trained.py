@@ -34,7 +34,7 @@ def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in orig_model.named_parameters() if ".lora_" in name}
 
 
-def num_elements(parameter: torch.Tensor) -> int:
+def logical_elements(parameter: torch.Tensor) -> int:
     """Return the number of elements of a parameter: the bytes of a frozen matrix in NF4 hold two each."""
     return parameter.numel() if parameter.is_floating_point() else 2 * parameter.numel()
 

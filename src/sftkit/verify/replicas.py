@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.errors import ReplicaError
-from sftkit.models.trained import num_elements
+from sftkit.models.trained import logical_elements
 from sftkit.ops.nf4 import SCALES
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer, named_states
@@ -119,7 +119,7 @@ class FrozenWeights:
         """Remember a checksum of each."""
         parameters = orig_model.named_parameters()
         self._frozen: dict[str, torch.Tensor] = {n: p for n, p in parameters if not p.requires_grad and not p.is_meta}
-        self._weights, self._size = len(self._frozen), sum(num_elements(p) for p in self._frozen.values())
+        self._weights, self._size = len(self._frozen), sum(logical_elements(p) for p in self._frozen.values())
         buffers = orig_model.named_buffers()
         self._frozen |= {name: buffer for name, buffer in buffers if name.rpartition(".")[2] in SCALES}
         self._rt, self._before = rt, self._checksums()
