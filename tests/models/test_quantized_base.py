@@ -258,7 +258,7 @@ def test_a_changed_bit_of_weights_or_scales_is_seen() -> None:
 
 def test_models_that_would_stay_large_are_rejected() -> None:
     sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(ConfigError, match=r"mlp.experts has three-dimensional weights .*set adapter.base=bf16"):
+    with pytest.raises(ConfigError, match=r"mlp.experts have three-dimensional weights.*set adapter.base=bf16"):
         with_adapters(tiny(Qwen3MoeConfig, **sizes), base="nf4", experts=False)
     with pytest.raises(ConfigError, match=r"q_proj has 33 inputs, an odd number"):
         with_adapters(tiny_llama(hidden_size=33, num_attention_heads=1, head_dim=32), base="nf4")

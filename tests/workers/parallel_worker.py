@@ -93,6 +93,7 @@ def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
 MODELS = {
     "llama": tiny_llama,
     "lora": lambda: with_adapters(tiny_llama()),
+    "qlora": lambda: with_adapters(tiny_llama(), base="nf4"),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -106,7 +107,7 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = {"lora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
+LEARNING_RATES = {"lora": 3e-4, "qlora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -122,6 +123,7 @@ TWO_RANKS = {
     "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
+    "qlora ddp": ("qlora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),

@@ -149,8 +149,10 @@ class PlainLora(LoraLinear):
 def as_written(orig_model: torch.nn.Module) -> None:
     """Let the layers with an adapter compute as their paper writes it, and all layers with a weight that is dense."""
     for layer in orig_model.modules():
-        if isinstance(layer, LoraLinear | Nf4Linear):
-            layer.__class__ = PlainLora if isinstance(layer, LoraLinear) else torch.nn.Linear
+        if isinstance(layer, LoraLinear):
+            layer.__class__ = PlainLora
+        elif isinstance(layer, Nf4Linear):
+            layer.__class__ = torch.nn.Linear
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
@@ -201,10 +203,10 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
 def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
     """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
     for name, module in orig_model.named_modules():
-        if any(p.ndim == 3 for p in module.parameters(recurse=False)):
+        if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ConfigError(
-                f"adapter.base: {name} has three-dimensional weights (experts), which would stay as they are, and they "
-                "are most of the model: set adapter.base=bf16"
+                f"adapter.base: the experts {name} have three-dimensional weights, most of the model, which would stay "
+                "as they are: set adapter.base=bf16"
             )
     for name, layer in _linears(orig_model).items():
         if layer.in_features % 2:
