@@ -152,7 +152,7 @@ def as_written(orig_model: torch.nn.Module) -> None:
         if isinstance(layer, LoraLinear):
             layer.__class__ = PlainLora
         elif isinstance(layer, Nf4Linear):
-            layer.__class__ = torch.nn.Linear
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
