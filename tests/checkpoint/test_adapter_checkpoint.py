@@ -149,6 +149,34 @@ def test_a_checkpoint_has_the_ends_of_turns_of_its_template(tmp_path: Path, toke
     assert GenerationConfig.from_pretrained(base).eos_token_id != saved.eos_token_id
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_run_on_a_base_in_nf4_makes_every_check_and_resumes_bitwise(
+    tmp_path: Path, tokenizer: Any, base: Path, method: Any
+) -> None:
+    """Below the rule that rejects such a run on a CPU; feed-forward layers without an adapter are quantized too."""
+    adapter = AdapterConfig(rank=4, base="nf4", method=method, targets=("attention",))
+    settings: dict[str, Any] = {"adapter": adapter, "precision": "bf16"}
+    run(tmp_path / "whole", tokenizer, base, **settings)
+    run(tmp_path / "cut", tokenizer, base, every=5, **settings)
+    shutil.rmtree(tmp_path / "cut" / "step-000008")  # as if killed after step 5
+    run(tmp_path / "cut", tokenizer, base, resume="auto", **settings)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    folders = [tmp_path / name / "step-000008" for name in ("whole", "cut")]
+    whole, cut = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert whole.keys() == cut.keys()
+    proof = json.loads((tmp_path / "whole" / "proof.json").read_text())
+    found = {row["name"]: row["ok"] for row in proof["rows"]}
+    assert {name for name, ok in found.items() if ok is False} == {"Answers end with a learned end of turn"}
+    checked = ("Weights are those of the files", "Same gradients as the plain model", "Frozen weights unchanged")
+    assert all(found[name] for name in checked)
+    assert found["FLOPs are those that torch counts"] is (True if method == "lora" else None)
+    assert verify_checkpoint(folders[0], proof["logits"]).ok
+    # On the model that was not quantized the same adapter computes something else.
+    dense = {key: value for key, value in proof["logits"].items() if key != "base"}
+    assert not verify_checkpoint(folders[0], dense).ok
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise_and_the_base_stays(
     tmp_path: Path, tokenizer: Any, base: Path, precision: str

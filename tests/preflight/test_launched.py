@@ -26,6 +26,7 @@ STAGES, REPLICAS, SHARDS = Topology(stages=2), Topology(replicas=2), Topology(sh
 TENSOR, CONTEXT, ON_CPU = Topology(tensor=2, sharded=True), Topology(context=2, sharded=True), Topology(on_cpu=True)
 PIPELINE, GRAPH = "train.engine=pipeline", "train.engine=graph"
 CUDA_GRAPHS, ALL_TO_ALL = "graph.passes=[cuda_graphs]", "graph.token_dispatcher=alltoall"
+NF4 = ("adapter.base=nf4",)
 INTERLEAVED = "train.pipeline_schedule=interleaved"
 
 
@@ -60,6 +61,9 @@ def problem(topology: Topology, *words: str, here: bool = False) -> str:
             "no backward pass of FlexAttention",
         ),
         (TENSOR, (GRAPH, ALL_TO_ALL), "alltoall sends tokens to experts, and llama has none here: leave it out"),
+        (SHARDS, NF4, "adapter.base: nf4 does not go with shards (fsdp2, 2 shards): start with ddp.yaml, or set bf16"),
+        (ON_CPU, NF4, "adapter.base: nf4 needs a GPU, and this run computes on the CPU: set adapter.base=bf16 here"),
+        (REPLICAS, (*NF4, "train.fp8=rowwise"), "train.fp8: does not go with adapter"),
         (SHARDS, (GRAPH, ALL_TO_ALL, "model.scratch.model_type=deepseek_v3"), "here each has all (fsdp2, 2 shards)"),
     ],
 )
@@ -68,7 +72,9 @@ def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
 ) -> None:
     found = problem(topology, *words)
     assert message in found
-    assert found.startswith(("command line: train.", "command line: graph.")), "it names the setting and where it is"
+    assert found.startswith(("command line: train.", "command line: graph.", "command line: adapter.")), (
+        "it names the setting and where it is"
+    )
 
 
 @pytest.mark.parametrize(

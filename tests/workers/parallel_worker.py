@@ -98,6 +98,7 @@ MODELS = {
     "tied_lora": lambda: with_adapters(
         small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)), "model.embed_tokens"
     ),
+    "qlora": lambda: with_adapters(tiny_llama(), base="nf4"),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -111,7 +112,7 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = {"lora": 3e-4, "tied_lora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
+LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "deep", "deeper", "tied", "tied_qwen2"), 3e-4)
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -126,6 +127,7 @@ TWO_RANKS = {
     "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
+    "qlora ddp": ("qlora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),

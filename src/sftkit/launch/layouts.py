@@ -273,6 +273,7 @@ def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -
         frozen=known.frozen if known else 0,
         frozen_ends=known.frozen_ends if known else 0,
         frozen_matrices=known.frozen - known.frozen_ends if known else 0,
+        nf4=known.nf4 if known else 0,
     )
 
 
@@ -366,6 +367,8 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
     if cfg.train.freeze:  # pipelines train all parameters
         found = [each for each in found if each.setup.topology.stages == 1]
+    if asked.shape.nf4:  # its matrices are not sharded
+        found = [each for each in found if not each.setup.topology.partial]
     if not asked.shardable:  # layouts that spread them are no advice
         found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"

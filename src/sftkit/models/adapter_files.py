@@ -21,7 +21,7 @@ PEFT_PREFIX = "base_model.model."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 "What peft puts behind the name of a table that has trained rows."
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
@@ -43,7 +43,7 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
     Raises:
         ConfigError: a target is no such layer, or smaller than the rank.
     """
-    common = [name for name in shapes if not _ROUTER.search(name)]
+    common = [name for name in shapes if not ROUTER.search(name)]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":
@@ -230,4 +230,5 @@ def adapter_words(adapter: Mapping[str, Any]) -> str:
     """Return an adapter's settings in words; those that a file lacks are the defaults."""
     own = asdict(AdapterConfig()) | {**adapter}
     targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
-    return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}"
+    base = " over layers in NF4" if own["base"] == "nf4" else ""
+    return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}{base}"

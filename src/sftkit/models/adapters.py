@@ -26,6 +26,7 @@ from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import (
     PEFT_PREFIX,
+    ROUTER,
     TRAINED_ROWS,
     AdapterFiles,
     merge_command,
@@ -38,6 +39,7 @@ from sftkit.models.token_rows import add_token_rows, fill_token_rows, merge_toke
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
@@ -98,13 +100,19 @@ class LoraLinear(torch.nn.Linear):
     joint: tuple[Tensor, Tensor] | None = None
     "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
+    def frozen(self, x: Tensor) -> Tensor:
+        """Return W x + b."""
+        return frozen_linear(self, x, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         b = self.lora_B.weight.to(x.dtype)
         if self.joint is not None and self.joint[0] is x:
+            if not self.weight.is_floating_point():  # in NF4
+                return self.frozen(x) + self.lora_scale * linear(self.joint[1], b)
             y = adapted_linear(x, self.weight, self.joint[1], b, self.lora_scale)
             return y if self.bias is None else y + self.bias
-        y = linear(x, self.weight, self.bias)
+        y = self.frozen(x)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
 
@@ -114,20 +122,22 @@ class DoraLinear(LoraLinear):
 
     lora_magnitude_vector: torch.nn.Parameter
     "m: [out], fp32"
+    squared_rows: Tensor
+    "of W in NF4: the squared norm of each row, fp32 [out]"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         a, b = self.lora_A.weight, self.lora_B.weight
-        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
-        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        y = low_rank(frozen_linear(self, x), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach(), x.dtype)).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
-    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+    def _lengths(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
         4.3, leaves it out of the gradient."""
         weight, s = self.weight.detach(), self.lora_scale
-        squared = weight.float().square().sum(1)
-        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        squared = weight.float().square().sum(1) if weight.is_floating_point() else self.squared_rows
+        squared = squared + 2 * s * (b * frozen_linear(self, a.to(dtype)).t().float()).sum(1)
         return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
@@ -148,9 +158,12 @@ class PlainLora(LoraLinear):
 
 
 def as_written(orig_model: torch.nn.Module) -> None:
-    """Let the layers with an adapter compute as their paper writes it."""
-    for layer in adapted(orig_model).values():
-        layer.__class__ = PlainLora
+    """Let the layers with an adapter compute as their paper writes it, and all layers with a weight that is dense."""
+    for layer in orig_model.modules():
+        if isinstance(layer, LoraLinear):
+            layer.__class__ = PlainLora
+        elif isinstance(layer, Nf4Linear):
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
     rows_as_written(orig_model)
 
 
@@ -159,16 +172,22 @@ def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.device | None = None) -> Adapters:
     """Freeze the model and give its target layers adapters, with the factors that training starts from; on the meta
     device they are filled by fill_factors, once there is memory for them.
 
+    Args:
+        device: which quantizes the frozen layers, one at a time; None: the one that they are on.
+
     Raises:
-        ConfigError: a target that is no layer of the model, or a rank above a layer's size.
+        ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model that cannot be
+            quantized.
     """
     config = adapters.config
     targets = _targets(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
+    if config.base == "nf4":
+        _quantize_layers(orig_model, device)
     for layer in targets.values():
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
@@ -179,6 +198,12 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         if isinstance(layer, DoraLinear):
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
+            if (matrix := matrix_of(layer)) is not None:
+                squared = torch.zeros(layer.out_features)
+                if not matrix.packed.is_meta:
+                    there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
+                    squared = dequantize(there, torch.float32).square().sum(1).to(lengths.device)
+                layer.register_buffer("squared_rows", squared, persistent=False)
         layer.train(orig_model.training)
     add_token_rows(orig_model, adapters.tokens)
     found = replace(adapters, modules=tuple(targets))
@@ -186,6 +211,27 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
     return found
+
+
+def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
+    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+    for name, module in orig_model.named_modules():
+        if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"adapter.base: the experts {name} have three-dimensional weights, most of the model, which would stay "
+                "as they are: set adapter.base=bf16"
+            )
+    for name, layer in _linears(orig_model).items():
+        if layer.in_features % 2:
+            raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
+        if not ROUTER.search(name):
+            quantize_layer(layer, device)
+
+
+def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of the blocks by name: torch's own and no subclass, which may compute something else."""
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
 
 
 def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
@@ -205,9 +251,7 @@ def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, to
             f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
             "yet: set adapter.experts=false, which adapts the other layers"
         )
-    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    # torch's own Linear and no subclass, which may compute something else.
-    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    linears = _linears(orig_model)
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
     return {name: linears[name] for name in target_layers(shapes, config, head)}
@@ -234,7 +278,9 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
-            if isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
+            if isinstance(layer, DoraLinear) and not layer.weight.is_floating_point():
+                layer.lora_magnitude_vector.copy_(layer.squared_rows.sqrt())
+            elif isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
                 local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 

@@ -71,7 +71,7 @@ class JoinedMlp(torch.nn.Module):
         layers: list[Any] = [getattr(self, name) for name in MLP]
         a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
         b = tuple(layer.lora_B.weight.to(x.dtype) for layer in layers)
-        return gated_mlp(x, tuple(layer.weight for layer in layers), a, b, layers[0].lora_scale)
+        return gated_mlp(x, tuple(layer.frozen for layer in layers), a, b, layers[0].lora_scale)
 
 
 class JoinedAttention(torch.nn.Module):

@@ -108,6 +108,7 @@ def load_model(
     empty: bool = False,
     adapter: AdapterConfig | None = None,
     rounded: bool = True,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -122,6 +123,7 @@ def load_model(
             the model gets none, and an adapter at model.path is merged into its base.
         rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
             model to the tokens of the tokenizer.
+        device: which quantizes the weights under adapters; they stay on the host. None: the host.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -161,7 +163,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, device)
     return orig_model
 
 
@@ -201,6 +203,7 @@ def _adapt(
     seed: int,
     model: ModelConfig,
     files: AdapterFiles | None,
+    device: torch.device | None,
 ) -> None:
     """Give the model its adapters.
 
@@ -236,7 +239,8 @@ def _adapt(
     adapters = Adapters(config, seed, base, digest, start, tokens=tokens, known=known)
     if files is not None:
         check_continued(files, config)
-    add_adapters(orig_model, adapters)
+    with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
+        add_adapters(orig_model, adapters, device)
     join_layers(orig_model)
 
 
@@ -353,6 +357,7 @@ def model_of_files(
     checkpoint: Path | None = None,
     adapters: Adapters | None = None,
     precision: str = "auto",
+    device: torch.device | None = None,
 ) -> PreTrainedModel | None:
     """Load the run's start files as transformers does, on the host and in their own precision, so that they are
     mapped into memory. None for model.scratch, which has no files.
@@ -363,6 +368,7 @@ def model_of_files(
         adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
             the files is merged.
         precision: of the run, in which it read the weights that an adapter was merged into, or whose lengths it took.
+        device: which quantizes the weights under adapters.
 
     Raises:
         ConfigError: the files cannot be loaded.
@@ -383,7 +389,7 @@ def model_of_files(
 
     if adapters is not None:
         known = adapters.known if checkpoint is None else None  # a checkpoint has the rows of tokens
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder, known=known))
+        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder, known=known), device)
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

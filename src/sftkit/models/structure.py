@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
-from sftkit.models.trained import TOKEN_ADAPTER
+from sftkit.models.trained import TOKEN_ADAPTER, logical_elements
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
@@ -184,7 +184,7 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     own_rows = {id(p): p.numel() for name, p in orig_model.named_parameters() if TOKEN_ADAPTER in name}
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
-    numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}
+    numel = {id(p): round(logical_elements(p) * (share if id(p) in padded else 1)) for p in orig_model.parameters()}
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
     # Tables are looked up, not multiplied.

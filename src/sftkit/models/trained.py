@@ -37,6 +37,11 @@ def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in named if ".lora_" in name or TOKEN_ADAPTER in name}
 
 
+def logical_elements(parameter: torch.Tensor) -> int:
+    """Return the number of elements of a parameter: the bytes of a frozen matrix in NF4 hold two each."""
+    return parameter.numel() if parameter.is_floating_point() else 2 * parameter.numel()
+
+
 def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """Return the names of parameters that train.freeze matches."""
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

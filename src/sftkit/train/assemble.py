@@ -154,7 +154,13 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
     orig_model = load_model(
-        cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
+        cfg.model,
+        tokenizer,
+        cfg.run.seed,
+        rt.precision,
+        empty=rt.topology.partial,
+        adapter=cfg.adapter,
+        device=rt.device,
     )
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
