@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,25 +20,33 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
     # LoRA's relatives: they compute something else with the same two factors.
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
 
 
-def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, head: str = "lm_head") -> list[str]:
+def target_layers(
+    shapes: Mapping[str, tuple[int, int]],
+    config: AdapterConfig,
+    head: str = "lm_head",
+    experts: Collection[str] = (),
+) -> list[str]:
     """Return the names of the layers that get an adapter, in the order of the model.
 
     Args:
         shapes: name of each linear layer in the model's blocks -> its outputs and inputs.
         head: name of the output projection.
+        experts: which of the names are experts of a mixture, all those of a block.
 
     Raises:
-        ConfigError: a target is no such layer, or smaller than the rank.
+        ConfigError: a target is no such layer, or smaller than the rank; or a method that experts do not have.
     """
-    common = [name for name in shapes if not _ROUTER.search(name)]
+    common = [name for name in shapes if not _ROUTER.search(name) and (config.experts or name not in experts)]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":
@@ -51,6 +59,12 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
             raise _no_target(target, shapes, head)
         found |= {*chosen}
     ordered = [name for name in shapes if name in found]
+    without = {"adapter.dropout": config.dropout, "adapter.method=dora": config.method == "dora"}
+    if (wrong := [key for key, given in without.items() if given]) and (adapted := found & {*experts}):
+        raise ConfigError(
+            f"adapter.targets: {min(adapted)} has an adapter only without {wrong[0]}: set adapter.experts=false, which "
+            "adapts the other layers, or leave that setting out"
+        )
     small = min(ordered, key=lambda name: min(shapes[name]))
     if config.rank > min(shapes[small]):
         outputs, inputs = shapes[small]
@@ -98,6 +112,8 @@ class AdapterFiles:
     dora: bool
     digest: str | None
     "of the weights of its model, as our manifest has it; None: not known"
+    experts: bool = False
+    "whether experts of a mixture have adapters too"
 
 
 def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
@@ -116,6 +132,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
+    parameters = found.get("target_parameters") or []
     kind = str(found.get("peft_type"))
     cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
     if kind != "LORA":
@@ -123,6 +140,8 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     odd = {
         "bias": found.get("bias", "none") != "none",
         **{name: bool(found.get(name)) for name in _NOT_LOADED},
+        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name.
+        "target_parameters": {str(name).rpartition(".")[2] for name in parameters} not in (set(), {*EXPERT_WEIGHTS}),
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.
         "init_lora_weights": found.get("init_lora_weights", True) not in _KEEPS_WEIGHTS,
     }
@@ -147,6 +166,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         scale,
         bool(found.get("use_dora")),
         read_base_digest(folder),
+        bool(parameters),
     )
 
 
