@@ -28,6 +28,9 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 "The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
+_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
+"Architectures whose files have the names of the live model, but a matrix for each expert."
 
 
 def target_layers(
@@ -86,17 +89,24 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
-def known_shapes(model: ModelConfig) -> dict[str, tuple[int, int]] | None:
-    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files; None:
-    not known before it is loaded."""
+def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[str]] | None:
+    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files, and
+    which of the names are experts; None: not known before it is loaded."""
     fields = fields_of(model)
     path = resolve(model.path or "")
-    if fields is None or fields.get("model_type") not in GATED or not Path(path).is_dir():
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or not Path(path).is_dir():
         return None
     headers = {file: header_of(file) for file in {*files_of_weights(Path(path)).values()}}
     shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
-    found = {match["layer"]: tuple(shapes[name]) for name in shapes if (match := _IN_BLOCK.match(name))}
-    return {name: shape for name, shape in found.items() if len(shape) == 2} or None
+    found: dict[str, tuple[int, int]] = {}
+    experts: set[str] = set()
+    for name, shape in shapes.items():
+        if (expert := _EXPERT.match(name)) is not None:
+            found[expert["layer"]] = (shape[0], shape[1])
+            experts.add(expert["layer"])
+        elif (layer := _IN_BLOCK.match(name)) is not None and len(shape) == 2 and ".experts." not in name:
+            found[layer["layer"]] = (shape[0], shape[1])
+    return (found, experts) if found else None
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transp
     """
     (start, size), *_ = local_region(weight)
     experts = weight.shape[0]
-    merged = local(weight).cpu().float()
+    merged = local(weight).to("cpu", torch.float32, copy=True)  # the weight itself stays
     a, b = a.cpu().float().view(experts, -1, a.shape[1]), b.cpu().float().view(len(b), -1, experts)
     for own in range(size):
         added = scale * (b[..., start + own] @ a[start + own])

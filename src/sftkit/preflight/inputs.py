@@ -290,7 +290,7 @@ def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
     if shapes is not None:
-        target_layers(shapes, config)
+        target_layers(shapes[0], config, experts=shapes[1])
     return None
 
 
