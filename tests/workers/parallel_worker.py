@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from sftkit.compile.contract import compile_model, warm_up
@@ -71,6 +72,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
 STEPS = 6
 
 
@@ -93,6 +95,7 @@ def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
 MODELS = {
     "llama": tiny_llama,
     "lora": lambda: with_adapters(tiny_llama()),
+    "lora_experts": lambda: with_adapters(small(Qwen3MoeConfig(**SIZES, **EXPERTS))),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -106,7 +109,7 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = {"lora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
+LEARNING_RATES = {"lora": 3e-4, "lora_experts": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -123,6 +126,8 @@ TWO_RANKS = {
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lora_experts ddp": ("lora_experts", Topology(replicas=2), Sharding(), "adamw"),
+    "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
