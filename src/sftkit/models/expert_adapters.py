@@ -73,22 +73,26 @@ class LoraExperts(ExpertFactors):
 
 
 class PlainExperts(LoraExperts):
-    """The same without our operators: transformers' own forward pass with weights W + scale * B A."""
+    """Experts with adapters one after the other, without our operators: what the others are compared with."""
 
-    def forward(self, *args: Any, **named: Any) -> Tensor:
-        """Return the output of the experts' own class."""
-        for name in EXPERT_WEIGHTS:
-            weight = getattr(self, name)
-            a, b = by_expert_factors(factors_of(self, name), len(weight))
-            added = self.lora_scale * (b @ a)
-            # Found before the parameter, which torch keeps in a table of its own.
-            exact = weight.float() + (added.transpose(1, 2) if self.is_transposed else added)
-            self.__dict__[name] = exact.to(weight.dtype)
-        try:
-            return super(LoraExperts, self).forward(*args, **named)
-        finally:
-            for name in EXPERT_WEIGHTS:
-                del self.__dict__[name]
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, [N, H]."""
+        outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1])
+        for expert in range(len(self.down_proj)):
+            token, place = torch.where(top_k_index == expert)
+            rows = self._apply_gate(self._product_of(expert, hidden_states[token], "gate_up_proj"))
+            outputs[token, place] = self._product_of(expert, rows, "down_proj")
+        return (outputs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def _product_of(self, expert: int, rows: Tensor, name: str) -> Tensor:
+        """Return the products of rows with a matrix of an expert, and its factors."""
+        weight = getattr(self, name)[expert]
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        a, b = (
+            factor[expert].to(rows.dtype) for factor in by_expert_factors(factors_of(self, name), len(self.down_proj))
+        )
+        y = F.linear(rows, weight.t() if self.is_transposed else weight, bias)
+        return y + self.lora_scale * F.linear(F.linear(rows, a), b)
 
 
 def can_be_adapted(module: torch.nn.Module) -> bool:
