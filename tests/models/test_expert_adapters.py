@@ -129,20 +129,22 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert float((gradient - expected[name]).norm() / expected[name].norm()) < tolerance, name
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_every_gradient_are_those_of_peft(name: str, tmp_path: Path, peft: Any) -> None:
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in FAMILIES), ("glm4_moe", {"experts": False})])
+def test_loss_and_every_gradient_are_those_of_peft(
+    name: str, settings: dict[str, Any], tmp_path: Path, peft: Any
+) -> None:
     """Our files in peft's modules: names, orders, scales and the sum itself."""
-    # peft takes names of a feed-forward layer beside experts for those of experts in older files.
-    targets = ("attention", "experts")
-    ours = adapted_model(family(name), rank=3, alpha=5.0, targets=targets)
-    assert len(adapted_experts(ours)) == 2
+    ours = adapted_model(family(name), rank=3, alpha=5.0, **settings)
+    assert len(adapted_experts(ours)) == (2 if settings.get("experts", True) else 0)
     theirs = peft.PeftModel.from_pretrained(family(name), write_adapter(ours, tmp_path / "a"), is_trainable=True)
     loss, gradients = gradients_of(ours)
     expected, others = gradients_of(theirs)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert gradients.keys() == factors(ours).keys()
     named = {key.replace(".default", ""): gradient for key, gradient in others.items()}
-    assert_same({f"base_model.model.{key}": value for key, value in gradients.items()}, named, 1e-6)
+    # Norms within its attention make roundings grow.
+    tolerance = 5e-6 if name == "deepseek_v3" else 1e-6
+    assert_same({f"base_model.model.{key}": value for key, value in gradients.items()}, named, tolerance)
 
 
 @pytest.fixture
@@ -189,6 +191,9 @@ def test_an_adapter_of_peft_is_merged_as_a_model_and_continued_with_adapter(
         load_model(
             ModelConfig(path=str(folder)), tokenizer, 0, adapter=AdapterConfig(rank=3, alpha=6.0, targets=("q_proj",))
         )
+    # Ours, with a layer among the parameters, is loaded too.
+    shared = adapted_model(family("glm4_moe"), str(base), rank=2)
+    assert adapter_at(ModelConfig(path=str(write_adapter(shared, tmp_path / "shared")))) is not None
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"target_parameters": ["experts.down_proj"]}))
     with pytest.raises(ConfigError, match=r"target_parameters=\['experts.down_proj'\] is not loaded here"):
@@ -251,8 +256,10 @@ def test_groups_have_experts_or_not_and_never_a_router(
     assert found == {n for n, _ in model.named_modules() if n.rpartition(".")[2] in last}
     assert {*modules} - found == ({f"model.layers.{i}.mlp.experts" for i in (0, 1)} if with_experts else set())
     told = peft_config(model)
-    assert told["target_modules"] == sorted(last)
-    assert told["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"] * with_experts
+    shared = sorted(name for name in last if name in ("gate_proj", "up_proj", "down_proj"))
+    assert told["target_modules"] == sorted(last - {*shared})
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] * with_experts + [f"{name}.weight" for name in shared]
+    assert told["target_parameters"] == (parameters or None)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == factors(model).keys()
     # One of two blocks: by its whole name.
     one = family("qwen3_moe")

@@ -142,7 +142,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
-    parameters = found.get("target_parameters") or []
+    parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
     kind = str(found.get("peft_type"))
     cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
     if kind != "LORA":
@@ -150,8 +150,9 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     odd = {
         "bias": found.get("bias", "none") != "none",
         **{name: bool(found.get(name)) for name in _NOT_LOADED},
-        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name.
-        "target_parameters": {str(name).rpartition(".")[2] for name in parameters} not in (set(), {*EXPERT_WEIGHTS}),
+        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name. The
+        # weight of a linear layer has the factors that the layer has.
+        "target_parameters": parameters - {"weight"} not in (set(), {*EXPERT_WEIGHTS}),
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.
         "init_lora_weights": found.get("init_lora_weights", True) not in _KEEPS_WEIGHTS,
     }
@@ -176,7 +177,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         scale,
         bool(found.get("use_dora")),
         read_base_digest(folder),
-        bool(parameters),
+        parameters >= {*EXPERT_WEIGHTS},
     )
 
 

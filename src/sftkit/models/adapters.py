@@ -27,7 +27,7 @@ from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import EXPERT_WEIGHTS, AdapterFiles, target_layers
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
+from sftkit.models.structure import EXPERT_COUNTS, decoder_blocks, embedding_of, output_projection
 from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import adapted_linear, low_rank
 from sftkit.ops.tensors import local, local_part, local_region
@@ -389,6 +389,12 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
     assert adapters is not None
     config = adapters.config
     experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
+    # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
+    mixture = any(getattr(orig_model.config.get_text_config(), name, None) for name in EXPERT_COUNTS)
+    taken = ("gate_proj", "up_proj", "down_proj") * mixture
+    mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
+    parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
+    parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -399,9 +405,9 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
         "lora_alpha": adapters.scale * config.rank,
         "use_rslora": False,
         "use_dora": config.method == "dora",
-        "target_modules": _suffixes(orig_model, {*adapters.modules} - {*experts}),
-        "target_parameters": [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS],
-        "lora_dropout": config.dropout,
+        "target_modules": _suffixes(orig_model, {*adapters.modules} - {*experts, *mistaken}),
+        "target_parameters": parameters or None,
+        "lora_dropout": 0.0 if parameters else config.dropout,  # peft has none for parameters
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
