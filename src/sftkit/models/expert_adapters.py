@@ -8,6 +8,7 @@ Letters: E experts, S rows of tokens (one for each expert that a token visits), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class LoraExperts(ExpertFactors):
     base_layer: ExpertFactors
     "of gate_up_proj"
     lora_scale: float
+    down_proj: Tensor
+    is_transposed: bool
+    has_bias: bool
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [N, H].
@@ -97,8 +102,8 @@ class PlainExperts(LoraExperts):
 
 def can_be_adapted(module: torch.nn.Module) -> bool:
     """Return whether a module is experts that are computed here: two products with an activation between them."""
-    shapes = [getattr(module, name, torch.empty(0)).ndim for name in EXPERT_WEIGHTS]
-    return getattr(module, "has_gate", None) is True and shapes == [3, 3]
+    weights: list[Any] = [getattr(module, name, None) for name in EXPERT_WEIGHTS]
+    return getattr(module, "has_gate", None) is True and all(w is not None and w.ndim == 3 for w in weights)
 
 
 def sizes(experts: torch.nn.Module, name: str) -> tuple[int, int]:
@@ -107,9 +112,10 @@ def sizes(experts: torch.nn.Module, name: str) -> tuple[int, int]:
     return (columns, rows) if experts.is_transposed else (rows, columns)
 
 
-def adapt(experts: torch.nn.Module, rank: int, scale: float) -> None:
+def adapt(experts: Any, rank: int, scale: float) -> None:
     """Give experts adapters, with factors of zeros."""
-    experts.__class__ = in_front(LoraExperts, type(experts))
+    own: Any = type(experts)
+    experts.__class__ = in_front(LoraExperts, own)
     assert isinstance(experts, LoraExperts)
     experts.lora_scale = scale
     experts.base_layer = ExpertFactors()
