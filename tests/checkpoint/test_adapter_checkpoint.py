@@ -22,12 +22,13 @@ from helpers import (
     make_examples,
     make_layout_of,
     merged_weights,
+    tiny,
     tiny_llama,
     tiny_recipe,
 )
 from looped import proof_rows
 from safetensors.torch import load_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.resume import find_checkpoint, run_identity
@@ -44,7 +45,7 @@ from sftkit.config.schema import (
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
-from sftkit.models import adapters
+from sftkit.models import adapters, expert_adapters
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.load import load_model, stop_ids
 from sftkit.models.tokenizer import load_tokenizer
@@ -350,3 +351,60 @@ def test_a_wrong_gradient_of_trained_rows_turns_the_row_red(
     row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]
     assert row["ok"] is False
     assert "lm_head.token_adapter" in row["found"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_of_experts_resume_bitwise_and_all_rows_are_green(
+    precision: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    base = tmp_path / "base"
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    tiny(Qwen3MoeConfig, vocab_size=len(tokenizer), **sizes).save_pretrained(base)
+    settings: dict[str, Any] = {
+        "adapter": AdapterConfig(rank=4),
+        "precision": precision,
+        "compile": CompileConfig(backend="aot_eager", fullgraph=True),
+        "steps": 4,
+    }
+    torch._dynamo.reset()  # else an earlier run's graphs are used, and none are counted
+    live = run(tmp_path / "whole", tokenizer, base, **settings)
+    run(tmp_path / "cut", tokenizer, base, every=2, **settings)
+    shutil.rmtree(tmp_path / "cut" / "step-000004")
+    (tmp_path / "cut" / "proof.json").unlink()
+    torch._dynamo.reset()
+    run(tmp_path / "cut", tokenizer, base, resume="auto", **settings)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = (load_file(tmp_path / name / "step-000004" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert sum("experts.base_layer.lora_B" in name for name in whole if whole[name].any()) == 2
+    for name in ("whole", "cut"):
+        rows = proof_rows(tmp_path / name)
+        assert {row for row, found in rows.items() if found["ok"] is False} <= {
+            "Answers end with a learned end of turn"
+        }
+        for row in ("Same gradients as the plain model", "Weights are those of the files", "Frozen weights unchanged"):
+            assert rows[row]["ok"] is True
+    recorded = json.loads((tmp_path / "whole" / "proof.json").read_text())["logits"]
+    assert verify_checkpoint(tmp_path / "whole" / "step-000004", recorded).ok is True
+    again = load_model(ModelConfig(path=str(tmp_path / "whole" / "step-000004")), tokenizer, 0, precision)
+    assert all(torch.equal(again.get_parameter(name), weight) for name, weight in merged_weights(live))
+
+
+def test_a_wrong_gradient_of_experts_turns_the_row_red(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    tiny(Qwen3MoeConfig, vocab_size=len(tokenizer), **sizes).save_pretrained(base)
+    right = expert_adapters.by_expert_factors
+
+    def wrong(pair: Any, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = right(pair, experts)
+        plain = isinstance(pair, expert_adapters.PlainExperts)
+        return a if plain else a.detach() + 0.5 * (a - a.detach()), b
+
+    monkeypatch.setattr(expert_adapters, "by_expert_factors", wrong)
+    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1)
+    row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]
+    assert row["ok"] is False
+    assert "experts.lora_A.weight" in row["found"]

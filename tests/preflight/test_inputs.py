@@ -87,6 +87,13 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert "lm_head is the head, which gets no adapter" in told
     (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[]")
     assert told.startswith("adapter.targets: is empty")
+    entries["model.layers.0.mlp.experts.0.down_proj.weight"] = entries.pop("model.layers.0.mlp.up_proj.weight")
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (told,) = problems(*start, "adapter.rank=4", "adapter.dropout=0.1")
+    assert told.startswith("adapter.targets: model.layers.0.mlp.experts has an adapter only without adapter.dropout")
+    assert problems(*start, "adapter.rank=4", "adapter.dropout=0.1", "adapter.experts=false") == []
     (told,) = problems(*start, "adapter.rank=4", "train.freeze=['*']")
     assert told.startswith("train.freeze: does not go with adapter")
     (told,) = problems("adapter={}")

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from sftkit.compile.contract import compile_model, warm_up
@@ -71,6 +72,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
 STEPS = 6
 
 
@@ -99,6 +101,7 @@ MODELS = {
         small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)), "model.embed_tokens"
     ),
     "qlora": lambda: with_adapters(tiny_llama(), base="nf4"),
+    "lora_experts": lambda: with_adapters(small(Qwen3MoeConfig(**SIZES, **EXPERTS))),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -112,7 +115,9 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "deep", "deeper", "tied", "tied_qwen2"), 3e-4)
+LEARNING_RATES = dict.fromkeys(
+    ("lora", "tied_lora", "qlora", "lora_experts", "deep", "deeper", "tied", "tied_qwen2"), 3e-4
+)
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -130,6 +135,8 @@ TWO_RANKS = {
     "qlora ddp": ("qlora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lora_experts ddp": ("lora_experts", Topology(replicas=2), Sharding(), "adamw"),
+    "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),

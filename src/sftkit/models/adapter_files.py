@@ -25,25 +25,36 @@ ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
-    *("target_parameters", "layer_replication", "alora_invocation_tokens"),
+    *("layer_replication", "alora_invocation_tokens"),
     # LoRA's relatives: they compute something else with the same two factors.
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
+_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
+"Architectures whose files have the names of the live model, but a matrix for each expert."
 
 
-def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, head: str = "lm_head") -> list[str]:
+def target_layers(
+    shapes: Mapping[str, tuple[int, int]],
+    config: AdapterConfig,
+    head: str = "lm_head",
+    experts: Collection[str] = (),
+) -> list[str]:
     """Return the names of the layers that get an adapter, in the order of the model.
 
     Args:
         shapes: name of each linear layer in the model's blocks -> its outputs and inputs.
         head: name of the output projection.
+        experts: which of the names are experts of a mixture, all those of a block.
 
     Raises:
-        ConfigError: a target is no such layer, or smaller than the rank.
+        ConfigError: a target is no such layer, or smaller than the rank; or a method that experts do not have.
     """
-    common = [name for name in shapes if not ROUTER.search(name)]
+    common = [name for name in shapes if not ROUTER.search(name) and (config.experts or name not in experts)]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":
@@ -56,6 +67,12 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
             raise _no_target(target, shapes, head)
         found |= {*chosen}
     ordered = [name for name in shapes if name in found]
+    without = {"adapter.dropout": config.dropout, "adapter.method=dora": config.method == "dora"}
+    if (wrong := [key for key, given in without.items() if given]) and (adapted := found & {*experts}):
+        raise ConfigError(
+            f"adapter.targets: {min(adapted)} has an adapter only without {wrong[0]}: set adapter.experts=false, which "
+            "adapts the other layers, or leave that setting out"
+        )
     small = min(ordered, key=lambda name: min(shapes[name]))
     if config.rank > min(shapes[small]):
         outputs, inputs = shapes[small]
@@ -77,17 +94,24 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
-def known_shapes(model: ModelConfig) -> dict[str, tuple[int, int]] | None:
-    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files; None:
-    not known before it is loaded."""
+def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[str]] | None:
+    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files, and
+    which of the names are experts; None: not known before it is loaded."""
     fields = fields_of(model)
     path = resolve(model.path or "")
-    if fields is None or fields.get("model_type") not in GATED or not Path(path).is_dir():
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or not Path(path).is_dir():
         return None
     headers = {file: header_of(file) for file in {*files_of_weights(Path(path)).values()}}
     shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
-    found = {match["layer"]: tuple(shapes[name]) for name in shapes if (match := _IN_BLOCK.match(name))}
-    return {name: shape for name, shape in found.items() if len(shape) == 2} or None
+    found: dict[str, tuple[int, int]] = {}
+    experts: set[str] = set()
+    for name, shape in shapes.items():
+        if (expert := _EXPERT.match(name)) is not None:
+            found[expert["layer"]] = (shape[0], shape[1])
+            experts.add(expert["layer"])
+        elif (layer := _IN_BLOCK.match(name)) is not None and len(shape) == 2 and ".experts." not in name:
+            found[layer["layer"]] = (shape[0], shape[1])
+    return (found, experts) if found else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,8 @@ class AdapterFiles:
     "of the weights of its model, as our manifest has it; None: not known"
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     "name of embedding or head -> tokens whose rows are trained (models/token_rows.py)"
+    experts: bool = False
+    "whether experts of a mixture have adapters too"
 
 
 def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
@@ -123,6 +149,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
+    parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
     kind = str(found.get("peft_type"))
     cure = f"Merge it: {merge_command(folder)}"
     if kind != "LORA":
@@ -130,6 +157,9 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     odd = {
         "bias": found.get("bias", "none") != "none",
         **{name: bool(found.get(name)) for name in _NOT_LOADED},
+        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name. The
+        # weight of a linear layer has the factors that the layer has.
+        "target_parameters": parameters - {"weight"} not in (set(), {*EXPERT_WEIGHTS}),
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.
         "init_lora_weights": found.get("init_lora_weights", True) not in _KEEPS_WEIGHTS,
     }
@@ -155,6 +185,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         bool(found.get("use_dora")),
         read_base_digest(folder),
         _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
+        parameters >= {*EXPERT_WEIGHTS},
     )
 
 
@@ -220,7 +251,8 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
         )
-    there = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    names = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"
         raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import (
+    EXPERT_WEIGHTS,
     PEFT_PREFIX,
     ROUTER,
     TRAINED_ROWS,
@@ -34,8 +35,8 @@ from sftkit.models.adapter_files import (
     target_layers,
 )
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
-from sftkit.models.token_rows import add_token_rows, fill_token_rows, merge_token_rows, rows_as_written
+from sftkit.models.structure import EXPERT_COUNTS, decoder_blocks, embedding_of, output_projection
+from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
@@ -164,12 +165,26 @@ def as_written(orig_model: torch.nn.Module) -> None:
             layer.__class__ = PlainLora
         elif isinstance(layer, Nf4Linear):
             layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+    for experts in adapted_experts(orig_model).values():
+        from sftkit.models.expert_adapters import PlainExperts  # most models have none
+
+        experts.__class__ = in_front(PlainExperts, type(experts).__bases__[1])
     rows_as_written(orig_model)
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     """Return the layers that have an adapter, by name."""
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def adapted_experts(orig_model: torch.nn.Module) -> dict[str, Any]:
+    """Return the experts of mixtures that have adapters (models/expert_adapters.py), by name."""
+    return {name: module for name, module in orig_model.named_modules() if hasattr(module, "base_layer")}
+
+
+def with_factors(orig_model: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules that hold a pair of factors by name: adapted layers, and two for the experts of a block."""
+    return {name: m for name, m in orig_model.named_modules() if isinstance(getattr(m, "lora_A", None), Factor)}
 
 
 def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.device | None = None) -> Adapters:
@@ -189,6 +204,11 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     if config.base == "nf4":
         _quantize_layers(orig_model, device)
     for layer in targets.values():
+        if not isinstance(layer, torch.nn.Linear):
+            from sftkit.models.expert_adapters import adapt  # most models have none
+
+            adapt(layer, config.rank, adapters.scale)
+            continue
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
         layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
@@ -234,27 +254,36 @@ def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
 
 
-def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
-    """Return the layers that get an adapter, by name.
+def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
+    """Return the linear layers and the experts that get an adapter, by name.
 
     Raises:
-        ConfigError: as target_layers; or the model has experts, which get no adapters here.
+        ConfigError: as target_layers; or the model has experts of a form that gets no adapters here.
     """
-    # Experts whose weights lie in one tensor are no layers of torch: they would be left out in silence.
-    stacked = [
-        name
-        for name, module in orig_model.named_modules()
-        if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
-    ]
-    if stacked and config.experts and {"all-linear", "mlp"} & {*config.targets}:
-        raise ConfigError(
-            f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
-            "yet: set adapter.experts=false, which adapts the other layers"
-        )
     linears = _linears(orig_model)
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
+    found: dict[str, torch.nn.Module] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    experts: set[str] = set()
+    for name, module in orig_model.named_modules():
+        if name in linears:
+            assert isinstance(module, torch.nn.Linear)
+            shapes[name] = (module.out_features, module.in_features)
+        elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts"):
+            from sftkit.models.expert_adapters import can_be_adapted, sizes  # most models have none
+
+            if can_be_adapted(module):
+                shapes[name] = sizes(module, "down_proj")  # has the smallest of all sizes: I is smaller than 2 I
+                experts.add(name)
+            # They are no layers of torch: they would be left out in silence.
+            elif config.experts and {"all-linear", "mlp"} & {*config.targets}:
+                raise ConfigError(
+                    f"adapter.targets: the experts {name} ({type(module).__name__}) have a form that gets no adapters: "
+                    "set adapter.experts=false, which adapts the other layers"
+                )
+        if name in shapes:
+            found[name] = module
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
-    return {name: linears[name] for name in target_layers(shapes, config, head)}
+    return {name: found[name] for name in target_layers(shapes, config, head, experts)}
 
 
 def fill_factors(orig_model: PreTrainedModel) -> None:
@@ -271,10 +300,10 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
         load_factors(orig_model, adapters.start, with_rows=adapters.known is None)
         return
     with torch.no_grad():
-        for name, layer in adapted(orig_model).items():
+        for name, layer in with_factors(orig_model).items():
             generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
             # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
-            bound = 1 / math.sqrt(layer.in_features)
+            bound = 1 / math.sqrt(layer.lora_A.weight.shape[1])
             drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
@@ -321,9 +350,9 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Afterwards B has its bits back, in the same memory.
     """
-    held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    held = {name: layer.lora_B.weight for name, layer in with_factors(orig_model).items()}
     # As large as A at its start, so that the gradients of A are about as large as those of B.
-    inputs = {name: layer.in_features for name, layer in adapted(orig_model).items()}
+    inputs = {name: layer.lora_A.weight.shape[1] for name, layer in with_factors(orig_model).items()}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():
@@ -346,7 +375,7 @@ def adapters_in(files: AdapterFiles) -> Adapters:
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
-        targets=tuple(dict.fromkeys(keys)),
+        targets=tuple(dict.fromkeys(key.removesuffix(".base_layer") for key in keys)),
         method="dora" if files.dora else "lora",
     )
     return Adapters(config, 0, files.base, files.digest or "", files.folder, tokens=files.tokens)
@@ -374,8 +403,11 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     Raises:
         ConfigError: the folder's adapters are those of another model.
     """
+    from sftkit.models.expert_adapters import expert_weights, merged_experts
+
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
+    of_experts = expert_weights(orig_model) if files.experts else {}
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
     cure = f"merge it: {merge_command(files.folder)}"
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
@@ -388,7 +420,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
             if key.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) in files.tokens:
                 continue
             name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            if not isinstance(owners.get(name), torch.nn.Linear):
+            if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
                 raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
             there.setdefault(name, set()).add(factor)
         if not there:
@@ -397,20 +429,24 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
             if different := sorted(found ^ wanted):
                 word = "not loaded here" if different[0] in found else "missing"
                 raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
-            layer = owners[name]
-            assert isinstance(layer, torch.nn.Linear)
-            if layer.weight is embedding_of(orig_model):
+            weight = of_experts[name] if name in of_experts else owners[name].weight
+            assert isinstance(weight, torch.nn.Parameter)
+            if weight is embedding_of(orig_model):
                 raise ConfigError(
                     f"{path}: {name} shares its weight with the embedding, which the adapter would change too: merge "
                     "it with peft into a copy of the model that has tie_word_embeddings false, and name that folder"
                 )
             own = {one: file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}") for one in wanted}
             factors_of = own["A.weight"], own["B.weight"]
-            merged = merged_weight(layer.weight, *factors_of, files.scale, own.get("magnitude_vector"))
-            if isinstance(layer.weight, DTensor):
-                layer.weight.to_local().copy_(merged)
+            if name in of_experts:
+                transposed = owners[name.removesuffix(".base_layer")].is_transposed
+                merged = merged_experts(weight, *factors_of, files.scale, transposed=bool(transposed))
+            else:
+                merged = merged_weight(weight, *factors_of, files.scale, own.get("magnitude_vector"))
+            if isinstance(weight, DTensor):
+                weight.to_local().copy_(merged)
             else:  # not in place: the weights of files that are mapped into memory stay as they are
-                layer.weight.data = merged
+                weight.data = merged
 
 
 def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
@@ -418,6 +454,13 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
     adapters = adapters_of(orig_model)
     assert adapters is not None
     config = adapters.config
+    experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
+    # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
+    mixture = any(getattr(orig_model.config.get_text_config(), name, None) for name in EXPERT_COUNTS)
+    taken = ("gate_proj", "up_proj", "down_proj") * mixture
+    mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
+    parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
+    parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -428,9 +471,10 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
         "lora_alpha": adapters.scale * config.rank,
         "use_rslora": False,
         "use_dora": config.method == "dora",
-        "target_modules": _suffixes(orig_model, adapters.modules),
+        "target_modules": _suffixes(orig_model, {*adapters.modules} - {*experts, *mistaken}),
+        "target_parameters": parameters or None,
         "trainable_token_indices": {name: list(ids) for name, ids in adapters.tokens.items()} or None,
-        "lora_dropout": config.dropout,
+        "lora_dropout": 0.0 if parameters else config.dropout,  # peft has none for parameters
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -440,11 +484,12 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
-    """Return the last parts of names, if they name these modules and no others; else the names themselves."""
+def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str]:
+    """Return the last parts of names, if they name these modules and no others with weights; else the names
+    themselves."""
     last = {name.rpartition(".")[2] for name in modules}
     named = {
-        n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last
+        n for n, m in orig_model.named_modules() if n.rpartition(".")[2] in last and [*m.parameters(recurse=False)]
     }
     return sorted(last) if named == set(modules) else sorted(modules)
 

@@ -271,7 +271,7 @@ def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> s
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
-    layers = None if shapes is None else target_layers(shapes, config)
+    layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
     if files is not None:
         check_continued(files, config, layers)
     return None
