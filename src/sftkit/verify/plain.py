@@ -119,8 +119,8 @@ class PlainModel:
         _match_float8(self.orig_model, live)
         self.orig_model.train(live.training)
         self.orig_model.config.use_cache = False
-        held = self._live.values()
-        self.gathers = self._stages is not None or any(isinstance(p, DTensor) or _is_nf4(p) for p in held)
+        gathered = any(isinstance(p, DTensor) or _is_nf4(p) for p in self._live.values())
+        self.gathers = self._stages is not None or gathered
         "whether weights are gathered, or dequantized, for each use"
         self._place()
         weight = model.routing.weight if model.routing is not None else None
