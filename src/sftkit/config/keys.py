@@ -53,7 +53,8 @@ def key_table() -> dict[str, Key]:
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    return {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+    names = {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+    return {section: name.removeprefix("tuple[").removesuffix(", ...]") for section, name in names.items()}
 
 
 @functools.cache

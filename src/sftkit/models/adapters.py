@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -34,6 +34,9 @@ from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
 
+if TYPE_CHECKING:
+    from sftkit.models.many_adapters import Selection
+
 PEFT_PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
 
@@ -52,6 +55,12 @@ class Adapters:
     "folder of the adapter that training continues; None: new factors"
     modules: tuple[str, ...] = ()
     "names of the layers that have one"
+    name: str = ""
+    "of a member"
+    members: tuple[Adapters, ...] = ()
+    "several adapters that are trained side by side (models/many_adapters.py); empty: one"
+    selection: Selection | None = None
+    "which of several the model computes with"
 
     @property
     def scale(self) -> float:
@@ -61,6 +70,8 @@ class Adapters:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
+        if self.members:
+            return {member.name: member.identity() for member in self.members}
         return {
             "method": self.config.method,
             "rank": self.config.rank,
@@ -85,6 +96,7 @@ class LoraLinear(torch.nn.Linear):
     lora_B: Factor
     lora_dropout: torch.nn.Module | None
     lora_scale: float
+    plain: type[LoraLinear]
     joint: tuple[Tensor, Tensor] | None = None
     "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
@@ -136,10 +148,13 @@ class PlainLora(LoraLinear):
         return y if self.bias is None else y + self.bias
 
 
+LoraLinear.plain = PlainLora
+
+
 def as_written(orig_model: torch.nn.Module) -> None:
     """Let the layers with an adapter compute as their paper writes it."""
     for layer in adapted(orig_model).values():
-        layer.__class__ = PlainLora
+        layer.__class__ = layer.plain
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
@@ -154,8 +169,12 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     Raises:
         ConfigError: a target that is no layer of the model, or a rank above a layer's size.
     """
+    if adapters.members:
+        from sftkit.models.many_adapters import add_many
+
+        return add_many(orig_model, adapters)
     config = adapters.config
-    targets = _targets(orig_model, config)
+    targets = target_modules(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     for layer in targets.values():
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
@@ -175,7 +194,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     return found
 
 
-def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
+def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
     """Return the layers that get an adapter, by name.
 
     Raises:
@@ -213,25 +232,33 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
         return
     with torch.no_grad():
         for name, layer in adapted(orig_model).items():
-            generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
-            # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
-            bound = 1 / math.sqrt(layer.in_features)
-            drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
+            drawn = first_factor(adapters.seed, name, layer.lora_A.weight.shape)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
             if isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
                 local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 
-@torch.no_grad()
+def first_factor(seed: int, name: str, shape: torch.Size) -> Tensor:
+    """Return the numbers that A of a layer begins with, [rank, in]."""
+    generator = torch.Generator().manual_seed(random_key(seed, name) >> 1)
+    # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
+    return (2 * torch.rand(shape, generator=generator) - 1) * (1 / math.sqrt(shape[1]))
+
+
 def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
     """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
 
     Raises:
         ConfigError: the files hold other adapters than the model has.
     """
+    read_factors({f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}, folder)
+
+
+@torch.no_grad()
+def read_factors(own: dict[str, torch.nn.Parameter], folder: Path) -> None:
+    """Read parameters from an adapter's folder, by their names there."""
     path = folder / ADAPTER_WEIGHTS
-    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
@@ -256,9 +283,9 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Afterwards B has its bits back, in the same memory.
     """
-    held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    held = {name: parameter for name, parameter in factors(orig_model).items() if ".lora_B." in name}
     # As large as A at its start, so that the gradients of A are about as large as those of B.
-    inputs = {name: layer.in_features for name, layer in adapted(orig_model).items()}
+    inputs = {name: orig_model.get_submodule(name.partition(".lora_B.")[0]).in_features for name in held}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():
@@ -342,9 +369,9 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
                 layer.weight.data = merged
 
 
-def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """Return what adapter_config.json says of the model's adapters."""
-    adapters = adapters_of(orig_model)
+def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -> dict[str, Any]:
+    """Return what adapter_config.json says of the model's adapters, or of one of several."""
+    adapters = adapters or adapters_of(orig_model)
     assert adapters is not None
     config = adapters.config
     return {
@@ -377,6 +404,6 @@ def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str
     return sorted(last) if named == set(modules) else sorted(modules)
 
 
-def peft_config_text(orig_model: PreTrainedModel) -> str:
-    """Return the content of adapter_config.json."""
-    return json.dumps(peft_config(orig_model), indent=2)
+def peft_config_text(orig_model: PreTrainedModel, adapters: Adapters | None = None) -> str:
+    """Return the content of adapter_config.json. `adapters`: one of several."""
+    return json.dumps(peft_config(orig_model, adapters), indent=2)

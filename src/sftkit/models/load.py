@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -106,6 +106,7 @@ def load_model(
     *,
     empty: bool = False,
     adapter: AdapterConfig | None = None,
+    several: Callable[[Adapters], Adapters] = lambda adapters: adapters,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -118,6 +119,7 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
+        several: function that adds the members of a run with several adapters (many_adapters.members_of).
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -154,7 +156,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
     return orig_model
 
 
@@ -195,6 +197,7 @@ def _adapt(
     seed: int,
     model: ModelConfig,
     files: AdapterFiles | None,
+    several: Callable[[Adapters], Adapters],
 ) -> None:
     """Give the model its adapters.
 
@@ -230,7 +233,9 @@ def _adapt(
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
     base = replace(base, path=path)
-    adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
+    adapters = several(Adapters(config, seed, base, digest, None if files is None else files.folder))
+    if adapters.members and files is not None:
+        raise ConfigError(f"adapters: {files.folder} is an adapter: name a whole model in model.path")
     method = "dora" if files is not None and files.dora else "lora"
     if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
         raise ConfigError(
@@ -374,7 +379,8 @@ def model_of_files(
         return None
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
-    files = adapter_at(model, with_base=adapters is None)
+    many = adapters is not None and bool(adapters.members)
+    files = None if many else adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
@@ -385,7 +391,8 @@ def model_of_files(
     from sftkit.models.adapters import add_adapters, merge_files
 
     if adapters is not None:
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
+        start = checkpoint if many else None if files is None else files.folder
+        add_adapters(orig_model, replace(adapters, start=start))
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

@@ -150,7 +150,7 @@ def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
     require = REQUIRED.get(stage or "", _readable)
     learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
-    return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
+    return [*learned, partial(_adapter_sources, require=require), partial(_sources, part="model.train_tokenizer.sources", require=None)]
 
 
 def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
@@ -188,6 +188,11 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         if values is None:
             return
         yield from _as_problem(f"{part}.{i}.path", partial(_check_source, skips=skips), SourceConfig(**values), require)
+
+
+def _adapter_sources(get: Get, require: Callable[[Row], object] | None) -> Iterator[Problem]:
+    for i in range(len(get("adapters") or ())):
+        yield from _sources(get, f"adapters.{i}.data", require)
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:

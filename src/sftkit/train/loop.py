@@ -26,7 +26,7 @@ from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import Watchdog
 from sftkit.tracking.health import ExpertLoad, Health
-from sftkit.tracking.meter import Meter, Window, resume_window
+from sftkit.tracking.meter import WINDOW, Meter, Window, resume_window
 from sftkit.tracking.names import Check, StepOutcome
 from sftkit.tracking.step_clock import Trace
 from sftkit.train import end, saves
@@ -79,6 +79,9 @@ class Monitor:
         self.meter = Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
+        self._members = engine.training.members
+        if self._members is not None and WINDOW in services.resumed:
+            self._members.restore_window(services.resumed[WINDOW]["members"])
         if line := resume_window(services.resumed, self.meter, self.health, rt, cfg.log.every):
             rt.print(line)
 
@@ -102,7 +105,8 @@ class Monitor:
 
     def open_window(self) -> Window:
         """Return the window of steps that no line has reported yet, for a checkpoint. Waits for the device."""
-        return {"meter": self.meter.window(), "health": self.health.window()}
+        members = {} if self._members is None else {"members": self._members.window()}
+        return {"meter": self.meter.window(), "health": self.health.window(), **members}
 
 
 def log_window(
@@ -121,10 +125,12 @@ def log_window(
     # Each of these calls exchanges sums with the other ranks, so all ranks must use the same order.
     loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
     report = engine.report()
-    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
+    members = engine.training.members
+    of_members, events = ({}, []) if members is None else members.read()
+    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics, **of_members}
     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
     tracker.log_metrics(status.step, status.total_steps, metrics)
-    for kind, texts in report.events():
+    for kind, texts in [*report.events(), *events]:
         tracker.new_events(kind, status.step, texts)
     return metrics
 
@@ -241,8 +247,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     from sftkit.verify import rows
     from sftkit.verify.counts import FirstWindow
     from sftkit.verify.replicas import FrozenWeights, Replicas
-    from sftkit.verify.update import FirstUpdate
+    from sftkit.verify.update import FirstUpdate, UpdatesOfMembers
 
+    members = engine.training.members
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
     # The number of steps is known before the first one. All ranks must have planned the same documents.
     step = start_step = services.resumed["step"]
@@ -262,7 +269,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         orig_model.train()
         monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
-        update = FirstUpdate(engine, cfg.optim, rt)
+        update = FirstUpdate(engine, cfg.optim, rt) if members is None else UpdatesOfMembers(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)

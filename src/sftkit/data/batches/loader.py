@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,15 @@ from sftkit.data.types import Examples, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.script import OomKills, likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
+
+
+class AdapterStep(NamedTuple):
+    """A step of one of several adapters, counted as if it were alone."""
+
+    step: int
+    total_steps: int
+    divisor: int
+    "by which its sums are divided"
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class StepBatches:
     "document tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
+    adapters: tuple[AdapterStep | None, ...] = ()
+    "of several adapters the step of each; None: its data has ended"
 
     def pin_memory(self) -> StepBatches:
         """Return the same step in pinned host memory; DataLoader calls it."""
@@ -120,9 +132,14 @@ class StepDataset(Dataset[StepBatches]):
         for number, rows in enumerate(mine, start=1):
             if own is not None:
                 own.copy_(torch.tensor([os.getpid(), step, number]))
-            yield collate(self.examples, rows, shape, self.pad_id, self.share.shard)
+            yield self._collated(number - 1, rows, shape)
         if own is not None:
             own[1:] = 0
+
+
+    def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
+        """Return a micro-batch. `number`: from 0 in the step."""
+        return collate(self.examples, rows, shape, self.pad_id, self.share.shard)
 
 
 class Batches:

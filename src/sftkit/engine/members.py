@@ -1,0 +1,259 @@
+"""Several adapters in one step: the sums of each, and its own divisor, gradient norm, clipping, learning rate, skip
+decision and update. They share only the products with frozen weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sftkit.config.schema import NamedAdapter, NumericsConfig, OptimConfig
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.loader import AdapterStep, StepBatches
+from sftkit.data.types import Examples
+from sftkit.engine.step import TrainStep, gradients
+from sftkit.errors import NonFiniteError
+from sftkit.objectives.objective import LOSS, Objective, Sums, Totals
+from sftkit.ops.linear_cross_entropy import Head
+from sftkit.optim.protocol import Groups, Optimizer, clip_coefficient, learning_rate, parameters_of, squared_norm
+from sftkit.runtime.start import replaced
+from sftkit.tracking.health import Spikes
+from sftkit.tracking.names import Flags, StepOutcome
+from sftkit.tracking.tracker import EventKind
+
+TARGETS = "targets"
+
+
+class SumsOfMembers:
+    """An objective with further sums for each adapter: the objective's own, and the number of targets. See
+    objective.Objective."""
+
+    def __init__(self, objective: Objective, names: Sequence[str]) -> None:
+        """Wrap an objective. `names`: of the adapters."""
+        self._objective = objective
+        self._names = names
+        self.own = (LOSS, *objective.measured)
+        "names of the sums that the objective has of all rows"
+        of_each = [f"{name}/{k}" for k in range(len(names)) for name in (*self.own, TARGETS)]
+        self.measured = (*objective.measured, *of_each)
+        self.monitored = objective.monitored
+        self.select = objective.select
+        self.sums_of_logits = objective.sums_of_logits
+        self.count = objective.count
+
+    def divisors(self, examples: Examples) -> np.ndarray:
+        """Return the wrapped objective's."""
+        return self._objective.divisors(examples)
+
+    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
+        """Return the sums of a batch, those of each share computed by itself: a NaN stays in its share."""
+        found = dict.fromkeys(self.measured, selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32)))
+        if not batch.adapters:
+            sums = self._objective.sums(selected, batch, head)
+            return Sums(sums.loss, {**found, **sums.measured})
+        loss = None
+        ends = np.cumsum([0, *batch.targets_of_shares[:-1], len(selected)])  # filler goes to the last share
+        ends[-1] = len(selected)
+        for k, start, end in zip(batch.adapters, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            part = replace(batch, target_index=batch.target_index[start:end])
+            sums = self._objective.sums(selected[start:end], part, head)
+            loss = sums.loss if loss is None else loss + sums.loss
+            found[f"{LOSS}/{k}"] = sums.loss.detach()
+            found |= {f"{name}/{k}": value for name, value in sums.measured.items()}
+        for k, targets in zip(batch.adapters, batch.targets_of_shares, strict=True):
+            found[f"{TARGETS}/{k}"] = torch.full_like(found[f"{TARGETS}/{k}"], targets)
+        assert loss is not None
+        return Sums(loss, found)
+
+    def kept(self, totals: Totals, used: Tensor) -> Totals:
+        """Return the totals of a step without those of adapters whose update was skipped.
+
+        Args:
+            used: bool [adapters].
+        """
+        width = len(self.own)
+        of_each = totals.vector[width:].view(len(self._names), width + 1)
+        of_each = torch.where(used[:, None], of_each, 0.0)
+        return Totals(totals.names, torch.cat([of_each[:, :width].sum(0), of_each.flatten()]))
+
+    def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return the wrapped objective's metrics of all targets, and of those of each adapter as train/loss/<adapter>.
+        """
+        every = [{name: means[f"{name}/{k}"] or 0.0 for name in (*self.own, TARGETS)} for k in range(len(self._names))]
+        values = self._objective.metrics(self._means(every))
+        for name, sums in zip(self._names, every, strict=True):
+            values |= {f"{key}/{name}": value for key, value in self._objective.metrics(self._means([sums])).items()}
+        return values
+
+    def _means(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+        targets = sum(one[TARGETS] for one in sums)
+        return {name: sum(one[name] for one in sums) / targets if targets else None for name in self.own}
+
+
+class Member:
+    """What one of several adapters has for itself in a run."""
+
+    def __init__(self, number: int, name: str, optim: OptimConfig, numerics: NumericsConfig, device: torch.device, monitored: str) -> None:
+        """Begin at step 0."""
+        self.number = number
+        self.name = name
+        self.optim = optim
+        self._numerics = numerics
+        self.spikes = Spikes(numerics.on_spike, monitored, device)
+        self.rate: float | None = None
+        "learning rate of the newest step"
+        self.norm: Tensor | None = None
+        "fp32 0-d, gradient norm of the newest step"
+        self._counts = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        "steps skipped, skipped in a row, with a spike; step since which there are no updates, 0: none"
+
+    @torch.no_grad()
+    def judge(self, step: int, loss: Tensor, monitored: Tensor, norm: Tensor) -> Tensor:
+        """Return whether the step updates the adapter, bool 0-d. No host sync.
+
+        Args:
+            loss: 0-d, the sum that is minimised. monitored: 0-d, per target. norm: fp32 0-d.
+        """
+        finite = loss.isfinite() & norm.isfinite()
+        verdict, skipped = self.spikes.judge(monitored, norm, finite)
+        spike = verdict[:, 3].any()
+        total, in_a_row, spikes, ended = self._counts
+        in_a_row = torch.where(skipped, in_a_row + 1, 0)
+        ends = in_a_row > self._numerics.max_skips
+        if self._numerics.on_nonfinite == "error":
+            ends = ends | ~finite
+        if self._numerics.on_spike == "error":
+            ends = ends | spike
+        was_ended = ended > 0
+        now = torch.where(ends & ~was_ended, step, ended)
+        self._counts = torch.stack([total + (skipped | was_ended), in_a_row, spikes + spike, now])
+        return ~(skipped | was_ended)
+
+    def read(self) -> tuple[dict[str, float | None], list[str], bool]:
+        """Return metrics, events, and whether it still learns. Waits for the device."""
+        total, _, spikes, ended = self._counts.tolist()
+        values: dict[str, float | None] = {
+            f"health/skipped_steps/{self.name}": total,
+            f"health/spikes/{self.name}": spikes,
+        }
+        if self.rate is not None and self.norm is not None:
+            values[f"train/lr/{self.name}"] = self.rate
+            values[f"train/grad_norm/{self.name}"] = float(self.norm) if self.norm.isfinite() else None
+        events = []
+        if ended:
+            events.append(
+                f"adapter {self.name}: no updates from step {ended:.0f} on, whose loss or gradient norm is not finite "
+                "or a spike (numerics); it keeps the weights before that step, the others train on"
+            )
+        elif total:
+            events.append(f"adapter {self.name}: {total:.0f} steps skipped so far, not finite or with a spike")
+        return values, events, not ended
+
+    def window(self) -> dict[str, Any]:
+        """Return its counts and history, for a checkpoint. Waits for the device."""
+        return {"counts": self._counts.tolist(), "spikes": self.spikes.window()}
+
+    def restore_window(self, window: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint."""
+        self._counts.copy_(torch.tensor(window["counts"]))
+        self.spikes.restore_window(window["spikes"])
+
+
+class Members:
+    """The adapters of a run in the order of its recipe."""
+
+    def __init__(
+        self,
+        entries: Sequence[NamedAdapter],
+        optim: OptimConfig,
+        numerics: NumericsConfig,
+        objective: Objective,
+        device: torch.device,
+    ) -> None:
+        """Begin at step 0. `objective`: that of one adapter."""
+        self.objective = SumsOfMembers(objective, [entry.name for entry in entries])
+        self.each = [
+            Member(k, one.name, replace(optim, lr=one.lr or optim.lr), numerics, device, objective.monitored)
+            for k, one in enumerate(entries)
+        ]
+
+    def read(self) -> tuple[dict[str, float | None], list[tuple[EventKind, list[str]]]]:
+        """Return metrics and events of all. Waits for the device.
+
+        Raises:
+            NonFiniteError: none of them learns any more.
+        """
+        found = [member.read() for member in self.each]
+        if not any(learns for *_, learns in found):
+            raise NonFiniteError("; ".join(text for _, events, _ in found for text in events))
+        metrics = {name: value for values, *_ in found for name, value in values.items()}
+        return metrics, [("nonfinite", [text for _, events, _ in found for text in events])]
+
+    def window(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of each, by name."""
+        return {member.name: member.window() for member in self.each}
+
+    def restore_window(self, window: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint."""
+        for member in self.each:
+            member.restore_window(window[member.name])
+
+
+def groups_of(groups: Groups, member: int) -> Groups:
+    """Return the parameter groups of an adapter."""
+    return [group for group in groups if group["member"] == member]
+
+
+def update_member(optimizer: Optimizer, member: int, rate: float, coefficient: Tensor) -> None:
+    """Update one adapter alone."""
+    with replaced(optimizer, "param_groups", groups_of(optimizer.param_groups, member)):
+        optimizer.update(rate, coefficient)
+
+
+@dataclass(frozen=True)
+class StepOfMembers(TrainStep):
+    """A step that computes the gradients of all adapters together, and updates each as if it were alone."""
+
+    members: Members
+
+    def step(
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+    ) -> StepOutcome:
+        """See engine.Engine.step; learning rates and spikes are those of each adapter."""
+        rt = self.rt
+        totals = Totals.zeros(self.objective.measured, rt.device)
+        every = parameters_of(self.optimizer.param_groups)
+        losses = gradients(self.model, every, batches.micro_batches, batches.divisor, totals, rt)
+        used, squares = [], []
+        for member, own in zip(self.members.each, batches.adapters, strict=True):
+            if own is None:  # its data has ended: no update at all
+                used.append(torch.ones((), dtype=torch.bool, device=rt.device))
+                continue
+            used.append(self._update(member, own, batches.divisor, totals))
+            assert member.norm is not None
+            squares.append(torch.where(used[-1], member.norm, 0.0).square())
+        self.optimizer.zero_grad(set_to_none=True)
+        zero = torch.zeros((), device=rt.device)
+        flags = Flags.of(torch.full_like(zero, float(stop)), zero, zero)
+        assert isinstance(self.objective, SumsOfMembers)
+        return StepOutcome(self.objective.kept(totals, torch.stack(used)), torch.stack(squares).sum().sqrt(), flags, losses)
+
+    def _update(self, member: Member, own: AdapterStep, divisor: int, totals: Totals) -> Tensor:
+        """Update an adapter; return whether it was, bool 0-d. `divisor`: by which gradients of all were divided."""
+        parameters = list(parameters_of(groups_of(self.optimizer.param_groups, member.number)))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if own.divisor != divisor:
+            torch._foreach_mul_(grads, max(divisor, 1) / max(own.divisor, 1))
+        member.norm = squared_norm(parameters, 1).sqrt().float()
+        monitored = totals[f"{self.objective.monitored}/{member.number}"] / max(own.divisor, 1)
+        loss = totals[f"{LOSS}/{member.number}"]
+        used = member.judge(own.step, loss, monitored, member.norm)
+        member.rate = learning_rate(own.step, own.total_steps, member.optim)
+        coefficient = clip_coefficient(member.norm, used, self.max_grad_norm)
+        update_member(self.optimizer, member.number, member.rate, coefficient)
+        return used

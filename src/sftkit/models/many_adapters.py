@@ -1,0 +1,230 @@
+"""Several adapters (LoRA) over one frozen model: each row of a batch belongs to one, in shares of equal size.
+
+The rows of a batch are [G, rows of a share], for the G adapters of a pass. Every product with factors has the share as
+its first dimension, so no number of one adapter, not even a NaN, enters a sum of another. Which G of all adapters it
+is are numbers in a tensor: one graph for all passes. Outside of training batches one adapter computes all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from sftkit.errors import ConfigError
+from sftkit.models.adapters import (
+    PEFT_PREFIX,
+    Adapters,
+    Factor,
+    LoraLinear,
+    adapted,
+    first_factor,
+    read_factors,
+    target_modules,
+)
+from sftkit.models.trained import ADAPTERS, adapters_of
+from sftkit.ops.low_rank import low_rank
+from sftkit.rundir.names import ADAPTER_WEIGHTS, adapter_dir
+
+if TYPE_CHECKING:
+    from sftkit.config.schema import NamedAdapter
+
+
+class Selection:
+    """Which adapters the layers of a model compute with; the layers share it."""
+
+    def __init__(self, scales: Sequence[float], device: torch.device) -> None:
+        """Let the first adapter compute all rows."""
+        self.active = 0
+        "the adapter of all rows, outside of a pass"
+        self.shares = 0
+        "number of shares of the batch in a pass; 0: no pass"
+        self.scales = tuple(scales)
+        self.scale_of = torch.tensor(self.scales, dtype=torch.float32, device=device)
+        self.slots = torch.zeros(0, dtype=torch.int64, device=device)
+        "int64 [G]: the adapter of each share"
+        self._numbers: dict[tuple[int, ...], Tensor] = {}
+
+    def begin(self, adapters: tuple[int, ...], device: torch.device) -> None:
+        """Let these adapters compute a share each of the next training pass; (): one adapter all rows. It holds until
+        the next call, for blocks that are computed again in the backward pass. No host sync after the first passes.
+        """
+        self.shares = len(adapters)
+        if not adapters:
+            return
+        if adapters not in self._numbers:
+            self._numbers[adapters] = torch.tensor(adapters, device=device)
+        if len(self.slots) != len(adapters) or self.slots.device != device:
+            self.scale_of = self.scale_of.to(device)
+            self.slots = self._numbers[adapters].clone()
+        self.slots.copy_(self._numbers[adapters])
+
+
+class ManyLora(LoraLinear):
+    """A frozen linear layer with several adapters: y = W x + b + scale_k * B_k A_k x for the rows of adapter k."""
+
+    lora_A: torch.nn.ModuleList  # type: ignore[assignment]
+    lora_B: torch.nn.ModuleList  # type: ignore[assignment]
+    lora_selection: Selection
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        y = linear(x, self.weight, self.bias)
+        chosen = self.lora_selection
+        if not self.in_pass:
+            a, b = self.lora_A[chosen.active].weight, self.lora_B[chosen.active].weight
+            return low_rank(y, x, a.to(x.dtype), b.to(x.dtype), chosen.scales[chosen.active])
+        joint = self.joint is not None and self.joint[0] is x
+        u = self.joint[1] if joint else product_of_shares(x, self.first_factors(x.dtype))  # type: ignore[index]
+        rank = max(len(factor.weight) for factor in self.lora_A)
+        second = [pad(factor.weight, (0, rank - factor.weight.shape[1])) for factor in self.lora_B]
+        added = product_of_shares(u, selected(second, chosen).to(x.dtype))
+        # The scales as fp32: most are no numbers of bf16.
+        return y + (added * chosen.scale_of.index_select(0, chosen.slots)[:, None, None]).to(x.dtype).view(y.shape)
+
+    @property
+    def in_pass(self) -> bool:
+        """Return whether the rows belong to several adapters."""
+        return self.training and self.lora_selection.shares > 0
+
+    def first_factors(self, dtype: torch.dtype) -> Tensor:
+        """Return A of the adapter of each share, [G, largest rank, in]."""
+        rank = max(len(factor.weight) for factor in self.lora_A)
+        first = [pad(factor.weight, (0, 0, 0, rank - len(factor.weight))) for factor in self.lora_A]
+        return selected(first, self.lora_selection).to(dtype)
+
+
+class PlainMany(ManyLora):
+    """The same as the paper writes it, one adapter for all rows: what ManyLora is compared with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        k = self.lora_selection.active
+        added = linear(linear(x, self.lora_A[k].weight.to(x.dtype)), self.lora_B[k].weight.to(x.dtype))
+        return linear(x, self.weight, self.bias) + self.lora_selection.scales[k] * added
+
+
+ManyLora.plain = PlainMany
+
+
+def selected(factors: list[Tensor], chosen: Selection) -> Tensor:
+    """Return the factor of each share, [G, ...]; the gradient of an adapter without a share is 0."""
+    return torch.stack(factors).index_select(0, chosen.slots)
+
+
+def product_of_shares(x: Tensor, factors: Tensor) -> Tensor:
+    """Return the product of the inputs of each share with its factor, [G, N, out].
+
+    Args:
+        x: [..., in], shares one after the other. factors: [G, out, in].
+    """
+    shares = x.reshape(len(factors), -1, x.shape[-1])
+    # A single share as a layer with one adapter computes it, to the bit.
+    return linear(shares[0], factors[0])[None] if len(factors) == 1 else torch.bmm(shares, factors.mT)
+
+
+def members_of(adapters: Adapters, *, seed: int, entries: Sequence[NamedAdapter]) -> Adapters:
+    """Return the adapters with a member for each entry of a recipe.
+
+    Args:
+        adapters: what an entry has where it says nothing else. seed: run.seed.
+    """
+    config = adapters.config
+    members = tuple(
+        replace(
+            adapters,
+            name=entry.name,
+            config=replace(config, rank=entry.rank or config.rank, alpha=entry.alpha or config.alpha),
+            seed=seed if entry.seed is None else entry.seed,
+        )
+        for entry in entries
+    )
+    return replace(adapters, members=members)
+
+
+def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+    """Freeze the model and give its target layers the adapters of all members.
+
+    Raises:
+        ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model with experts.
+    """
+    if any(type(module).__name__.endswith("Experts") for module in orig_model.modules()):
+        raise ConfigError("adapters: models with experts, whose tokens change places, train one adapter at a time yet")
+    largest = max(adapters.members, key=lambda member: member.config.rank)
+    targets = target_modules(orig_model, largest.config)
+    orig_model.requires_grad_(requires_grad=False)
+    device = next(iter(targets.values())).weight.device
+    chosen = Selection([member.scale for member in adapters.members], device)
+    for layer in targets.values():
+        layer.__class__ = ManyLora
+        assert isinstance(layer, ManyLora)
+        ranks = [member.config.rank for member in adapters.members]
+        layer.lora_A = torch.nn.ModuleList([Factor(rank, layer.in_features, device) for rank in ranks])
+        layer.lora_B = torch.nn.ModuleList([Factor(layer.out_features, rank, device) for rank in ranks])
+        layer.lora_dropout = None
+        layer.lora_selection = chosen
+        layer.train(orig_model.training)
+    members = tuple(replace(member, modules=tuple(targets)) for member in adapters.members)
+    found = replace(adapters, members=members, modules=tuple(targets), selection=chosen)
+    setattr(orig_model, ADAPTERS, found)
+    if not chosen.scale_of.is_meta:
+        with torch.no_grad():
+            for k, member in enumerate(members):
+                for name, layer in adapted(orig_model).items():
+                    weight = layer.lora_A[k].weight  # type: ignore[index]
+                    weight.copy_(first_factor(member.seed, name, weight.shape))
+        if adapters.start is not None:
+            load_many(orig_model, adapters.start)
+    return found
+
+
+@contextmanager
+def active(orig_model: torch.nn.Module, member: int) -> Iterator[None]:
+    """Let one adapter compute all rows within the context, for an evaluation of it."""
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    assert adapters.selection is not None
+    chosen = adapters.selection
+    before, chosen.active = chosen.active, member
+    try:
+        yield
+    finally:
+        chosen.active = before
+
+
+def factors_of(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.Parameter]:
+    """Return the factors of a member by the names that they have in a model with this adapter alone."""
+    return {
+        f"{name}.lora_{which}.weight": getattr(layer, f"lora_{which}")[member].weight
+        for name, layer in adapted(orig_model).items()
+        for which in "AB"
+    }
+
+
+def files_of(orig_model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the file of each member in a step directory, and its live tensors under the names of peft."""
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    for k, member in enumerate(adapters.members):
+        held: dict[str, Tensor] = {f"{PEFT_PREFIX}{name}": p for name, p in factors_of(orig_model, k).items()}
+        yield str(adapter_dir(Path(), member.name) / ADAPTER_WEIGHTS), held
+
+
+def load_many(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Load the factors of all members from a step directory.
+
+    Raises:
+        ConfigError: the files hold other adapters than the model has.
+    """
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    for k, member in enumerate(adapters.members):
+        named = {f"{PEFT_PREFIX}{name}": p for name, p in factors_of(orig_model, k).items()}
+        read_factors(named, adapter_dir(folder, member.name))
