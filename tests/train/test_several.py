@@ -41,7 +41,7 @@ from sftkit.errors import ConfigError, NonFiniteError
 from sftkit.models import adapters
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
-from sftkit.models.many_adapters import Selection, active, factors_of, members_of
+from sftkit.models.many_adapters import Selection, factors_of, members_of
 from sftkit.objectives.next_token import NextToken
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import resolve
@@ -278,7 +278,9 @@ def test_each_folder_is_a_model_and_the_step_directory_says_so(tmp_path: Path, t
         assert (settings["r"], settings["lora_alpha"]) == (one.rank, one.alpha or 16.0)
         assert {"tokenizer.json", "generation_config.json", "manifest.json"} <= {path.name for path in folder.iterdir()}
         merged = load_model(ModelConfig(path=str(folder)), tokenizer, 0)
-        own = adapters.add_adapters(load_model(ModelConfig(path=str(base)), tokenizer, 0), adapters.adapters_in(_at(folder)))
+        own = adapters.add_adapters(
+            load_model(ModelConfig(path=str(base)), tokenizer, 0), adapters.adapters_in(_at(folder))
+        )
         assert own.digest  # of the model that it belongs to
         assert merged(ids).logits.isfinite().all()
     content = bytearray((base / "model.safetensors").read_bytes())

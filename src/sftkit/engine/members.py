@@ -52,23 +52,21 @@ class SumsOfMembers:
 
     def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
         """Return the sums of a batch, those of each share computed by itself: a NaN stays in its share."""
-        found = dict.fromkeys(self.measured, selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32)))
+        zero = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
+        found = dict.fromkeys(self.measured, zero)
         if not batch.adapters:
             sums = self._objective.sums(selected, batch, head)
             return Sums(sums.loss, {**found, **sums.measured})
-        loss = None
-        ends = np.cumsum([0, *batch.targets_of_shares[:-1], len(selected)])  # filler goes to the last share
-        ends[-1] = len(selected)
-        for k, start, end in zip(batch.adapters, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            part = replace(batch, target_index=batch.target_index[start:end])
-            sums = self._objective.sums(selected[start:end], part, head)
-            loss = sums.loss if loss is None else loss + sums.loss
-            found[f"{LOSS}/{k}"] = sums.loss.detach()
-            found |= {f"{name}/{k}": value for name, value in sums.measured.items()}
-        for k, targets in zip(batch.adapters, batch.targets_of_shares, strict=True):
-            found[f"{TARGETS}/{k}"] = torch.full_like(found[f"{TARGETS}/{k}"], targets)
-        assert loss is not None
-        return Sums(loss, found)
+        sizes = [*batch.targets_of_shares[:-1]]
+        sizes.append(len(selected) - sum(sizes))  # the last share gets the filler
+        losses = []
+        parts = zip(batch.adapters, batch.targets_of_shares, selected.split(sizes), strict=True)
+        for (k, targets, own), index in zip(parts, batch.target_index.split(sizes), strict=True):
+            sums = self._objective.sums(own, replace(batch, target_index=index), head)
+            losses.append(sums.loss)
+            of_share = {LOSS: sums.loss.detach(), **sums.measured, TARGETS: torch.full_like(zero, targets)}
+            found |= {f"{name}/{k}": value for name, value in of_share.items()}
+        return Sums(torch.stack(losses).sum(), found)
 
     def kept(self, totals: Totals, used: Tensor) -> Totals:
         """Return the totals of a step without those of adapters whose update was skipped.
@@ -82,8 +80,7 @@ class SumsOfMembers:
         return Totals(totals.names, torch.cat([of_each[:, :width].sum(0), of_each.flatten()]))
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return the wrapped objective's metrics of all targets, and of those of each adapter as train/loss/<adapter>.
-        """
+        """Return the wrapped objective's metrics, of all adapters together and of each as train/loss/<adapter>."""
         every = [{name: means[f"{name}/{k}"] or 0.0 for name in (*self.own, TARGETS)} for k in range(len(self._names))]
         values = self._objective.metrics(self._means(every))
         for name, sums in zip(self._names, every, strict=True):
@@ -98,8 +95,16 @@ class SumsOfMembers:
 class Member:
     """What one of several adapters has for itself in a run."""
 
-    def __init__(self, number: int, name: str, optim: OptimConfig, numerics: NumericsConfig, device: torch.device, monitored: str) -> None:
-        """Begin at step 0."""
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        optim: OptimConfig,
+        numerics: NumericsConfig,
+        monitored: str,
+        device: torch.device,
+    ) -> None:
+        """Begin at step 0. `number`: its place in the recipe. `monitored`: see Objective."""
         self.number = number
         self.name = name
         self.optim = optim
@@ -132,7 +137,8 @@ class Member:
         was_ended = ended > 0
         now = torch.where(ends & ~was_ended, step, ended)
         self._counts = torch.stack([total + (skipped | was_ended), in_a_row, spikes + spike, now])
-        return ~(skipped | was_ended)
+        used: Tensor = ~(skipped | was_ended)
+        return used
 
     def read(self) -> tuple[dict[str, float | None], list[str], bool]:
         """Return metrics, events, and whether it still learns. Waits for the device."""
@@ -178,7 +184,7 @@ class Members:
         """Begin at step 0. `objective`: that of one adapter."""
         self.objective = SumsOfMembers(objective, [entry.name for entry in entries])
         self.each = [
-            Member(k, one.name, replace(optim, lr=one.lr or optim.lr), numerics, device, objective.monitored)
+            Member(k, one.name, replace(optim, lr=one.lr or optim.lr), numerics, objective.monitored, device)
             for k, one in enumerate(entries)
         ]
 
@@ -241,7 +247,8 @@ class StepOfMembers(TrainStep):
         zero = torch.zeros((), device=rt.device)
         flags = Flags.of(torch.full_like(zero, float(stop)), zero, zero)
         assert isinstance(self.objective, SumsOfMembers)
-        return StepOutcome(self.objective.kept(totals, torch.stack(used)), torch.stack(squares).sum().sqrt(), flags, losses)
+        kept = self.objective.kept(totals, torch.stack(used))
+        return StepOutcome(kept, torch.stack(squares).sum().sqrt(), flags, losses)
 
     def _update(self, member: Member, own: AdapterStep, divisor: int, totals: Totals) -> Tensor:
         """Update an adapter; return whether it was, bool 0-d. `divisor`: by which gradients of all were divided."""

@@ -285,7 +285,8 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
     """
     held = {name: parameter for name, parameter in factors(orig_model).items() if ".lora_B." in name}
     # As large as A at its start, so that the gradients of A are about as large as those of B.
-    inputs = {name: orig_model.get_submodule(name.partition(".lora_B.")[0]).in_features for name in held}
+    layers = adapted(orig_model)
+    inputs = {name: layers[name.partition(".lora_B.")[0]].in_features for name in held}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():

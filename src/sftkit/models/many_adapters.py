@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,15 +79,20 @@ class ManyLora(LoraLinear):
         y = linear(x, self.weight, self.bias)
         chosen = self.lora_selection
         if not self.in_pass:
-            a, b = self.lora_A[chosen.active].weight, self.lora_B[chosen.active].weight
+            a, b = self.factors("A")[chosen.active], self.factors("B")[chosen.active]
             return low_rank(y, x, a.to(x.dtype), b.to(x.dtype), chosen.scales[chosen.active])
         joint = self.joint is not None and self.joint[0] is x
         u = self.joint[1] if joint else product_of_shares(x, self.first_factors(x.dtype))  # type: ignore[index]
-        rank = max(len(factor.weight) for factor in self.lora_A)
-        second = [pad(factor.weight, (0, rank - factor.weight.shape[1])) for factor in self.lora_B]
+        rank = max(len(factor) for factor in self.factors("A"))
+        second = [pad(factor, (0, rank - factor.shape[1])) for factor in self.factors("B")]
         added = product_of_shares(u, selected(second, chosen).to(x.dtype))
         # The scales as fp32: most are no numbers of bf16.
         return y + (added * chosen.scale_of.index_select(0, chosen.slots)[:, None, None]).to(x.dtype).view(y.shape)
+
+    def factors(self, which: Literal["A", "B"]) -> list[torch.nn.Parameter]:
+        """Return one of the two factors of each adapter."""
+        several: Any = self.lora_A if which == "A" else self.lora_B
+        return [factor.weight for factor in several]
 
     @property
     def in_pass(self) -> bool:
@@ -96,8 +101,8 @@ class ManyLora(LoraLinear):
 
     def first_factors(self, dtype: torch.dtype) -> Tensor:
         """Return A of the adapter of each share, [G, largest rank, in]."""
-        rank = max(len(factor.weight) for factor in self.lora_A)
-        first = [pad(factor.weight, (0, 0, 0, rank - len(factor.weight))) for factor in self.lora_A]
+        rank = max(len(factor) for factor in self.factors("A"))
+        first = [pad(factor, (0, 0, 0, rank - len(factor))) for factor in self.factors("A")]
         return selected(first, self.lora_selection).to(dtype)
 
 
@@ -107,7 +112,7 @@ class PlainMany(ManyLora):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         k = self.lora_selection.active
-        added = linear(linear(x, self.lora_A[k].weight.to(x.dtype)), self.lora_B[k].weight.to(x.dtype))
+        added = linear(linear(x, self.factors("A")[k].to(x.dtype)), self.factors("B")[k].to(x.dtype))
         return linear(x, self.weight, self.bias) + self.lora_selection.scales[k] * added
 
 
@@ -178,7 +183,8 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         with torch.no_grad():
             for k, member in enumerate(members):
                 for name, layer in adapted(orig_model).items():
-                    weight = layer.lora_A[k].weight  # type: ignore[index]
+                    assert isinstance(layer, ManyLora)
+                    weight = layer.factors("A")[k]
                     weight.copy_(first_factor(member.seed, name, weight.shape))
         if adapters.start is not None:
             load_many(orig_model, adapters.start)
@@ -201,11 +207,12 @@ def active(orig_model: torch.nn.Module, member: int) -> Iterator[None]:
 
 def factors_of(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.Parameter]:
     """Return the factors of a member by the names that they have in a model with this adapter alone."""
-    return {
-        f"{name}.lora_{which}.weight": getattr(layer, f"lora_{which}")[member].weight
-        for name, layer in adapted(orig_model).items()
-        for which in "AB"
-    }
+    found = {}
+    for name, layer in adapted(orig_model).items():
+        assert isinstance(layer, ManyLora)
+        found[f"{name}.lora_A.weight"] = layer.factors("A")[member]
+        found[f"{name}.lora_B.weight"] = layer.factors("B")[member]
+    return found
 
 
 def files_of(orig_model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -20,7 +20,7 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, NamedAdapter, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
@@ -62,12 +62,13 @@ def meta_model(
     precision: str,
     patterns: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
+    several: Sequence[NamedAdapter] = (),
 ) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
     is not here.
 
     Args:
-        patterns: train.freeze.
+        patterns: train.freeze. several: the adapters of a run with several.
 
     Raises:
         ConfigError: the model cannot have such adapters.
@@ -84,7 +85,12 @@ def meta_model(
     if adapter is not None:
         from sftkit.models.adapters import Adapters, add_adapters
 
-        add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
+        adapters = Adapters(adapter, 0, model, digest="")
+        if several:
+            from sftkit.models.many_adapters import members_of
+
+            adapters = members_of(adapters, seed=0, entries=several)
+        add_adapters(orig_model, adapters)
     return orig_model
 
 
@@ -182,7 +188,7 @@ def analyse(
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
     for row in layouts:
         row["tok_per_sec"] = speeds.get(row["layout"], {}).get("tok_per_sec")
-    time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
+    time = costs.time_facts(cfg.train, len(epoch), costs.planned_tokens(epoch, lengths), speeds.get(layout.kind))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     if memory and plan and plan.setup and orig_model:
         epoch_targets = round(lengths.sum() * targets / tokens)

@@ -59,7 +59,8 @@ def layout_facts(
     plans: list[tuple[Layout, Sequence[GlobalBatch], float]] = []
     for kind in ("packed", "bucketed", "fixed", "dynamic"):
         if kind == layout.kind:
-            plans.append((layout, epoch, 1.0))
+            # Several adapters may share documents, so that an epoch has them several times.
+            plans.append((layout, epoch, float(lengths.sum()) / planned_tokens(epoch, lengths)))
         else:
             other = _other_layout(data, train, layout, kind, sample)
             plans.append((other, plan_epoch(sample, other, seed=0, epoch=0), share))
@@ -85,7 +86,7 @@ def layout_facts(
             "own": one is layout,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": round(len(plan) * scale),
+            "steps": len(plan) if one is layout else round(len(plan) * scale),
             "positions": round(count),
             "x_dynamic": count / positions[-1],
             "break_even": count / eager_positions,
@@ -95,13 +96,20 @@ def layout_facts(
     return found
 
 
+def planned_tokens(epoch: Sequence[GlobalBatch], lengths: np.ndarray) -> int:
+    """Return the document positions of an epoch. `lengths`: int [D] of the documents."""
+    documents = np.fromiter((i for batch in epoch for row in batch.rows for i in row), np.int64)
+    return int(lengths[documents].sum())
+
+
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
     """Return another layout for the same data and processes; settings that only go with one layout hold for it."""
     # A multiple that fits the run's own layout may not divide max_length in another, which would be rejected.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
-    train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was logged once
+    micro = min(own.micro_batch_size, train.global_batch_size)
+    train = replace(train, micro_batch_size=micro)  # as lowered for this run, which was logged once
     return make_layout(data, train, lengths, own.max_length, own.world_size, encoded=own.encoded)
 
 

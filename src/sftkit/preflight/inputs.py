@@ -150,7 +150,11 @@ def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
     require = REQUIRED.get(stage or "", _readable)
     learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
-    return [*learned, partial(_adapter_sources, require=require), partial(_sources, part="model.train_tokenizer.sources", require=None)]
+    return [
+        *learned,
+        partial(_adapter_sources, require=require),
+        partial(_sources, part="model.train_tokenizer.sources", require=None),
+    ]
 
 
 def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:

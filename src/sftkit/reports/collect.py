@@ -338,6 +338,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
+    # Of several, each is a model of its own.
+    adapters = sorted(one.name for one in folder.glob(f"{names.ADAPTERS}/*")) if folder else []
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {
@@ -350,7 +352,10 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
-            "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
+            "adapters": adapters,
+            "auto_class": None
+            if adapters or not folder
+            else auto_class(mapping(read_json(folder / "config.json", []))),
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,
         },

@@ -208,7 +208,15 @@ TABLES = (
 "Tables on a dashboard."
 
 # What each <word> of a pattern may stand for, as a regular expression.
-_WORDS = {"adapter": r"[^/]+", "rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
+_WORDS = {
+    "adapter": r"[^/]+",
+    "rows": r"[0-9]+",
+    "length": r"[0-9]+",
+    "source": r".+",
+    "metric": r"[^/]+",
+    "task": r"[^/]+",
+    "phase": r".+",
+}
 
 
 def regex(name: str) -> str:

@@ -48,7 +48,7 @@ from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import write_run_page, write_summary
 from sftkit.train.loop import train
-from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
+from sftkit.train.parts import Data, EncodedDocuments, Evaluate, LoadedModel, Run, TrainServices
 
 if TYPE_CHECKING:
     from sftkit.checkpoint.checkpoint import Checkpoints
@@ -343,7 +343,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         sample_rows=data.samples,
         run_dir=run_dir,
     )
-    evaluate = suite.evaluate
+    evaluate: Evaluate = suite.evaluate
     if cfg.adapters:
         from sftkit.train.several import EvaluationOfEach
 

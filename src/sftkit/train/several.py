@@ -15,7 +15,6 @@ from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.names import adapter_dir
 from sftkit.train.parts import LoadedModel, Run
 
 
@@ -39,15 +38,16 @@ def load_several(
     for key, (_, examples) in parts.items():
         first[key] = total
         total += len(examples)
+    # The rows of a step are the same in micro-batches of any size.
+    train = replace(cfg.train, micro_batch_size=cfg.train.global_batch_size)
+    layouts = {key: make_layout(cfg.data, train, one.lengths, loaded.max_length) for key, (_, one) in parts.items()}
     sources = []
     for entry, own in zip(entries, data, strict=True):
-        _, examples = parts[own.train]
-        layout = make_layout(own, cfg.train, examples.lengths, loaded.max_length)
         seed = cfg.run.seed if entry.seed is None else entry.seed
-        sources.append(Source(layout, seed, first[own.train], len(examples)))
+        sources.append(Source(layouts[own.train], seed, first[own.train], len(parts[own.train][1])))
     examples = joined([*parts.values()])
     pad_id = int(loaded.tokenizer.pad_token_id or 0)
-    layout = joint_layout(sources, cfg.train)
+    layout = joint_layout([source.layout for source in sources], cfg.train)
     dataset = ManyDataset(examples, layout, pad_id=pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": run.resume.segments, "first_step": run.resume.state["step"]}
     return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed), validation
@@ -58,11 +58,8 @@ class EvaluationOfEach:
 
     def __init__(self, suite: Suite, names: Sequence[str]) -> None:
         """Evaluate each as `suite` does. `names`: of the adapters."""
-        assert suite.run_dir is not None
         tasks = tuple(task for task, _ in suite.encoded_tasks)
-        self._suites = {
-            name: replace(suite, run_dir=adapter_dir(suite.run_dir, name), tasks=tasks) for name in names
-        }
+        self._suites = {name: replace(suite, part=name, tasks=tasks) for name in names}
 
     def evaluate(self, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """Return the metrics of all adapters, with the name behind val/ or eval/, and their sample answers."""

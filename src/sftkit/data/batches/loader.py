@@ -136,7 +136,6 @@ class StepDataset(Dataset[StepBatches]):
         if own is not None:
             own[1:] = 0
 
-
     def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
         """Return a micro-batch. `number`: from 0 in the step."""
         return collate(self.examples, rows, shape, self.pad_id, self.share.shard)

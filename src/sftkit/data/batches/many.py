@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -33,19 +34,19 @@ class Source:
     documents: int
 
 
-def joint_layout(sources: Sequence[Source], train: TrainConfig) -> Layout:
+def joint_layout(layouts: Sequence[Layout], train: TrainConfig) -> Layout:
     """Return the layout of the micro-batches that the adapters share. Of train.micro_batch_size rows they have as many
-    adapters as fit and divide their number, then as many rows of each."""
-    count, rows = len(sources), train.global_batch_size
+    adapters as fit and divide their number, then as many rows of each. `layouts`: of each adapter alone."""
+    count, rows = len(layouts), train.global_batch_size
     shares = largest_divisor(count, min(count, train.micro_batch_size))
     micro = shares * largest_divisor(rows, train.micro_batch_size // shares)
     return replace(
-        sources[0].layout,
+        layouts[0],
         global_batch_size=count * rows,
         micro_batch_size=micro,
         budget_rows=1,
-        docs_per_row=max(source.layout.docs_per_row for source in sources),
-        max_doc_length=max(source.layout.max_doc_length for source in sources),
+        docs_per_row=max(layout.docs_per_row for layout in layouts),
+        max_doc_length=max(layout.max_doc_length for layout in layouts),
         shares=shares,
     )
 
@@ -143,9 +144,7 @@ class ManyBatches(Batches):
         first_step: int = 0,
     ) -> None:
         """See Batches. The plans of the adapters begin at step 0 in every start."""
-        super().__init__(
-            dataset, sources[0].seed, num_workers=num_workers, earlier=earlier, first_step=first_step
-        )
+        super().__init__(dataset, sources[0].seed, num_workers=num_workers, earlier=earlier, first_step=first_step)
         if len(self.segments) > 1:
             raise ConfigError("adapters: the checkpoint has other batches: set train.global_batch_size back")
         dataset.sources = sources
@@ -159,7 +158,7 @@ class ManyBatches(Batches):
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
         "number of steps of each adapter"
         self.num_steps = lambda epochs, max_steps=None: max(self.totals)
-        self.plan = self._plan
+        self.plan = lru_cache(maxsize=2)(self._plan)
         self._items = self._joint_items
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:
@@ -179,9 +178,7 @@ class ManyBatches(Batches):
             epoch = max(one[1] for one in found if one is not None)
             yield step, epoch, self._joint([one and one[2] for one in found], steps)
 
-    def _joint(
-        self, batches: Sequence[GlobalBatch | None], steps: tuple[tuple[int, int] | None, ...]
-    ) -> JointBatch:
+    def _joint(self, batches: Sequence[GlobalBatch | None], steps: tuple[tuple[int, int] | None, ...]) -> JointBatch:
         """Return the rows of all adapters in the order of the micro-batches."""
         layout, size = self.layout, self._sources[0].layout.global_batch_size
         own: list[list[tuple[int, ...]]] = []

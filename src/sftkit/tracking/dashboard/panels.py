@@ -36,6 +36,7 @@ RARE = (
     *("train/objective", "train/token_accuracy", "train/entropy", "train/aux_loss"),
     *("train/expert_load_max", "train/expert_load_min", "val/<source>/loss", "val/<source>/bpb"),
     *("data/share/<source>", "preflight/findings", "preflight/warnings"),
+    *(metric.name for metric in METRICS if "<adapter>" in metric.name),
     *(name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")),
 )
 "Names that a run has only with certain settings, several sources or odd data: shown where a run is known to have them."
@@ -141,6 +142,13 @@ PANEL_SECTIONS = (
         _curves("train", "aux_loss", "expert_load_max", "expert_load_min"),
         _numbers("train", "tokens", "flops", "seconds"),
         _numbers("health", "spikes"),
+    ),
+    _section(
+        "Adapters side by side",
+        _curves("train", "loss/<adapter>", "grad_norm/<adapter>", "lr/<adapter>"),
+        _curves("train", "objective/<adapter>", "token_accuracy/<adapter>", "entropy/<adapter>"),
+        _curves("eval", "<adapter>/<task>/<metric>"),
+        _numbers("health", "spikes/<adapter>", "skipped_steps/<adapter>"),
     ),
     _section("Validation by source", _curves("val", "<source>/loss", "<source>/bpb")),
     _section(
