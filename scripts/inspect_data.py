@@ -22,7 +22,6 @@ def main() -> None:
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
-    from sftkit.data.batches.many import joint_layout
     from sftkit.data.batches.pack import make_layout
     from sftkit.launch.layouts import advice
     from sftkit.models.load import resolve_max_length
@@ -38,8 +37,7 @@ def main() -> None:
     # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
     precision = analysis.gpu_precision(cfg.train)
-    adapters = cfg.adapters or ()
-    orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter, adapters)
+    orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter, cfg.adapters)
     precision = analysis.precision_text(cfg.train)
     longest = positions(orig_model) if orig_model else None
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
@@ -52,8 +50,7 @@ def main() -> None:
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
-    passes = joint_layout([layout] * len(adapters), cfg.train) if adapters else layout
-    plan = analysis.memory_plan(cfg, orig_model, passes, flags.gpu_gib, flags.topology)
+    plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes
     # a single process has no accelerate config
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):

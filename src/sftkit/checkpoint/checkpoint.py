@@ -175,7 +175,7 @@ class Checkpoints:
         # Each of several adapters is a model of its own.
         adapters = adapters_of(self.orig_model)
         names = [member.name for member in adapters.members] if adapters is not None else []
-        files |= {f"{rundir.ADAPTERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
+        files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,

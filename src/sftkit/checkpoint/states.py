@@ -292,9 +292,13 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
     if (adapters := adapters_of(orig_model)) is not None and adapters.members:
-        from sftkit.models.many_adapters import files_of
+        from sftkit.models.many_adapters import member_files
 
-        return WeightSnapshot(None, {name: _gathered(held, {}, keep=True) or {} for name, held in files_of(orig_model)})
+        files = {
+            str(own / ADAPTER_WEIGHTS): _gathered(dict(held), {}, keep=True) or {}
+            for own, held in member_files(orig_model).items()
+        }
+        return WeightSnapshot(None, files)
     if adapters is not None:
         gathered = _gathered(tensors, saved_rows, keep=rank == 0)
         return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})

@@ -258,7 +258,7 @@ class AdapterConfig:
 
 @settings
 class NamedAdapter:
-    """One of several adapters that a run trains side by side; null: as in adapter, optim, run and data."""
+    """Several adapters, trained side by side (docs/adapters.md); null: as the section says."""
 
     name: str
     "Name of its folder in checkpoints, adapters/<name>, and of its metrics."

@@ -4,6 +4,7 @@ decision and update. They share only the products with frozen weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from sftkit.engine.step import TrainStep, gradients
 from sftkit.errors import NonFiniteError
 from sftkit.objectives.objective import LOSS, Objective, Sums, Totals
 from sftkit.ops.linear_cross_entropy import Head
-from sftkit.optim.protocol import Groups, Optimizer, clip_coefficient, learning_rate, parameters_of, squared_norm
+from sftkit.optim.protocol import clip_coefficient, learning_rate, parameters_of, squared_norm
 from sftkit.runtime.start import replaced
 from sftkit.tracking.health import Spikes
 from sftkit.tracking.names import Flags, StepOutcome
@@ -140,25 +141,20 @@ class Member:
         used: Tensor = ~(skipped | was_ended)
         return used
 
-    def read(self) -> tuple[dict[str, float | None], list[str], bool]:
-        """Return metrics, events, and whether it still learns. Waits for the device."""
+    def read(self) -> tuple[dict[str, float | None], str, bool]:
+        """Return metrics, what happened to it or "", and whether it still learns. Waits for the device."""
         total, _, spikes, ended = self._counts.tolist()
-        values: dict[str, float | None] = {
-            f"health/skipped_steps/{self.name}": total,
-            f"health/spikes/{self.name}": spikes,
-        }
-        if self.rate is not None and self.norm is not None:
-            values[f"train/lr/{self.name}"] = self.rate
-            values[f"train/grad_norm/{self.name}"] = float(self.norm) if self.norm.isfinite() else None
-        events = []
+        values: dict[str, float | None] = {"health/skipped_steps": total, "health/spikes": spikes}
+        if self.norm is not None:
+            norm = float(self.norm)
+            values |= {"train/lr": self.rate, "train/grad_norm": norm if math.isfinite(norm) else None}
+        event = f"adapter {self.name}: {total:.0f} steps skipped so far, not finite or with a spike" if total else ""
         if ended:
-            events.append(
+            event = (
                 f"adapter {self.name}: no updates from step {ended:.0f} on, whose loss or gradient norm is not finite "
                 "or a spike (numerics); it keeps the weights before that step, the others train on"
             )
-        elif total:
-            events.append(f"adapter {self.name}: {total:.0f} steps skipped so far, not finite or with a spike")
-        return values, events, not ended
+        return {f"{key}/{self.name}": value for key, value in values.items()}, event, not ended
 
     def window(self) -> dict[str, Any]:
         """Return its counts and history, for a checkpoint. Waits for the device."""
@@ -194,11 +190,11 @@ class Members:
         Raises:
             NonFiniteError: none of them learns any more.
         """
-        found = [member.read() for member in self.each]
-        if not any(learns for *_, learns in found):
-            raise NonFiniteError("; ".join(text for _, events, _ in found for text in events))
-        metrics = {name: value for values, *_ in found for name, value in values.items()}
-        return metrics, [("nonfinite", [text for _, events, _ in found for text in events])]
+        values, events, learn = zip(*(member.read() for member in self.each), strict=True)
+        told = [*filter(None, events)]
+        if not any(learn):
+            raise NonFiniteError("; ".join(told))
+        return {name: value for own in values for name, value in own.items()}, [("nonfinite", told)]
 
     def window(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of each, by name."""
@@ -208,17 +204,6 @@ class Members:
         """Resume from a checkpoint."""
         for member in self.each:
             member.restore_window(window[member.name])
-
-
-def groups_of(groups: Groups, member: int) -> Groups:
-    """Return the parameter groups of an adapter."""
-    return [group for group in groups if group["member"] == member]
-
-
-def update_member(optimizer: Optimizer, member: int, rate: float, coefficient: Tensor) -> None:
-    """Update one adapter alone."""
-    with replaced(optimizer, "param_groups", groups_of(optimizer.param_groups, member)):
-        optimizer.update(rate, coefficient)
 
 
 @dataclass(frozen=True)
@@ -238,6 +223,7 @@ class StepOfMembers(TrainStep):
         used, squares = [], []
         for member, own in zip(self.members.each, batches.adapters, strict=True):
             if own is None:  # its data has ended: no update at all
+                member.rate = member.norm = None
                 used.append(torch.ones((), dtype=torch.bool, device=rt.device))
                 continue
             used.append(self._update(member, own, batches.divisor, totals))
@@ -252,7 +238,8 @@ class StepOfMembers(TrainStep):
 
     def _update(self, member: Member, own: AdapterStep, divisor: int, totals: Totals) -> Tensor:
         """Update an adapter; return whether it was, bool 0-d. `divisor`: by which gradients of all were divided."""
-        parameters = list(parameters_of(groups_of(self.optimizer.param_groups, member.number)))
+        groups = [group for group in self.optimizer.param_groups if group["member"] == member.number]
+        parameters = list(parameters_of(groups))
         grads = [p.grad for p in parameters if p.grad is not None]
         if own.divisor != divisor:
             torch._foreach_mul_(grads, max(divisor, 1) / max(own.divisor, 1))
@@ -262,5 +249,6 @@ class StepOfMembers(TrainStep):
         used = member.judge(own.step, loss, monitored, member.norm)
         member.rate = learning_rate(own.step, own.total_steps, member.optim)
         coefficient = clip_coefficient(member.norm, used, self.max_grad_norm)
-        update_member(self.optimizer, member.number, member.rate, coefficient)
+        with replaced(self.optimizer, "param_groups", groups):
+            self.optimizer.update(member.rate, coefficient)
         return used

@@ -31,7 +31,7 @@ from sftkit.models.adapters import (
 )
 from sftkit.models.trained import ADAPTERS, adapters_of
 from sftkit.ops.low_rank import low_rank
-from sftkit.rundir.names import ADAPTER_WEIGHTS, adapter_dir
+from sftkit.rundir.names import adapter_dir
 
 if TYPE_CHECKING:
     from sftkit.config.schema import NamedAdapter
@@ -179,15 +179,14 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     members = tuple(replace(member, modules=tuple(targets)) for member in adapters.members)
     found = replace(adapters, members=members, modules=tuple(targets), selection=chosen)
     setattr(orig_model, ADAPTERS, found)
-    if not chosen.scale_of.is_meta:
-        with torch.no_grad():
-            for k, member in enumerate(members):
-                for name, layer in adapted(orig_model).items():
-                    assert isinstance(layer, ManyLora)
-                    weight = layer.factors("A")[k]
-                    weight.copy_(first_factor(member.seed, name, weight.shape))
-        if adapters.start is not None:
-            load_many(orig_model, adapters.start)
+    if adapters.start is not None:
+        load_many(orig_model, adapters.start)
+    elif not chosen.scale_of.is_meta:
+        for k, member in enumerate(members):
+            for name, weight in factors_of(orig_model, k).items():
+                layer, _, factor = name.rpartition(".lora_")
+                if factor == "A.weight":
+                    weight.data.copy_(first_factor(member.seed, layer, weight.shape))
     return found
 
 
@@ -215,13 +214,14 @@ def factors_of(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.P
     return found
 
 
-def files_of(orig_model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the file of each member in a step directory, and its live tensors under the names of peft."""
+def member_files(orig_model: torch.nn.Module) -> dict[Path, dict[str, torch.nn.Parameter]]:
+    """Return the folder of each member in a step directory -> its live tensors under the names of peft."""
     adapters = adapters_of(orig_model)
     assert adapters is not None
-    for k, member in enumerate(adapters.members):
-        held: dict[str, Tensor] = {f"{PEFT_PREFIX}{name}": p for name, p in factors_of(orig_model, k).items()}
-        yield str(adapter_dir(Path(), member.name) / ADAPTER_WEIGHTS), held
+    return {
+        adapter_dir(Path(), member.name): {f"{PEFT_PREFIX}{n}": p for n, p in factors_of(orig_model, k).items()}
+        for k, member in enumerate(adapters.members)
+    }
 
 
 def load_many(orig_model: PreTrainedModel, folder: Path) -> None:
@@ -230,8 +230,5 @@ def load_many(orig_model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ConfigError: the files hold other adapters than the model has.
     """
-    adapters = adapters_of(orig_model)
-    assert adapters is not None
-    for k, member in enumerate(adapters.members):
-        named = {f"{PEFT_PREFIX}{name}": p for name, p in factors_of(orig_model, k).items()}
-        read_factors(named, adapter_dir(folder, member.name))
+    for own, held in member_files(orig_model).items():
+        read_factors(held, folder / own)

@@ -25,6 +25,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
 from sftkit.data.batches.loader import Batches
+from sftkit.data.batches.many import joint_layout
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens.sources import stage_rule
@@ -62,7 +63,7 @@ def meta_model(
     precision: str,
     patterns: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
-    several: Sequence[NamedAdapter] = (),
+    several: Sequence[NamedAdapter] | None = None,
 ) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
     is not here.
@@ -120,6 +121,8 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
+    if cfg.adapters:
+        layout = joint_layout([layout] * len(cfg.adapters), cfg.train)
     # Needs no model, so it is rejected even if the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:

@@ -339,7 +339,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
     # Of several, each is a model of its own.
-    adapters = sorted(one.name for one in folder.glob(f"{names.ADAPTERS}/*")) if folder else []
+    adapters = sorted(one.name for one in folder.glob(f"{names.ADAPTER_FOLDERS}/*")) if folder else []
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {

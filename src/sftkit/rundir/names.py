@@ -92,7 +92,7 @@ RECIPE = "recipe.yaml"
 ADAPTER_CONFIG = "adapter_config.json"
 "In a folder with an adapter, as peft writes it: its settings, and which model it belongs to."
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTERS = "adapters"
+ADAPTER_FOLDERS = "adapters"
 "In a step directory of a run with several adapters: a folder for each, by its name."
 "Its factors."
 CARD = "README.md"
@@ -228,7 +228,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 def adapter_dir(folder: Path, name: str) -> Path:
     """Return the folder of one of several adapters in a step directory."""
-    return folder / ADAPTERS / name
+    return folder / ADAPTER_FOLDERS / name
 
 
 def resolve(path: str) -> str:
@@ -242,7 +242,7 @@ def resolve(path: str) -> str:
         return str(folder)
     if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))
-    if several := sorted(folder.glob(f"{ADAPTERS}/*/{ADAPTER_CONFIG}")):
+    if several := sorted(folder.glob(f"{ADAPTER_FOLDERS}/*/{ADAPTER_CONFIG}")):
         names = ", ".join(str(one.parent) for one in several)
         raise ConfigError(f"{path}: it holds {len(several)} adapters, each a model of its own: name one of {names}")
     if folder.is_dir():

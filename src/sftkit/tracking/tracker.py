@@ -291,7 +291,12 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
     # A suite has dozens of values (metrics, families, bounds): one line cannot hold them, and evals.jsonl has all.
     if results or len(shown) > CONSOLE_VALUES:
         means = ("val/loss", "val/bpb", *(("eval/centred_mean",) if len(results) != 1 else ()))
-        shown = {name: shown[name] for name in means if name in shown}
+        of_adapters = {
+            name: value
+            for name, value in shown.items()
+            if name.count("/") == 2 and name.endswith(("/loss", "/centred_mean"))
+        }
+        shown = {name: shown[name] for name in means if name in shown} or of_adapters
         tasks = [result["task"] for result in results]
         for task, result in zip(tasks, results, strict=True):
             name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"

@@ -88,46 +88,34 @@ class JointBatch(GlobalBatch):
 class ManyDataset(StepDataset):
     """Builds the micro-batches of a step of all adapters."""
 
-    sources: Sequence[Source]
+    members: int
+    "number of adapters"
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch)."""
         _, _, batch = item
         assert isinstance(batch, JointBatch)
         made = super().__getitem__(item)
-        # Documents stand in the order of the micro-batches.
-        ends = np.cumsum(made.documents_per_micro_batch)
-        kept = [
-            i for i in range(len(ends)) if any(batch.steps[k] is not None for k in self._adapters_of(i))
-        ]  # those left out have no documents
-        each = []
-        docs = np.fromiter(self._documents_by_adapter(batch), np.dtype((np.int64, 2)))
-        for k, step in enumerate(batch.steps):
-            own = docs[docs[:, 0] == k, 1]
-            each.append(None if step is None else AdapterStep(*step, int(self.divisors[own].sum())))
+        divisors = [0] * len(batch.steps)
+        kept = []
+        for i, micro in enumerate(made.micro_batches):
+            for k, targets in zip(micro.adapters, micro.targets_of_shares, strict=True):
+                divisors[k] += targets
+            if any(batch.steps[k] is not None for k in micro.adapters):  # others have no documents
+                kept.append(i)
+        steps = zip(batch.steps, divisors, strict=True)
         return replace(
             made,
             micro_batches=[made.micro_batches[i] for i in kept],
             documents_per_micro_batch=tuple(made.documents_per_micro_batch[i] for i in kept),
-            num_positions=made.num_positions * len(kept) // len(ends),
-            adapters=tuple(each),
+            num_positions=made.num_positions * len(kept) // len(made.micro_batches),
+            adapters=tuple(None if step is None else AdapterStep(*step, divisor) for step, divisor in steps),
         )
 
-    def _adapters_of(self, number: int) -> tuple[int, ...]:
-        """Return the adapters of a micro-batch, counted from 0 in a step of all."""
-        shares = self.layout.shares
-        first = number // (self.layout.accumulation * shares // len(self.sources)) * shares
-        return tuple(range(first, first + shares))
-
-    def _documents_by_adapter(self, batch: JointBatch) -> Iterator[tuple[int, int]]:
-        """Yield (adapter, document) of a step."""
-        rows = self.layout.micro_batch_size // self.layout.shares
-        for i, row in enumerate(batch.rows):
-            adapter = self._adapters_of(i // self.layout.micro_batch_size)[i % self.layout.micro_batch_size // rows]
-            yield from ((adapter, document) for document in row)
-
     def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
-        return collate(self.examples, rows, replace(shape, adapters=self._adapters_of(number)), self.pad_id)
+        shares = self.layout.shares
+        first = number // (self.layout.accumulation * shares // self.members) * shares
+        return collate(self.examples, rows, replace(shape, adapters=tuple(range(first, first + shares))), self.pad_id)
 
 
 class ManyBatches(Batches):
@@ -147,12 +135,11 @@ class ManyBatches(Batches):
         super().__init__(dataset, sources[0].seed, num_workers=num_workers, earlier=earlier, first_step=first_step)
         if len(self.segments) > 1:
             raise ConfigError("adapters: the checkpoint has other batches: set train.global_batch_size back")
-        dataset.sources = sources
+        dataset.members = len(sources)
         self._sources = sources
-        lengths = dataset.lengths
         self._orders = []
         for source in sources:
-            own = lengths[source.first : source.first + source.documents]
+            own = dataset.lengths[source.first : source.first + source.documents]
             segment = PlanSegment(0, source.seed, source.layout.global_batch_size, source.layout.budget_rows)
             self._orders.append(Order(own, source.layout, [segment]))
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
