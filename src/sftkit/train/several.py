@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
+from sftkit.config.schema import Config
 from sftkit.data.batches.loader import Batches, load_examples
 from sftkit.data.batches.many import ManyBatches, ManyDataset, Source, joined, joint_layout
 from sftkit.data.batches.pack import make_layout
@@ -15,7 +17,7 @@ from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
 from sftkit.objectives.objective import Objective
-from sftkit.train.parts import LoadedModel, Run
+from sftkit.train.parts import EncodedDocuments, LoadedModel, Run
 
 
 def load_several(
@@ -27,30 +29,47 @@ def load_several(
         ConfigError, DataError: the sources or the layout are invalid.
     """
     cfg = run.cfg
+    data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
+    found = {data[0].train: first}
+    for one in data:
+        if one.train not in found:
+            found[one.train], _ = load_examples(one, tokenize, nullcontext())
+    pad_id = int(loaded.tokenizer.pad_token_id or 0)
+    documents = [EncodedDocuments(found[one.train], loaded.max_length, pad_id) for one in data]
+    return lay_out_several(cfg, documents, objective, run.resume), validation
+
+
+def lay_out_several(
+    cfg: Config, documents: Sequence[EncodedDocuments], objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
+) -> Batches:
+    """Return the batches of several adapters. `documents`: of each adapter; several may have the same."""
     entries = cfg.adapters or ()
-    data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in entries]
-    first_part, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
-    parts: dict[Any, tuple[str, Examples]] = {data[0].train: (entries[0].name, first_part)}
-    for entry, own in zip(entries, data, strict=True):
-        if own.train not in parts:
-            parts[own.train] = entry.name, load_examples(own, tokenize, nullcontext())[0]
-    first, total = {}, 0
-    for key, (_, examples) in parts.items():
-        first[key] = total
-        total += len(examples)
     # The rows of a step are the same in micro-batches of any size.
     train = replace(cfg.train, micro_batch_size=cfg.train.global_batch_size)
-    layouts = {key: make_layout(cfg.data, train, one.lengths, loaded.max_length) for key, (_, one) in parts.items()}
-    sources = []
-    for entry, own in zip(entries, data, strict=True):
-        seed = cfg.run.seed if entry.seed is None else entry.seed
-        sources.append(Source(layouts[own.train], seed, first[own.train], len(parts[own.train][1])))
+    parts: dict[int, tuple[str, Examples]] = {}
+    layouts, firsts, total = {}, {}, 0
+    for entry, one in zip(entries, documents, strict=True):
+        key = id(one.examples)
+        if key not in parts:
+            parts[key] = entry.name, one.examples
+            layouts[key] = make_layout(cfg.data, train, one.examples.lengths, one.max_length)
+            firsts[key] = total
+            total += len(one.examples)
+    sources = [
+        Source(
+            layouts[id(one.examples)],
+            cfg.run.seed if entry.seed is None else entry.seed,
+            firsts[id(one.examples)],
+            len(one.examples),
+        )
+        for entry, one in zip(entries, documents, strict=True)
+    ]
     examples = joined([*parts.values()])
-    pad_id = int(loaded.tokenizer.pad_token_id or 0)
     layout = joint_layout([source.layout for source in sources], cfg.train)
-    dataset = ManyDataset(examples, layout, pad_id=pad_id, divisors=objective.divisors(examples))
-    resumed = {"earlier": run.resume.segments, "first_step": run.resume.state["step"]}
-    return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed), validation
+    dataset = ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
+    resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
+    return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
 
 
 class EvaluationOfEach:
