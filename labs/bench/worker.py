@@ -265,8 +265,8 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     # The seconds of the first steps count from here: they include the engine's warm-up, which compiles.
     started = time.perf_counter()
     members = Members(cfg.adapters, cfg.optim, cfg.numerics, objective, rt.device) if cfg.adapters else None
-    objective = objective if members is None else members.objective
-    training = Training(orig_model, objective, batches.layout, members=members)
+    used = objective if members is None else members.objective
+    training = Training(orig_model, used, batches.layout, members=members)
     engine = make_engine(cfg, rt, job.folder, training)
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended, probe.clock = (1, job.steps.warm_up), {}, ClockSamples(rt.device)

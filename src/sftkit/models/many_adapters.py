@@ -184,9 +184,9 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     elif not chosen.scale_of.is_meta:
         for k, member in enumerate(members):
             for name, weight in factors_of(orig_model, k).items():
-                layer, _, factor = name.rpartition(".lora_")
+                module, _, factor = name.rpartition(".lora_")
                 if factor == "A.weight":
-                    weight.data.copy_(first_factor(member.seed, layer, weight.shape))
+                    weight.data.copy_(first_factor(member.seed, module, weight.shape))
     return found
 
 
