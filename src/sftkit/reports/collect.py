@@ -212,7 +212,7 @@ def newest_samples(rows: Rows) -> Rows:
     """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of each, texts cut to
     a length."""
     by_step: dict[float, Rows] = {}
-    keys = ("prompt", "reference", "answer", "stop")
+    keys = ("adapter", "prompt", "reference", "answer", "stop")
     for row in rows:
         step = drawable_number(row.get("step"))
         if step is not None:

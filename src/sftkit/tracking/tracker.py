@@ -194,7 +194,8 @@ class Tracker:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             # The whole table is sent each time: a dashboard shows the newest table only.
             newest = read_metric_rows(self.run_dir / SAMPLES)[-TABLE_ROWS:]
-            self._table(step, "samples", SAMPLE_COLUMNS, newest)
+            columns = (*SAMPLE_COLUMNS, *(["adapter"] if "adapter" in samples[0] else []))
+            self._table(step, "samples", columns, newest)
         if results:
             self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
