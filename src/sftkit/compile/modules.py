@@ -39,9 +39,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import FROM_COMPILER, CompileConfig, CompileModuleConfig
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.models.structure import decoder, decoder_blocks, output_projection
+from sftkit.models.structure import Work, decoder, decoder_blocks, output_projection, train_flops
+from sftkit.models.trained import adapters_of
 from sftkit.runtime.script import first_of
+from sftkit.runtime.start import Runtime
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 "Containers that are never called themselves: their items are compiled one by one."
@@ -191,6 +194,27 @@ def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
     own = [with_own(compile, module) for module in (compile.modules or {}).values()] or [compile]
     return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
+
+
+SHORT_BLOCK = 3e12
+"""FLOPs of a block with adapters below which launches take longer than kernels: at 0.6B with 16,384 positions, 1e12, an
+H100 computes for 4.8 ms and its host launches for 5.4 ms and more."""
+
+
+def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> bool:
+    """Return whether a run without compile.mode takes CUDA graphs: one GPU, adapters, rows of one shape, short blocks.
+
+    Adapters launch three to four times as many kernels as the frozen layers, most of them small. With long blocks the
+    host is ahead, and CUDA graphs would only take memory.
+    """
+    adapters = adapters_of(orig_model)
+    fixed = len(layout.shapes) == 1 and not layout.dynamic
+    plain = compile.enabled and compile.backend == "inductor" and not compile.options and not compile.modules
+    if compile.mode is not None or not plain or adapters is None or adapters.config.dropout or not fixed:
+        return False
+    ((rows, row_length),) = layout.shapes
+    block = train_flops(orig_model, Work(rows * row_length, 0, 0)) / max(len(decoder_blocks(orig_model)), 1)
+    return rt.device.type == "cuda" and rt.world_size == 1 and block < SHORT_BLOCK
 
 
 def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | None:

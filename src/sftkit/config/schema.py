@@ -328,7 +328,7 @@ class CompileConfig:
     modules: dict[str, CompileModuleConfig] | None = None
     "Replaces scope: the modules to compile, each by its path or that of its list, with mode and options of its own (null: as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
     mode: CompileMode | None = None
-    "torch.compile mode; inductor only."
+    "torch.compile mode; inductor only. null: torch's default, but reduce-overhead (CUDA graphs) for adapters on one GPU whose blocks are so short that the host would be slower than the GPU (docs/adapters.md)."
     options: dict[str, Any] | None = None
     "Inductor's own options, which override those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
     dynamic: CompileDynamic | None = False

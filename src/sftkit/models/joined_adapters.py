@@ -92,15 +92,14 @@ class JoinedAttention(torch.nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Compute the module's own forward pass."""
-        layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
-        many = isinstance(layers[0], ManyLora)
-        if not (torch.is_grad_enabled() and reads_together(self)) or (many and not layers[0].in_pass):
+        if not (torch.is_grad_enabled() and reads_together(self)):
             return super().forward(*args, **named)
         x = args[0] if args else named["hidden_states"]
-        if many:
+        layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
+        if isinstance(layers[0], ManyLora) and layers[0].in_shares:
             joint = product_of_shares(x, torch.cat([layer.first_factors(x.dtype) for layer in layers], 1))
         else:
-            joint = linear(x, torch.cat([layer.lora_A.weight for layer in layers]).to(x.dtype))
+            joint = linear(x, torch.cat([layer.factor_of_rows for layer in layers]).to(x.dtype))
         for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
             layer.joint = (x, part)
         output = super().forward(*args, **named)

@@ -30,7 +30,6 @@ from sftkit.models.adapters import (
     target_modules,
 )
 from sftkit.models.trained import ADAPTERS, adapters_of
-from sftkit.ops.low_rank import low_rank
 from sftkit.rundir.names import adapter_dir
 
 if TYPE_CHECKING:
@@ -76,11 +75,11 @@ class ManyLora(LoraLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
-        y = linear(x, self.weight, self.bias)
         chosen = self.lora_selection
-        if not self.in_pass:
-            a, b = self.factors("A")[chosen.active], self.factors("B")[chosen.active]
-            return low_rank(y, x, a.to(x.dtype), b.to(x.dtype), chosen.scales[chosen.active])
+        if not self.in_shares:
+            b = self.factors("B")[chosen.active]
+            return self.with_factors(x, self.factor_of_rows, b, chosen.scales[chosen.active])
+        y = linear(x, self.weight, self.bias)
         joint = self.joint is not None and self.joint[0] is x
         u = self.joint[1] if joint else product_of_shares(x, self.first_factors(x.dtype))  # type: ignore[index]
         rank = max(len(factor) for factor in self.factors("A"))
@@ -95,9 +94,14 @@ class ManyLora(LoraLinear):
         return [factor.weight for factor in several]
 
     @property
-    def in_pass(self) -> bool:
-        """Return whether the rows belong to several adapters."""
-        return self.training and self.lora_selection.shares > 0
+    def factor_of_rows(self) -> Tensor:
+        """Return A of the adapter that computes all rows."""
+        return self.factors("A")[self.lora_selection.active]
+
+    @property
+    def in_shares(self) -> bool:
+        """Return whether rows are shares of several adapters; a single one computes as it does alone, to the bit."""
+        return self.training and self.lora_selection.shares > 0 and len(self.lora_selection.scales) > 1
 
     def first_factors(self, dtype: torch.dtype) -> Tensor:
         """Return A of the adapter of each share, [G, largest rank, in]."""
@@ -131,7 +135,7 @@ def product_of_shares(x: Tensor, factors: Tensor) -> Tensor:
         x: [..., in], shares one after the other. factors: [G, out, in].
     """
     shares = x.reshape(len(factors), -1, x.shape[-1])
-    # A single share as a layer with one adapter computes it, to the bit.
+    # A single share as a layer with one adapter computes it.
     return linear(shares[0], factors[0])[None] if len(factors) == 1 else torch.bmm(shares, factors.mT)
 
 
