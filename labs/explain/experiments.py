@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from labs.explain.breaks import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue, listening
 from labs.explain.kernels import alternately, callers, dispatch_keys, finish, has_kernel
+from labs.validate.judge import pays_from
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
-from sftkit.reports.compare import pays_from
 from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.script import working

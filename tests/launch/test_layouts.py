@@ -112,19 +112,6 @@ def test_two_stages_on_each_rank_fill_the_pipeline_in_half_of_a_micro_batch() ->
     assert count / (count + 3 / 2) < found.share / ((32 * layer + head) / 4 / slowest) < 1
 
 
-def test_gpipe_is_split_and_waits_by_what_each_of_its_two_phases_takes_longest() -> None:
-    llama, machines = shape("8B"), Machines(2, inside=1e18)
-    layer, head = (llama.parameters - llama.ends) / 32, llama.vocab * llama.hidden
-    gpipe, fast = (layers_on_paper(llama, TrainConfig(pipeline_schedule=name), 2) for name in ("gpipe", "1f1b"))
-    assert gpipe == (16, 16), "as the head takes its backward pass with its forward pass"
-    assert fast == (17, 15)
-    setup = next(way.setup for way in ways(llama, machines, 8, 8192) if way.setup.topology.stages == 2)
-    found = on_paper(replace(setup, stage_layers=gpipe, schedule="gpipe"), "speed", machines)
-    forward, backward, count = 16 * layer + 3 * head, 2 * 16 * layer, setup.layout.accumulation
-    step = (32 * layer + 3 * head) + (count - 1) * forward + (count + 1) * backward
-    assert found.share == pytest.approx(count * 3 * (32 * layer + head) / 2 / step)
-
-
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
     assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == PIPELINE_MODEL_TYPES
 
@@ -220,12 +207,12 @@ def test_a_gpipe_that_does_not_fit_is_told_of_the_schedule_that_does() -> None:
 
 def test_the_1f1b_that_a_gpipe_is_told_of_has_as_many_micro_batches_as_stages() -> None:
     cfg = recipe(8192, engine="pipeline", pipeline_schedule="gpipe")
-    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=12, micro_batch_size=6))
-    line = advice(cfg, Topology(stages=4), 56 * GIB, "pp.yaml")
+    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=16, micro_batch_size=8))
+    line = advice(cfg, Topology(stages=4), 66 * GIB, "pp.yaml")
     assert line is not None
-    # 4 rows would fit as well, and make three micro-batches.
+    # 8 rows would fit as well, and make two micro-batches.
     assert "; train.pipeline_schedule=1f1b takes " in line
-    assert line.endswith(", train.micro_batch_size=3 (docs/parallelism.md)")
+    assert line.endswith(", train.micro_batch_size=7 (docs/parallelism.md)")
 
 
 def test_a_recipe_of_fp32_is_told_that_other_layouts_are_estimated_in_bf16() -> None:

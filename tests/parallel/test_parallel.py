@@ -28,7 +28,10 @@ from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
 
-SLOW = ("lora context", "llama fsdp2, lean", "llama tensor", "qwen3 fsdp2", "llama pipeline, checkpointing")
+SLOW = (
+    *("lora context", "frozen ddp", "frozen context", "frozen tensor"),
+    *("llama fsdp2, lean", "llama pipeline, checkpointing"),
+)
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
@@ -70,7 +73,7 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(  # the other models: of cases of four ranks alone
     "model",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "qwen3")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "tied_lora", "qwen3")))
         for name in MODELS
     ],
 )

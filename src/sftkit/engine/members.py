@@ -156,14 +156,14 @@ class Member:
             )
         return {f"{key}/{self.name}": value for key, value in values.items()}, event, not ended
 
-    def window(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
         """Return its counts and history, for a checkpoint. Waits for the device."""
-        return {"counts": self._counts.tolist(), "spikes": self.spikes.window()}
+        return {"counts": self._counts.tolist(), "spikes": self.spikes.history()}
 
-    def restore_window(self, window: Mapping[str, Any]) -> None:
+    def restore(self, kept: Mapping[str, Any]) -> None:
         """Resume from a checkpoint."""
-        self._counts.copy_(torch.tensor(window["counts"]))
-        self.spikes.restore_window(window["spikes"])
+        self._counts.copy_(torch.tensor(kept["counts"]))
+        self.spikes.restore(kept["spikes"])
 
 
 class Members:
@@ -196,14 +196,14 @@ class Members:
             raise NonFiniteError("; ".join(told))
         return {name: value for own in values for name, value in own.items()}, [("nonfinite", told)]
 
-    def window(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of each, by name."""
-        return {member.name: member.window() for member in self.each}
+        return {member.name: member.counts() for member in self.each}
 
-    def restore_window(self, window: Mapping[str, Any]) -> None:
+    def restore(self, kept: Mapping[str, Any]) -> None:
         """Resume from a checkpoint."""
         for member in self.each:
-            member.restore_window(window[member.name])
+            member.restore(kept[member.name])
 
 
 @dataclass(frozen=True)

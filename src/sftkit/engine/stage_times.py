@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig, TrainConfig
-from sftkit.config.topology import PartTimes, PipelineStep, StageTimes, bubble, fastest_split
+from sftkit.config.topology import balanced
 from sftkit.engine.engine import Training
 from sftkit.engine.step import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.parallel.pipeline import Pipelined, stage_times
+from sftkit.parallel.pipeline import Pipelined, stage_seconds
 from sftkit.parallel.stages import StageModule, describe_times, layers_of_stages
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
@@ -43,11 +43,10 @@ def measured_layers(
     by_parameters = layers_of_stages(training.orig_model, train, rt.topology.stages)
     # A rank that fails must still take part in the exchange below, or the others would wait for it forever.
     error: Exception | None = None
-    seconds = torch.zeros(len(ONE_EACH), 2, dtype=torch.float64, device=rt.device)
+    seconds = torch.zeros(len(ONE_EACH), dtype=torch.float64, device=rt.device)
     try:
         with working("timing a layer, the embedding and the head"):
-            times = _times(compile, train, training, backend, rt)
-            seconds += torch.tensor([astuple(each) for each in times]).to(seconds)
+            seconds += torch.tensor(_times(compile, train, training, backend, rt)).to(seconds)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # the warm-up will report a compiler that does not work
@@ -57,20 +56,15 @@ def measured_layers(
         return by_parameters
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     # Each stage has a layer, so what the outer ones take beyond that is the embedding's, and the head's with its loss.
-    first, layer, last = (StageTimes(*each) for each in seconds.tolist())
-    parts = PartTimes(layer, last.plus(layer, -1), first.plus(layer, -1))
-    rt.print(
-        f"a layer takes {layer.both:.3g} s a micro-batch, the embedding {parts.embedding.both:.3g} s, head and loss "
-        f"{parts.head.both:.3g} s"
-    )
-    accumulation = training.layout.accumulation
-    return fastest_split(PipelineStep(by_parameters, train.pipeline_schedule, accumulation, rt.topology.stages), parts)
+    first, layer, last = seconds.tolist()
+    embedding = max(first - layer, 0.0)
+    head = max(last - layer, 0.0)
+    rt.print(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
+    return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
 
 
-def _times(
-    compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
-) -> list[StageTimes]:
-    """Return the times of three stages of one layer: with the embedding, alone, and with norm, head and loss."""
+def _times(compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime) -> list[float]:
+    """Return the seconds of three stages of one layer: with the embedding, alone, and with norm, head and loss."""
     orig_model = training.orig_model
     objective = training.objective
     layout = training.layout
@@ -88,7 +82,7 @@ def _times(
         batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
         stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:
-            return [stage_times(stage, model, batch, objective.count(batch)) for stage in stages]
+            return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:
             # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
             torch.compiler.reset()
@@ -107,5 +101,6 @@ def bubble_of(wrapped: torch.nn.Module, training: Training, rt: Runtime) -> tupl
     batch = worst_case_batch(rt, training.orig_model, layout, *layout.shapes[-1])
     with random_state_kept():
         times = pipelined.times(batch, pipelined.model.objective.count(batch))
-    step = PipelineStep(pipelined.placement.layers, pipelined.schedule, layout.accumulation, rt.topology.stages)
-    return 100.0 * bubble(step, times), describe_times(step, times)
+    counts = {"micro_batches": layout.accumulation, "pipeline_size": rt.topology.stages}
+    waits, line = describe_times(pipelined.placement.layers, times, **counts)
+    return 100.0 * waits, line

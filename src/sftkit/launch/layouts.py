@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import Config, LossConfig, TrainConfig
 from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS
-from sftkit.config.topology import PipelineStep, Topology, balanced, bubble, split_on_paper, times_on_paper
+from sftkit.config.topology import Topology, balanced, bubble, times_of_stages
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate, traffic
@@ -125,9 +125,9 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     filled = 1.0
     if t.stages > 1:
         # A pipeline fills and drains once a step: its processes wait, the head counted, and its exchanges take longer.
-        step_of = PipelineStep(setup.stage_layers, setup.schedule, count, t.stages)
-        waits = bubble(step_of, times_on_paper(*work_of(shape)).of_stages(setup.stage_layers))
-        filled += step_of.filling / count
+        waits = bubble(times_of_stages(setup.stage_layers, *work_of(shape)), count, t.stages)
+        # Several stages of each rank fill in that fraction of the time (Megatron-LM, arXiv 2104.04473).
+        filled += (t.stages - 1) * t.stages / len(setup.stage_layers) / count
     step = count * sum(passes.values()) / (1.0 - waits) + filled * alone
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
@@ -404,7 +404,7 @@ def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tup
     if train.pipeline_layers:
         return train.pipeline_layers
     stages = stages_of_schedule(train.pipeline_schedule, None, pipeline_size)
-    return split_on_paper(shape.blocks, *work_of(shape), stages, train.pipeline_schedule)
+    return balanced(shape.blocks, *work_of(shape), stages)
 
 
 def _takes(way: OnPaper) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
@@ -15,12 +16,16 @@ from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, 
 from sftkit.rundir.manifest import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
+PEFT_PREFIX = "base_model.model."
+"What peft puts in front of the name of a parameter."
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+"What peft puts behind the name of a table that has trained rows."
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *("target_parameters", "layer_replication", "alora_invocation_tokens"),
     # LoRA's relatives: they compute something else with the same two factors.
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
@@ -98,6 +103,8 @@ class AdapterFiles:
     dora: bool
     digest: str | None
     "of the weights of its model, as our manifest has it; None: not known"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    "name of embedding or head -> tokens whose rows are trained (models/token_rows.py)"
 
 
 def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
@@ -117,7 +124,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
     kind = str(found.get("peft_type"))
-    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"Merge it: {merge_command(folder)}"
     if kind != "LORA":
         raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
     odd = {
@@ -147,9 +154,80 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         scale,
         bool(found.get("use_dora")),
         read_base_digest(folder),
+        _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
     )
 
 
+def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
+    """Return name of embedding or head -> the tokens whose rows an adapter holds.
+
+    Args:
+        given: what adapter_config.json says: ids of the embedding's tokens, or the last parts of names -> ids.
+
+    Raises:
+        ConfigError: the files do not fit each other.
+    """
+    if not given:
+        return {}
+    header = header_of(file)
+    names = {n: n.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    found = {}
+    for key, name in names.items():
+        lists = [ids for last, ids in given.items() if name.endswith(last)] if isinstance(given, dict) else [given]
+        ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
+        if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
+            raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
+        found[name] = ids
+    if not found:
+        raise ConfigError(f"{file}: the rows of trainable_token_indices={given!r} are not in it. {COPY_AGAIN}")
+    return found
+
+
 def base_digest(folder: Path) -> str:
-    """Return the digest of the weights of a model's folder."""
-    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))
+    """Return the digest of the weights of a model's folder.
+
+    Raises:
+        ConfigError: it has none that are known here.
+    """
+    files = weight_files(folder) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise ConfigError(f"{folder}: no weights in it (safetensors or .bin), so adapters could not name their model")
+    return digest_of_files(folder, files)
+
+
+def merge_command(folder: Path) -> str:
+    """Return the command that merges an adapter into its model with peft, in a folder beside it."""
+    code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
+    return f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}" and name {folder}-merged'
+
+
+def scale_of(config: AdapterConfig) -> float:
+    """Return the factor of what an adapter adds."""
+    return config.alpha / (math.sqrt(config.rank) if config.scaling == "rslora" else config.rank)
+
+
+def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collection[str] | None = None) -> None:
+    """Reject settings that are not those of the adapter which training continues.
+
+    Args:
+        layers: names of the layers that get an adapter; None: not known yet.
+    """
+    method = "dora" if files.dora else "lora"
+    if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
+        raise ConfigError(
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {scale_of(config):g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
+        )
+    there = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
+        where = "only in the files" if odd[0] in there else "not in the files"
+        raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")
+
+
+def adapter_words(adapter: Mapping[str, Any]) -> str:
+    """Return an adapter's settings in words; those that a file lacks are the defaults."""
+    own = asdict(AdapterConfig()) | {**adapter}
+    targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
+    return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}"

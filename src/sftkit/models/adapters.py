@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,19 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.adapter_files import (
+    PEFT_PREFIX,
+    TRAINED_ROWS,
+    AdapterFiles,
+    merge_command,
+    scale_of,
+    target_layers,
+)
 from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
-from sftkit.models.trained import ADAPTERS, adapters_of, factors
+from sftkit.models.token_rows import add_token_rows, fill_token_rows, merge_token_rows, rows_as_written
+from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
+from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
@@ -36,9 +45,6 @@ from sftkit.runtime.script import first_of
 
 if TYPE_CHECKING:
     from sftkit.models.many_adapters import Selection
-
-PEFT_PREFIX = "base_model.model."
-"What peft puts in front of the name of a parameter."
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,15 @@ class Adapters:
     "several adapters that are trained side by side (models/many_adapters.py); empty: one"
     selection: Selection | None = None
     "which of several the model computes with"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    "name of embedding or head -> tokens whose rows are trained too (models/token_rows.py)"
+    known: int | None = None
+    "number of known rows, as whose mean the trained rows begin; None: they are in the files at `start`"
 
     @property
     def scale(self) -> float:
         """Return the factor of what an adapter adds."""
-        rank = self.config.rank
-        return self.config.alpha / (math.sqrt(rank) if self.config.scaling == "rslora" else rank)
+        return scale_of(self.config)
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
@@ -77,6 +86,7 @@ class Adapters:
             "rank": self.config.rank,
             "scale": self.scale,
             "modules": list(self.modules),
+            **({"tokens": {name: list(ids) for name, ids in self.tokens.items()}} if self.tokens else {}),
             "base": {"sha256": self.digest},
         }
 
@@ -165,6 +175,7 @@ def as_written(orig_model: torch.nn.Module) -> None:
     """Let the layers with an adapter compute as their paper writes it."""
     for layer in adapted(orig_model).values():
         layer.__class__ = layer.plain
+    rows_as_written(orig_model)
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
@@ -197,7 +208,8 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
         layer.train(orig_model.training)
-    found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
+    add_token_rows(orig_model, adapters.tokens)
+    found = replace(adapters, modules=tuple(targets))
     setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
@@ -237,8 +249,10 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
     """
     adapters = adapters_of(orig_model)
     assert adapters is not None
+    if adapters.known is not None:
+        fill_token_rows(orig_model, adapters.known)
     if adapters.start is not None:
-        load_factors(orig_model, adapters.start)
+        load_factors(orig_model, adapters.start, with_rows=adapters.known is None)
         return
     with torch.no_grad():
         for name, layer in adapted(orig_model).items():
@@ -256,13 +270,17 @@ def first_factor(seed: int, name: str, shape: torch.Size) -> Tensor:
     return (2 * torch.rand(shape, generator=generator) - 1) * (1 / math.sqrt(shape[1]))
 
 
-def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
+def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool = True) -> None:
     """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
+
+    Args:
+        with_rows: whether the folder has rows of tokens too, if the model has some.
 
     Raises:
         ConfigError: the files hold other adapters than the model has.
     """
-    read_factors({f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}, folder)
+    named = {name: p for name, p in factors(orig_model).items() if with_rows or TOKEN_ADAPTER not in name}
+    read_factors({f"{PEFT_PREFIX}{name}": parameter for name, parameter in named.items()}, folder)
 
 
 @torch.no_grad()
@@ -274,8 +292,8 @@ def read_factors(own: dict[str, torch.nn.Parameter], folder: Path) -> None:
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
             raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
-                "it into its model first and start from that"
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or leave "
+                "adapter out, which merges it at the start"
             )
         for name, parameter in own.items():
             source = file.get_slice(name)
@@ -315,14 +333,14 @@ def adapters_in(files: AdapterFiles) -> Adapters:
     """Return the adapters that a model gets which computes with those of a folder, not merged."""
     path = files.folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys()]  # noqa: SIM118
+        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
         targets=tuple(dict.fromkeys(keys)),
         method="dora" if files.dora else "lora",
     )
-    return Adapters(config, 0, files.base, files.digest or "", files.folder)
+    return Adapters(config, 0, files.base, files.digest or "", files.folder, tokens=files.tokens)
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
@@ -350,10 +368,16 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
-    cure = "merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"merge it: {merge_command(files.folder)}"
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        for name, ids in files.tokens.items():
+            make_room_for(orig_model, ids)
+            merge_token_rows(orig_model, name, ids, file.get_tensor(f"{PEFT_PREFIX}{name}{TRAINED_ROWS}"))
+            set_new_rows(orig_model, None)
         there: dict[str, set[str]] = {}
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
+            if key.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) in files.tokens:
+                continue
             name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             if not isinstance(owners.get(name), torch.nn.Linear):
                 raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
@@ -396,6 +420,7 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
         "use_rslora": False,
         "use_dora": config.method == "dora",
         "target_modules": _suffixes(orig_model, adapters.modules),
+        "trainable_token_indices": {name: list(ids) for name, ids in adapters.tokens.items()} or None,
         "lora_dropout": config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -21,7 +21,7 @@ from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
 from sftkit.models.trained import frozen_names
 from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
-from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
@@ -271,6 +271,18 @@ def adapter_at(model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | 
     from sftkit.models.adapter_files import adapter_in  # most models have none
 
     return adapter_in(Path(resolve(model.path)), model, with_base=with_base)
+
+
+def find_with_base(path: str) -> str:
+    """Return what `find_model` finds; under an adapter there must be its model.
+
+    Raises:
+        ConfigError: a model is not there.
+    """
+    found = find_model(path)
+    if (files := adapter_at(ModelConfig(path=found))) is not None:
+        find_model(str(files.base.path), files.base.revision)
+    return found
 
 
 T = TypeVar("T")

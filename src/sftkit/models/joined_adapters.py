@@ -7,7 +7,6 @@ Without gradients they compute layer by layer, so evaluation gives the bits of t
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.models.adapters import LoraLinear
 from sftkit.models.many_adapters import ManyLora, product_of_shares
+from sftkit.models.token_rows import in_front
 from sftkit.ops.low_rank import gated_mlp
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
@@ -33,9 +33,9 @@ def join_layers(orig_model: PreTrainedModel) -> None:
         own: Any = type(module)
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
             if getattr(module, MLP[0]).lora_A.weight.shape[0] <= LARGEST_RANK:
-                module.__class__ = _in_front(JoinedMlp, own)
+                module.__class__ = in_front(JoinedMlp, own)
         elif reads_together(module):
-            module.__class__ = _in_front(JoinedAttention, own)
+            module.__class__ = in_front(JoinedAttention, own)
 
 
 def has_plain_adapter(module: torch.nn.Module, name: str) -> bool:
@@ -61,12 +61,6 @@ def is_gated_mlp(module: torch.nn.Module) -> bool:
         and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
         and all(getattr(module, name).bias is None for name in MLP)
     )
-
-
-@lru_cache
-def _in_front(front: type, own: type) -> type:
-    """Return a class that computes as `front` says and is `own` in all else."""
-    return type(own.__name__, (front, own), {})
 
 
 def has_kernel(x: Tensor) -> bool:

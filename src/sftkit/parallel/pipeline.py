@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.config.topology import StageTimes
 from sftkit.data.batches.collate import Batch
 from sftkit.models import structure
 from sftkit.models.structure import Stages, stages_of
@@ -309,15 +307,15 @@ class Pipelined(torch.nn.Module):
             totals.add_(each)
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
-    def times(self, batch: Batch, divisor: int) -> list[StageTimes]:
-        """Return what each stage of the pipeline takes for a micro-batch without the others (`stage_times`), on every
-        rank; every rank calls it. Gradients are dropped."""
+    def times(self, batch: Batch, divisor: int) -> list[float]:
+        """Return the seconds of each stage of the pipeline for a micro-batch without the others (`stage_seconds`), on
+        every rank; every rank calls it. Gradients are dropped."""
         # A sum over ranks, each with zeros for the stages of others.
-        found = torch.zeros(len(self.placement.layers), 2, dtype=torch.float64, device=next(self.held()).device)
+        found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
         for stage in self.stages:
-            found[stage.number] = found.new_tensor(astuple(stage_times(stage, self.model, batch, divisor)))
+            found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
         dist.all_reduce(found, group=self.placement.group)
-        return [StageTimes(forward, backward) for forward, backward in found.tolist()]
+        return [float(each) for each in found.tolist()]
 
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for n micro-batches of this shape; it has the memory for what arrives."""
@@ -373,29 +371,26 @@ class Pipelined(torch.nn.Module):
             p.grad = total.to(p.dtype)
 
 
-def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
-    """Return the time of a stage for a micro-batch, the best of a few. Gradients are dropped."""
+def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
+    """Return the seconds of a stage for a micro-batch, forward and backward: the best of a few. Gradients are
+    dropped."""
     weight = structure.embedding_of(model.orig_model)
     device = batch.targets.device
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does
     # not read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
-    forward = both = float("inf")
+    seconds = float("inf")
     wait: Any = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    # The two together without a wait between them, in which the host could not go ahead of its GPU.
-    for halfway in [True, False] * TIMES:
+    for _ in range(TIMES):
         stage.begin([batch], 1.0 / max(divisor, 1))
         wait()
         started = time.perf_counter()
         out = stage(given.detach().requires_grad_())
-        if halfway:
-            wait()
-            forward = min(forward, time.perf_counter() - started)
         out.backward(torch.ones_like(out))
         wait()
-        both = both if halfway else min(both, time.perf_counter() - started)
+        seconds = min(seconds, time.perf_counter() - started)
         model.zero_grad(set_to_none=True)
-    return StageTimes(min(forward, both), max(both - forward, 0.0))
+    return seconds
 
 
 def into_stages(

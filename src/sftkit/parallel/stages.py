@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from sftkit.config import topology as paper
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import PipelineStep, StageTimes, Topology
+from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.models import structure
@@ -60,26 +59,27 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         return configured
     parameters = structure.count_parameters(orig_model)
     stages = stages_of_schedule(schedule, configured, pipeline_size)
-    return paper.split_on_paper(num_layers, parameters.body / num_layers, parameters.head, stages, schedule)
+    return paper.balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
 
 
-def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
-    """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
-    there is one."""
-    # The time of the head is known only as the excess of the last stage over its layers.
-    *others, last = times
-    count = sum(step.layers[:-1])
-    layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
-    parts = paper.PartTimes(layer, last.plus(layer, -step.layers[-1]))
+def describe_times(
+    layers: tuple[int, ...], times: Sequence[float], *, micro_batches: int, pipeline_size: int
+) -> tuple[float, str]:
+    """Return the share of a step that a process waits, and a line about the times of the stages, with a better split of
+    the layers if there is one."""
+    waits = paper.bubble(times, micro_batches, pipeline_size)
     line = (
-        f"stages take {' + '.join(f'{each.both:.3g}' for each in times)} s a micro-batch: with {step.micro_batches} of "
-        f"them in a step a process waits {paper.bubble(step, times):.0%} of it"
+        f"stages take {' + '.join(f'{each:.3g}' for each in times)} s a micro-batch: with {micro_batches} of them in a "
+        f"step a process waits {waits:.0%} of it"
     )
-    better = replace(step, layers=paper.fastest_split(step, parts))
-    seconds = paper.step_seconds(better, parts.of_stages(better.layers))
-    if better != step and seconds < WORTH_SAYING * paper.step_seconds(step, times):
-        line += f"; train.pipeline_layers=[{','.join(map(str, better.layers))}] would be more even"
-    return line
+    # The time of the head is known only as the excess of the last stage over its layers.
+    layer = sum(times[:-1]) / sum(layers[:-1])
+    head = max(times[-1] - layer * layers[-1], 0.0)
+    better = paper.balanced(sum(layers), layer, head, len(layers))
+    seconds = paper.step_time(paper.times_of_stages(better, layer, head), micro_batches, pipeline_size)
+    if better != layers and seconds < WORTH_SAYING * paper.step_time(times, micro_batches, pipeline_size):
+        line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
+    return waits, line
 
 
 def split_layers(

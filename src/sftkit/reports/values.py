@@ -22,8 +22,8 @@ from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
 from sftkit.models.files import frozen_in_files, num_elements
-from sftkit.rundir.files import clean
-from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
+from sftkit.rundir.files import clean, read_object
+from sftkit.rundir.names import ADAPTER_CONFIG, DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -117,6 +117,12 @@ def trained_parameters(folder: Path, settings: Mapping[str, Any]) -> int | None:
     with suppress(ConfigError, OSError, TypeError):
         return total - sum(frozen_in_files(folder, freeze).values()) if freeze and total else None
     return None
+
+
+def base_parameters(folder: Path) -> int | None:
+    """Return the parameters of the model under the adapter in a step directory; None: none, or it is not here."""
+    base = mapping(read_object(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
+    return stored_parameters(Path(str(base))) if base else None
 
 
 def on_cpu(device: Any) -> bool:
@@ -281,10 +287,19 @@ def setting(value: Any) -> Html:
     return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+_WORDS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
+_TITLES = {"name": "source", "tok_per_sec": "tokens/s"}
+
+
+def label(key: str) -> str:
+    """Return a key of a file as words, with the units that it may end in: peak_gib as "peak GiB"."""
+    return " ".join(_WORDS.get(word, word) for word in key.replace("_", " ").split())
+
+
+def columns(rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
     """Return (titles, cells) of the columns that any row has."""
-    present = [key for key in names if any(row.get(key) is not None for row in rows)]
-    return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
+    present = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    return [_TITLES.get(key) or label(key) for key in present], [[row.get(key) for key in present] for row in rows]
 
 
 def plain_numbers(values: Any) -> list[float]:

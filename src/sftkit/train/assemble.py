@@ -29,11 +29,12 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError
 from sftkit.models import vocabulary
+from sftkit.models.adapter_files import adapter_words
 from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
-from sftkit.models.trained import freeze
+from sftkit.models.trained import adapters_of, freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object, replace_text
@@ -43,8 +44,6 @@ from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import write_run_page, write_summary
 from sftkit.train.loop import train
@@ -98,7 +97,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             resume is damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
+    with runtime.start(cfg.run, cfg.train, write_run_page) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
@@ -179,9 +178,16 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         text = f"{'; '.join(slow)} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
-        counted = count_parameters(orig_model)
-        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
-    if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
+        what = f"{adapter_words(asdict(cfg.adapter))}: " if cfg.adapter else ""
+        rt.print(f"{what}{count_parameters(orig_model).describe()}")
+    if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
+        rows = sum(map(len, adapters.tokens.values()))
+        rt.print(
+            f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
+            "export it with --merge (sftkit export), or train with the model's own template (model.chat_template=null)",
+            "warning",
+        )
+    elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
         )
@@ -356,7 +362,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id, open_window=is_open(resumed)) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
         services = TrainServices(evaluate, checkpoints, tracker, resumed, prompts, check)

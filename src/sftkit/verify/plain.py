@@ -96,7 +96,9 @@ class PlainModel:
         self.differing: dict[str, float] = {}
         "name of a parameter or buffer -> share of its compared elements that differ from the files, over all ranks"
         self._vocabulary = set(map(id, vocabulary_of(live)))
-        self._new = None if start is None or start.checkpoint is not None else new_rows(live)
+        # A checkpoint has these rows; that of an adapter lacks the table behind them.
+        held = start is None or (start.checkpoint is not None and adapters is None)
+        self._new = None if held else new_rows(live)
         if self.has_files:
             found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
             found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)

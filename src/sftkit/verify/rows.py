@@ -163,6 +163,7 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     others = [f"{key}: {sorted(map(str, names))[0]}" for key, names in info.items() if names]
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
-    how = f"{name}.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
+    loaded = f"{name}.from_pretrained" + (f" of {base} with these factors, computed by sftkit" if adapter else "")
+    how = f"{loaded}, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
     words, ok = "; ".join([words, *others]), same and not others
     return Check("Checkpoint gives the logits of the run", ok, words, "the same bits", how)
