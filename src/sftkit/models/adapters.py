@@ -319,7 +319,8 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for name, weight in held.items():
-                generator = torch.Generator().manual_seed(random_key(0, name) >> 1)
+                key = random_key(0, name.removesuffix(".lora_B.weight"))
+                generator = torch.Generator().manual_seed(key >> 1)
                 noise = torch.randn(weight.shape, generator=generator) / math.sqrt(3 * inputs[name])
                 local(weight).copy_(local_part(noise, weight))
         yield
