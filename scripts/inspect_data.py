@@ -37,7 +37,7 @@ def main() -> None:
     # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
     precision = analysis.gpu_precision(cfg.train)
-    orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter)
+    orig_model = analysis.meta_model(cfg.model, tokenizer, precision, cfg.train.freeze, cfg.adapter, cfg.adapters)
     precision = analysis.precision_text(cfg.train)
     longest = positions(orig_model) if orig_model else None
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)

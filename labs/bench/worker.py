@@ -25,11 +25,13 @@ from labs.bench.run import graphs_of, measured_row, over_ranks, run_job
 from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
+from sftkit.engine.members import Members
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
+from sftkit.models.many_adapters import members_of
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
 from sftkit.models.trained import freeze
@@ -45,6 +47,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train
 from sftkit.train.parts import EncodedDocuments, LoadedModel, Run, TrainServices
+from sftkit.train.several import lay_out_several
 
 
 def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
@@ -227,6 +230,8 @@ def batches_of(
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
         documents = EncodedDocuments(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
+        if cfg.adapters:
+            return lay_out_several(cfg, [documents] * len(cfg.adapters), objective)
         return lay_out(cfg, rt, documents, objective)
     tokenize = stage_rule(stage.name)(cfg.data, tokenizer, stage.max_length)
     loaded = LoadedModel(orig_model, tokenizer, stage.max_length)
@@ -246,7 +251,10 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
     freeze(orig_model, cfg.train.freeze)
     if cfg.adapter is not None:
-        add_adapters(orig_model, Adapters(cfg.adapter, cfg.run.seed, base=cfg.model, digest=""))
+        adapters = Adapters(cfg.adapter, cfg.run.seed, base=cfg.model, digest="")
+        if cfg.adapters:
+            adapters = members_of(adapters, seed=cfg.run.seed, entries=cfg.adapters)
+        add_adapters(orig_model, adapters)
         join_layers(orig_model)
     parameters = count_parameters(orig_model).total
 
@@ -255,7 +263,10 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
     # The seconds of the first steps count from here: they include the engine's warm-up, which compiles.
     started = time.perf_counter()
-    engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
+    members = Members(cfg.adapters, cfg.optim, cfg.numerics, objective, rt.device) if cfg.adapters else None
+    used = objective if members is None else members.objective
+    training = Training(orig_model, used, batches.layout, members=members)
+    engine = make_engine(cfg, rt, job.folder, training)
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended, probe.clock = (1, job.steps.warm_up), {}, ClockSamples(rt.device)
     with probe, probe.clock:

@@ -109,6 +109,25 @@ def test_page_and_card_say_what_was_trained_of_a_partly_frozen_model(run: Path) 
     assert "with 500 k parameters, trained with sftkit, 6 k of them: the others are as in the start model." in card
 
 
+def test_page_and_card_have_several_adapters_side_by_side(run: Path) -> None:
+    for name in ("a", "lr-1e-3"):
+        folder = run / "step-000300" / "adapters" / name
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    rows = read_rows(run / "metrics.jsonl", [])
+    values = {"train/loss/a": 1.25, "train/loss/lr-1e-3": 2.5, "train/lr/a": 3e-4, "health/skipped_steps/lr-1e-3": 7.0}
+    write_rows(run / "metrics.jsonl", [row | values for row in rows])
+    text = read(write_report(run)).text
+    table = text[text.index("Adapters, newest values") :]
+    assert "a1.25––0.0003–" in table
+    assert "lr-1e-32.5–––7" in table
+    card = (run / "step-000300" / "README.md").read_text()
+    assert "2 low-rank adapters" in card
+    assert "for a language model, each a model of its own in `adapters/`, trained with sftkit" in card
+    assert "library_name: peft" in card
+    assert "from_pretrained" not in card
+
+
 def test_page_and_card_name_the_settings_of_an_adapter_and_its_share_of_the_model(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "step-000300"
     base = tmp_path / "base"

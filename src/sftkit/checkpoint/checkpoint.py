@@ -24,6 +24,7 @@ from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
@@ -171,6 +172,10 @@ class Checkpoints:
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        # Each of several adapters is a model of its own.
+        adapters = adapters_of(self.orig_model)
+        names = [member.name for member in adapters.members] if adapters is not None else []
+        files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,

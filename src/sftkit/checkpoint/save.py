@@ -336,6 +336,10 @@ class Writer:
             for name, content in snapshot.small_files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
+            adapters = adapters_of(self.orig_model)
+            for member in adapters.members if adapters is not None else ():
+                own = rundir.adapter_dir(folder, member.name)
+                write_manifest(own, snapshot.step, entries(own, [*own.iterdir()]), member.digest)
         return [random_file, *(folder / name for name in snapshot.weights.files)]
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:

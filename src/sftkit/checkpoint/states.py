@@ -35,7 +35,7 @@ from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
-from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 
@@ -291,7 +291,15 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
-    if adapters_of(orig_model) is not None:
+    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
+        from sftkit.models.many_adapters import member_files
+
+        files = {
+            str(own / ADAPTER_WEIGHTS): _gathered(dict(held), {}, keep=True) or {}
+            for own, held in member_files(orig_model).items()
+        }
+        return WeightSnapshot(None, files)
+    if adapters is not None:
         gathered = _gathered(tensors, saved_rows, keep=rank == 0)
         return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
@@ -436,12 +444,15 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     A model with adapters gets adapter_config.json and no config.json: with one, transformers would look for the whole
     model in this folder. Its generation_config.json has the ends of turns, which the base's may lack.
     """
-    if adapters_of(orig_model) is not None:
+    if (adapters := adapters_of(orig_model)) is not None:
         from sftkit.models.adapters import peft_config_text
 
-        (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
-        if orig_model.generation_config is not None:
-            orig_model.generation_config.save_pretrained(folder)
+        for one in adapters.members or (adapters,):
+            own = adapter_dir(folder, one.name) if adapters.members else folder
+            own.mkdir(parents=True, exist_ok=True)
+            (own / ADAPTER_CONFIG).write_text(peft_config_text(orig_model, one))
+            if orig_model.generation_config is not None:
+                orig_model.generation_config.save_pretrained(own)
     else:
         orig_model.save_pretrained(folder, state_dict={})
 
@@ -457,7 +468,7 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
     # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the
     # other files.
     for path in written:
-        plain = folder / (ADAPTER_CONFIG if ADAPTER_WEIGHTS in snapshot.files else "config.json")
+        plain = path.with_name(ADAPTER_CONFIG if path.name == ADAPTER_WEIGHTS else "config.json")
         path.chmod(stat.S_IMODE(plain.stat().st_mode))
     if snapshot.index is not None:
         (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

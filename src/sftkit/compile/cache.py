@@ -61,6 +61,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
             cfg.train.freeze,
         ],
         "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
+        "ranks": [one.rank for one in cfg.adapters or ()],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
         "padding": padding_rows(orig_model),
         "precision": rt.precision,

@@ -53,7 +53,8 @@ def key_table() -> dict[str, Key]:
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    return {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+    names = {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+    return {section: name.removeprefix("tuple[").removesuffix(", ...]") for section, name in names.items()}
 
 
 @functools.cache
@@ -72,8 +73,9 @@ def _classes() -> dict[str, JsonSchema]:
 def _rows(name: str, prefix: str) -> Iterator[tuple[str, Key]]:
     schema = _classes()[name]
     for field, prop in schema["properties"].items():
-        target = _target(prop)
         parts = (prop, *prop.get("anyOf", ()))
+        # A section may be a list or null; other such lists are of sources, whose keys are those of data.train.
+        target = next(filter(None, map(_target, parts)), None) if not prefix else _target(prop)
         key = prefix + field
         if prefix:
             required = field in schema.get("required", ())
@@ -81,7 +83,8 @@ def _rows(name: str, prefix: str) -> Iterator[tuple[str, Key]]:
             yield key, Key(_kind(prop), prop["description"], required, prop.get("default"), is_path)
         if target:
             named = any("additionalProperties" in part for part in parts)
-            inner = f"{key}.N." if prop.get("type") == "array" else f"{key}.PATH." if named else f"{key}."
+            listed = any(part.get("type") == "array" for part in parts)
+            inner = f"{key}.N." if listed else f"{key}.PATH." if named else f"{key}."
             yield from _rows(target, inner)
 
 
@@ -214,6 +217,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     inside = [key.removeprefix(prefix) for key in key_table() if key.startswith(prefix)]
     level = [key for key in inside if "." not in key] if parent else list(section_classes())
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
+    if not parent.startswith("adapters"):  # they have the names of settings that all runs have
+        elsewhere = [key for key in elsewhere if not key.startswith("adapters.")] or elsewhere
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     if instead := hints()["removed"].get(row_of(keys)):

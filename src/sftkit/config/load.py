@@ -182,7 +182,8 @@ def _report(problems: list[str]) -> ConfigError:
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
     for keys, node in _walk(tree, ()):
-        key = key_names.key_table().get(key_names.row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
+        row = key_names.row_of(keys).replace("model.train_tokenizer.sources", "data.train")
+        key = key_names.key_table().get(row.replace("adapters.N.data", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
                 node.value = expanded(node.value)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import unusable
-from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
+from sftkit.config.schema import FROM_COMPILER, LARGEST_TOGETHER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
@@ -130,6 +130,51 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
         yield "adapter.dropout", "does not go with adapter.method dora: set it to 0"
     if not get("adapter.targets"):
         yield "adapter.targets", "is empty: name layers, or leave it out for all-linear"
+
+
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"A name that is a folder on any disk, and a part of a metric's name."
+
+
+def _adapters(get: Get, topology: Topology) -> Iterator[Problem]:
+    entries = get("adapters")
+    if entries is None:
+        return
+    if get("adapter") is None:
+        yield "adapters", "needs adapter, which has what they share: add adapter: {} for the defaults"
+        return
+    if not entries:
+        yield "adapters", "is empty: name at least one, or leave it out for a single adapter"
+    names = [entry["name"] for entry in entries]
+    for i, name in enumerate(names):
+        if not _FOLDER.fullmatch(name):
+            what = "is no name of a folder: take up to 64 letters, digits, dots, - and _, a letter or digit first"
+            yield f"adapters.{i}.name", f'"{name}" {what}'
+        # Without case, as some disks compare the names of folders.
+        elif (first := [one.lower() for one in names].index(name.lower())) != i:
+            yield f"adapters.{i}.name", f'"{name}" is already the name of adapters.{first}: set another name'
+    ranks = [entry.get("rank") or get("adapter.rank") for entry in entries]
+    if sum(ranks) > LARGEST_TOGETHER:
+        why = "each pass copies the factors of all adapters, which above that costs more than the frozen weights"
+        yield "adapters", f"their ranks add up to {sum(ranks)}, and at most {LARGEST_TOGETHER} go together: {why}"
+    if topology.world_size > 1:
+        yield "adapters", f"go with one process only yet, not with {topology.describe()}: start without a launcher"
+    wanted = {
+        "adapter.method": ("lora", "trains lora only yet"),
+        "adapter.dropout": (0.0, "has no dropout yet: adapters would not be trained as if alone"),
+        "train.engine": ("blocks", "goes with train.engine blocks only"),
+    }
+    for key, (value, why) in wanted.items():
+        if get(key) != value:
+            yield key, f"{get(key)} does not go with adapters, which {why}: set {value}"
+    if get("adapter.base") not in (None, "bf16"):
+        yield "adapter.base", f"{get('adapter.base')} does not go with adapters yet: set bf16, or train one adapter"
+    if (layout := get("data.layout")) not in ("packed", "fixed"):
+        why = "whose steps have one row length: set packed"
+        yield "data.layout", f"{layout} does not go with adapters, {why}"
+    fixed = {"train.global_batch_size", "run.seed"} & {*get("train.resume_changes")}
+    if fixed:
+        yield "train.resume_changes", f"{min(fixed)} cannot change with adapters: start a new run"
 
 
 def _pipeline(get: Get) -> Iterator[Problem]:
@@ -304,7 +349,8 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_adapter), *more):
+    launched = _batch_divides, enough_micro_batches, _adapter, _adapters
+    for rule in (*_RULES, *map(OfLaunch, launched), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 
@@ -360,12 +406,13 @@ def _checkpoints(get: Get) -> Iterator[Problem]:
 
 
 def _sources(get: Get) -> Iterator[Problem]:
-    for part in ("data.train", "data.val", "model.train_tokenizer.sources"):
+    of_adapters = [f"adapters.{i}.data" for i in range(len(get("adapters") or ()))]
+    for part in ("data.train", "data.val", "model.train_tokenizer.sources", *of_adapters):
         try:
             sources = [SourceConfig(**row) for row in get(part) or ()]
         except Unusable:
             continue
-        if part == "data.train" and not sources:
+        if (part == "data.train" or (part in of_adapters and get(part) is not None)) and not sources:
             yield part, "is empty: give at least one source"
         first_with: dict[str, int] = {}
         for i, source in enumerate(sources):

@@ -221,7 +221,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout, adapters."
 
 
 def num_stages(train: TrainConfig) -> int | None:
@@ -258,6 +258,27 @@ class AdapterConfig:
     "Learning rate of the second factor, B, over optim.lr (LoRA+ suggests up to 16)."
 
 
+@settings
+class NamedAdapter:
+    """Several adapters, trained side by side (docs/adapters.md); null: as the section says."""
+
+    name: str
+    "Name of its folder in checkpoints, adapters/<name>, and of its metrics."
+    rank: Positive | None = None
+    "adapter.rank of it."
+    alpha: Annotated[float, Field(gt=0.0)] | None = None
+    "adapter.alpha of it."
+    lr: Annotated[float, Field(gt=0.0)] | None = None
+    "optim.lr of it."
+    seed: NonNegative | None = None
+    "run.seed of it: of its first factors, and of the order of its documents."
+    data: tuple[SourceConfig, ...] | None = None
+    "data.train of it."
+
+
+LARGEST_TOGETHER = 512
+"""Largest sum of the ranks of several adapters. Each pass copies the factors of all of them in the precision of the
+model: at 512 columns these copies move as many bytes as the frozen weights of a hidden size of 4096."""
 ADAPTER_GROUPS = ("all-linear", "attention", "mlp")
 "Names that stand for layers in adapter.targets."
 SLOW_ADAPTER_LR = 5e-5
@@ -407,6 +428,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     adapter: AdapterConfig | None = None
+    adapters: tuple[NamedAdapter, ...] | None = None
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)

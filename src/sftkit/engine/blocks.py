@@ -109,7 +109,13 @@ class Blocks:
         self._wrapped = wrapped
         self.training = training
         self.forward = model
-        train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        parts = wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm
+        if training.members is None:
+            train_step = TrainStep(*parts)
+        else:
+            from sftkit.engine.members import StepOfMembers
+
+            train_step = StepOfMembers(*parts, training.members)
         self.step = train_step.step
         self.gradients = train_step.gradients
         stages = stages_of(orig_model)

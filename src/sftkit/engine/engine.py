@@ -23,6 +23,7 @@ from sftkit.tracking.tracker import EventKind
 
 if TYPE_CHECKING:
     from sftkit.compile.watch import Records
+    from sftkit.engine.members import Members
 
 Losses = dict[tuple[int, int], float]
 "(rows, row length) of a declared shape -> the objective per target of its worst-case batch"
@@ -41,6 +42,8 @@ class Training:
     "where the weights of a meta model come from (models.load)"
     checkpoint: Path | None = None
     "the step directory whose weights the model will have when it is warmed up; None: those of `source`"
+    members: Members | None = None
+    "what each of several adapters has for itself; None: one model is trained"
 
 
 @dataclass(frozen=True)

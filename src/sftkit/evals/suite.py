@@ -223,6 +223,8 @@ class Suite:
     "where evals/step-NNNNNN/ gets every example of the tasks; None: nowhere"
     tasks: tuple[Task[Any, Any], ...] | None = None
     "what load_tasks gives for the config, if it was called before"
+    part: str = ""
+    "a folder in evals/step-NNNNNN/ for these results; empty: that folder itself"
     model_name: str | None = None
     "what results call the model; None: the run directory"
 
@@ -252,7 +254,7 @@ class Suite:
             captioned, written = self.captions()
             found = self.run_tasks() + captioned
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                folder = evaluation_dir(self.rt.output_dir(self.run_dir), step)
+                folder = evaluation_dir(self.rt.output_dir(self.run_dir), step) / self.part
                 try:
                     write_results(folder, found)
                 except OSError as error:  # a full disk costs the details, not the run

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -46,6 +46,9 @@ from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
 
+if TYPE_CHECKING:
+    from sftkit.models.many_adapters import Selection
+
 
 @dataclass(frozen=True)
 class Adapters:
@@ -61,6 +64,12 @@ class Adapters:
     "folder of the adapter that training continues; None: new factors"
     modules: tuple[str, ...] = ()
     "names of the layers that have one"
+    name: str = ""
+    "of a member"
+    members: tuple[Adapters, ...] = ()
+    "several adapters that are trained side by side (models/many_adapters.py); empty: one"
+    selection: Selection | None = None
+    "which of several the model computes with"
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     "name of embedding or head -> tokens whose rows are trained too (models/token_rows.py)"
     known: int | None = None
@@ -73,6 +82,8 @@ class Adapters:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
+        if self.members:
+            return {member.name: member.identity() for member in self.members}
         return {
             "method": self.config.method,
             "rank": self.config.rank,
@@ -98,6 +109,7 @@ class LoraLinear(torch.nn.Linear):
     lora_B: Factor
     lora_dropout: torch.nn.Module | None
     lora_scale: float
+    plain: type[LoraLinear]
     joint: tuple[Tensor, Tensor] | None = None
     "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
@@ -107,15 +119,24 @@ class LoraLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
-        b = self.lora_B.weight.to(x.dtype)
+        return self.with_factors(x, self.lora_A.weight, self.lora_B.weight, self.lora_scale)
+
+    def with_factors(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return the output of the layer with these factors, A [rank, in] and B [out, rank]."""
+        b = b.to(x.dtype)
         if self.joint is not None and self.joint[0] is x:
             if not self.weight.is_floating_point():  # in NF4
-                return self.frozen(x) + self.lora_scale * linear(self.joint[1], b)
-            y = adapted_linear(x, self.weight, self.joint[1], b, self.lora_scale)
+                return self.frozen(x) + scale * linear(self.joint[1], b)
+            y = adapted_linear(x, self.weight, self.joint[1], b, scale)
             return y if self.bias is None else y + self.bias
         y = self.frozen(x)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
+        return low_rank(y, dropped, a.to(x.dtype), b, scale)
+
+    @property
+    def factor_of_rows(self) -> Tensor:
+        """Return A of the adapter that computes all rows."""
+        return self.lora_A.weight
 
 
 class DoraLinear(LoraLinear):
@@ -158,11 +179,14 @@ class PlainLora(LoraLinear):
         return y if self.bias is None else y + self.bias
 
 
+LoraLinear.plain = PlainLora
+
+
 def as_written(orig_model: torch.nn.Module) -> None:
     """Let the layers with an adapter compute as their paper writes it, and all layers with a weight that is dense."""
     for layer in orig_model.modules():
         if isinstance(layer, LoraLinear):
-            layer.__class__ = PlainLora
+            layer.__class__ = layer.plain
         elif isinstance(layer, Nf4Linear):
             layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
     for experts in adapted_experts(orig_model).values():
@@ -198,8 +222,12 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
         ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model that cannot be
             quantized.
     """
+    if adapters.members:
+        from sftkit.models.many_adapters import add_many
+
+        return add_many(orig_model, adapters)
     config = adapters.config
-    targets = _targets(orig_model, config)
+    targets = target_modules(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     if config.base == "nf4":
         _quantize_layers(orig_model, device)
@@ -254,7 +282,7 @@ def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
 
 
-def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
+def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
     """Return the linear layers and the experts that get an adapter, by name.
 
     Raises:
@@ -301,10 +329,7 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
         return
     with torch.no_grad():
         for name, layer in with_factors(orig_model).items():
-            generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
-            # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
-            bound = 1 / math.sqrt(layer.lora_A.weight.shape[1])
-            drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
+            drawn = first_factor(adapters.seed, name, layer.lora_A.weight.shape)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
             if isinstance(layer, DoraLinear) and not layer.weight.is_floating_point():
@@ -313,7 +338,13 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
                 local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 
-@torch.no_grad()
+def first_factor(seed: int, name: str, shape: torch.Size) -> Tensor:
+    """Return the numbers that A of a layer begins with, [rank, in]."""
+    generator = torch.Generator().manual_seed(random_key(seed, name) >> 1)
+    # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
+    return (2 * torch.rand(shape, generator=generator) - 1) * (1 / math.sqrt(shape[1]))
+
+
 def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool = True) -> None:
     """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
 
@@ -323,9 +354,14 @@ def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool =
     Raises:
         ConfigError: the files hold other adapters than the model has.
     """
-    path = folder / ADAPTER_WEIGHTS
     named = {name: p for name, p in factors(orig_model).items() if with_rows or TOKEN_ADAPTER not in name}
-    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in named.items()}
+    read_factors({f"{PEFT_PREFIX}{name}": parameter for name, parameter in named.items()}, folder)
+
+
+@torch.no_grad()
+def read_factors(own: dict[str, torch.nn.Parameter], folder: Path) -> None:
+    """Read parameters from an adapter's folder, by their names there."""
+    path = folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
@@ -350,14 +386,16 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Afterwards B has its bits back, in the same memory.
     """
-    held = {name: layer.lora_B.weight for name, layer in with_factors(orig_model).items()}
+    trained = factors(orig_model)
+    held = {name: parameter for name, parameter in trained.items() if ".lora_B." in name}
     # As large as A at its start, so that the gradients of A are about as large as those of B.
-    inputs = {name: layer.lora_A.weight.shape[1] for name, layer in with_factors(orig_model).items()}
+    inputs = {name: trained[name.replace(".lora_B.", ".lora_A.")].shape[1] for name in held}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():
             for name, weight in held.items():
-                generator = torch.Generator().manual_seed(random_key(0, name) >> 1)
+                key = random_key(0, name.removesuffix(".lora_B.weight"))
+                generator = torch.Generator().manual_seed(key >> 1)
                 noise = torch.randn(weight.shape, generator=generator) / math.sqrt(3 * inputs[name])
                 local(weight).copy_(local_part(noise, weight))
         yield
@@ -449,9 +487,9 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
                 weight.data = merged
 
 
-def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """Return what adapter_config.json says of the model's adapters."""
-    adapters = adapters_of(orig_model)
+def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -> dict[str, Any]:
+    """Return what adapter_config.json says of the model's adapters, or of one of several."""
+    adapters = adapters or adapters_of(orig_model)
     assert adapters is not None
     config = adapters.config
     experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
@@ -494,6 +532,6 @@ def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str
     return sorted(last) if named == set(modules) else sorted(modules)
 
 
-def peft_config_text(orig_model: PreTrainedModel) -> str:
-    """Return the content of adapter_config.json."""
-    return json.dumps(peft_config(orig_model), indent=2)
+def peft_config_text(orig_model: PreTrainedModel, adapters: Adapters | None = None) -> str:
+    """Return the content of adapter_config.json. `adapters`: one of several."""
+    return json.dumps(peft_config(orig_model, adapters), indent=2)

@@ -17,6 +17,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.models.adapters import LoraLinear
+from sftkit.models.many_adapters import ManyLora, product_of_shares
 from sftkit.models.token_rows import in_front
 from sftkit.ops.low_rank import gated_mlp
 
@@ -33,7 +34,7 @@ def join_layers(orig_model: PreTrainedModel) -> None:
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
             if getattr(module, MLP[0]).lora_A.weight.shape[0] <= LARGEST_RANK:
                 module.__class__ = in_front(JoinedMlp, own)
-        elif all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES):
+        elif reads_together(module):
             module.__class__ = in_front(JoinedAttention, own)
 
 
@@ -41,6 +42,12 @@ def has_plain_adapter(module: torch.nn.Module, name: str) -> bool:
     """Return whether a layer of the module has an adapter of the plain kind, without dropout."""
     layer = getattr(module, name, None)
     return type(layer) is LoraLinear and layer.lora_dropout is None
+
+
+def reads_together(module: torch.nn.Module) -> bool:
+    """Return whether queries, keys and values of an attention module have adapters of one plain kind."""
+    many = all(type(getattr(module, name, None)) is ManyLora for name in QUERIES_KEYS_VALUES)
+    return many or all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES)
 
 
 def is_gated_mlp(module: torch.nn.Module) -> bool:
@@ -79,11 +86,14 @@ class JoinedAttention(torch.nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Compute the module's own forward pass."""
-        if not (torch.is_grad_enabled() and all(has_plain_adapter(self, name) for name in QUERIES_KEYS_VALUES)):
+        if not (torch.is_grad_enabled() and reads_together(self)):
             return super().forward(*args, **named)
         x = args[0] if args else named["hidden_states"]
         layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
-        joint = linear(x, torch.cat([layer.lora_A.weight for layer in layers]).to(x.dtype))
+        if isinstance(layers[0], ManyLora) and layers[0].in_shares:
+            joint = product_of_shares(x, torch.cat([layer.first_factors(x.dtype) for layer in layers], 1))
+        else:
+            joint = linear(x, torch.cat([layer.factor_of_rows for layer in layers]).to(x.dtype))
         for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
             layer.joint = (x, part)
         output = super().forward(*args, **named)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -107,6 +107,7 @@ def load_model(
     *,
     empty: bool = False,
     adapter: AdapterConfig | None = None,
+    several: Callable[[Adapters], Adapters] = lambda adapters: adapters,
     rounded: bool = True,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
@@ -121,6 +122,7 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
+        several: function that adds the members of a run with several adapters (many_adapters.members_of).
         rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
             model to the tokens of the tokenizer.
         device: which quantizes the weights under adapters; they stay on the host. None: the host.
@@ -163,7 +165,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files, device)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, several, device)
     return orig_model
 
 
@@ -203,6 +205,7 @@ def _adapt(
     seed: int,
     model: ModelConfig,
     files: AdapterFiles | None,
+    several: Callable[[Adapters], Adapters],
     device: torch.device | None,
 ) -> None:
     """Give the model its adapters.
@@ -236,7 +239,12 @@ def _adapt(
     base = replace(base, path=str(Path(path).absolute()) if os.path.isdir(path) else path)
     tokens, known = tokens_to_train(orig_model, tokenizer, files)
     start = None if files is None else files.folder
-    adapters = Adapters(config, seed, base, digest, start, tokens=tokens, known=known)
+    adapters = several(Adapters(config, seed, base, digest, start, tokens=tokens, known=known))
+    if adapters.members and (files is not None or tokens):
+        raise ConfigError(
+            "adapters: continue no adapter yet and train no added tokens: name a whole model in model.path, and use a "
+            "chat template of tokens that its tokenizer has (model.chat_template)"
+        )
     if files is not None:
         check_continued(files, config)
     with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
@@ -377,7 +385,8 @@ def model_of_files(
         return None
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
-    files = adapter_at(model, with_base=adapters is None)
+    many = adapters is not None and bool(adapters.members)
+    files = None if many else adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
@@ -389,7 +398,8 @@ def model_of_files(
 
     if adapters is not None:
         known = adapters.known if checkpoint is None else None  # a checkpoint has the rows of tokens
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder, known=known), device)
+        start = checkpoint if many else None if files is None else files.folder
+        add_adapters(orig_model, replace(adapters, start=start, known=known), device)
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

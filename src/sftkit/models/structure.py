@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
-from sftkit.models.trained import TOKEN_ADAPTER, logical_elements
+from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
@@ -207,6 +207,13 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
+    # With several adapters a token meets the factors of one: on average this share of all.
+    adapters = adapters_of(orig_model)
+    of_members = {id(p): p.numel() for p in factors(orig_model).values()} if adapters and adapters.members else {}
+    for key, size in of_members.items():
+        met_of_one = round(size / len(adapters.members))  # type: ignore[union-attr]
+        body -= size - met_of_one
+        numel[key] = met_of_one
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
     met = {key: size for key, size in numel.items() if key not in (tables - head) | unused}
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}

@@ -96,7 +96,11 @@ def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ConfigError: it does not fit the model.
     """
-    if adapters_of(orig_model) is not None:
+    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
+        from sftkit.models.many_adapters import load_many
+
+        load_many(orig_model, folder)
+    elif adapters is not None:
         from sftkit.models.adapters import load_factors
 
         load_factors(orig_model, folder)

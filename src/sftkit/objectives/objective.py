@@ -20,6 +20,7 @@ from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.routing import Routing
 from sftkit.models.structure import from_last, stages_of, vocab_size
+from sftkit.models.trained import adapters_of
 from sftkit.ops.attention import use_document_attention
 from sftkit.ops.linear_cross_entropy import Head
 
@@ -221,6 +222,8 @@ class ModelWithLoss(torch.nn.Module):
 
     def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H]; in training, the routers count the positions with a token."""
+        if (adapters := adapters_of(self.orig_model)) is not None and adapters.selection is not None:
+            adapters.selection.begin(batch.adapters, batch.targets.device)
         # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
         # positions only.
         if self.routing is not None:

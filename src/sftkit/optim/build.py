@@ -95,6 +95,15 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         in_b = {**groups[0], "params": [p for p in matrices if id(p) in second]}
         groups[0]["params"] = [p for p in matrices if id(p) not in second]
         groups.append({**in_b, "lr_scale": adapters.config.lr_ratio_b})
+    if adapters is not None and adapters.members:
+        from sftkit.models.many_adapters import factors_of
+
+        owner = {id(p): k for k in range(len(adapters.members)) for p in factors_of(model, k).values()}
+        groups = [
+            {**group, "params": [p for p in group["params"] if owner[id(p)] == k], "member": k}
+            for k in range(len(adapters.members))
+            for group in groups
+        ]
     number = itertools.count()
     for group in groups:
         held = [(p, n) for p, n in zip(group["params"], number, strict=False) if not p.is_meta]

@@ -21,11 +21,12 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, NamedAdapter, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
 from sftkit.data.batches.loader import Batches
+from sftkit.data.batches.many import joint_layout
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens.sources import stage_rule
@@ -65,12 +66,13 @@ def meta_model(
     precision: str,
     patterns: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
+    several: Sequence[NamedAdapter] | None = None,
 ) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
     is not here.
 
     Args:
-        patterns: train.freeze.
+        patterns: train.freeze. several: the adapters of a run with several.
 
     Raises:
         ConfigError: the model cannot have such adapters.
@@ -89,7 +91,12 @@ def meta_model(
         from sftkit.models.token_rows import tokens_to_train
 
         tokens, _ = tokens_to_train(orig_model, tokenizer, adapter_at(model))
-        add_adapters(orig_model, Adapters(adapter, 0, model, digest="", tokens=tokens))
+        adapters = Adapters(adapter, 0, model, digest="", tokens=tokens)
+        if several:
+            from sftkit.models.many_adapters import members_of
+
+            adapters = members_of(adapters, seed=0, entries=several)
+        add_adapters(orig_model, adapters)
     return orig_model
 
 
@@ -119,6 +126,8 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
+    if cfg.adapters:
+        layout = joint_layout([layout] * len(cfg.adapters), cfg.train)
     # Needs no model, so it is rejected even if the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
@@ -182,7 +191,7 @@ def analyse(
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
-    time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()))
+    time = costs.time_facts(cfg.train, len(epoch), costs.planned_tokens(epoch, lengths))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     found: dict[str, Any] = {
         "sources": sources,

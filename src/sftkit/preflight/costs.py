@@ -42,18 +42,25 @@ def layout_facts(
         own = kind == layout.kind
         one = layout if own else _other_layout(data, train, layout, kind, sample)
         plan = epoch if own else plan_epoch(sample, one, seed=0, epoch=0)
-        scale = 1.0 if own else share
+        # Several adapters may share documents, so that an epoch has them several times.
+        scale = float(lengths.sum()) / planned_tokens(epoch, lengths) if own else share
         count = num_positions(plan, one) * scale
         row = {
             "layout": kind,
             "own": own,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": round(len(plan) * scale),
+            "steps": len(plan) if one is layout else round(len(plan) * scale),
             "positions": round(count),
         }
         found.append(row)
     return found
+
+
+def planned_tokens(epoch: Sequence[GlobalBatch], lengths: np.ndarray) -> int:
+    """Return the document positions of an epoch. `lengths`: int [D] of the documents."""
+    documents = np.fromiter((i for batch in epoch for row in batch.rows for i in row), np.int64)
+    return int(lengths[documents].sum())
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
@@ -62,7 +69,8 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
-    train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was logged once
+    micro = min(own.micro_batch_size, train.global_batch_size)
+    train = replace(train, micro_batch_size=micro)  # as lowered for this run, which was logged once
     return make_layout(data, train, lengths, own.max_length, own.world_size, encoded=own.encoded)
 
 

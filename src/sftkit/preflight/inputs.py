@@ -135,7 +135,11 @@ def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
     require = REQUIRED.get(stage or "", _readable)
     learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
-    return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
+    return [
+        *learned,
+        partial(_adapter_sources, require=require),
+        partial(_sources, part="model.train_tokenizer.sources", require=None),
+    ]
 
 
 def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
@@ -175,6 +179,11 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         yield from _as_problem(
             f"{part}.{i}.path", partial(_check_source, skips=skips), schema.SourceConfig(**values), require
         )
+
+
+def _adapter_sources(get: Get, require: Callable[[Row], object] | None) -> Iterator[Problem]:
+    for i in range(len(get("adapters") or ())):
+        yield from _sources(get, f"adapters.{i}.data", require)
 
 
 def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:

@@ -105,7 +105,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         if not is_part(row) and row["task"] != "centred_mean"  # the mean is no dataset
     ]
     data = ModelCardData(
-        library_name="peft" if report["run"]["adapter"] else "transformers",
+        library_name="peft" if report["run"]["adapter"] or report["run"]["adapters"] else "transformers",
         pipeline_tag=PIPELINES.get(report["run"]["auto_class"], "text-generation"),
         base_model=report["run"]["base_model"],
         datasets=report["run"]["datasets"] or None,

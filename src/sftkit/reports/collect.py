@@ -348,7 +348,7 @@ def newest_samples(rows: Rows) -> Rows:
     """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of each, texts cut to
     a length."""
     by_step: dict[float, Rows] = {}
-    keys = ("prompt", "reference", "answer", "stop")
+    keys = ("adapter", "prompt", "reference", "answer", "stop")
     for row in rows:
         step = drawable_number(row.get("step"))
         if step is not None:
@@ -472,6 +472,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
+    # Of several, each is a model of its own.
+    adapters = sorted(one.name for one in folder.glob(f"{names.ADAPTER_FOLDERS}/*")) if folder else []
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {
@@ -484,9 +486,12 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
+            "adapters": adapters,
             "adapter_settings": adapter_words(mapping(settings["adapter"])) if settings.get("adapter") else None,
             "adapter_base_parameters": values.base_parameters(folder) if folder else None,
-            "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
+            "auto_class": None
+            if adapters or not folder
+            else auto_class(mapping(read_json(folder / "config.json", []))),
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,
         },

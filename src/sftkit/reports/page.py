@@ -79,6 +79,7 @@ def curves(report: Report) -> Html:
     if loss is None and not shown:
         return section("curves", "Curves", lead="No line was logged.")
     parts = [el("div", loss, class_="charts first")] if loss is not None else []
+    parts += [table] if (table := _adapters(report)) is not None else []
     # Every logged name with its last, lowest and highest value, folded away.
     rows = []
     for name, curve in sorted(report["curves"].items()):
@@ -86,6 +87,20 @@ def curves(report: Report) -> Html:
         rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
     every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
     return section("curves", "Curves", *parts, el("div", shown, class_="charts"), every)
+
+
+def _adapters(report: Report) -> Html | None:
+    """Return the newest values of several adapters side by side; None: the run has not several."""
+    columns = {
+        "training loss": "train/loss/{}",
+        "validation loss": "val/{}/loss",
+        "gradient norm": "train/grad_norm/{}",
+        "learning rate": "train/lr/{}",
+        "skipped steps": "health/skipped_steps/{}",
+    }
+    names = [name.removeprefix("train/loss/") for name in report["curves"] if name.startswith("train/loss/")]
+    rows = [[name, *(report["last"].get(key.format(name)) for key in columns.values())] for name in names]
+    return html_table(["adapter", *columns], rows, "Adapters, newest values") if rows else None
 
 
 def _series(report: Report, names: dict[str, str]) -> list[Series]:

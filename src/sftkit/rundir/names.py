@@ -92,6 +92,8 @@ RECIPE = "recipe.yaml"
 ADAPTER_CONFIG = "adapter_config.json"
 "In a folder with an adapter, as peft writes it: its settings, and which model it belongs to."
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FOLDERS = "adapters"
+"In a step directory of a run with several adapters: a folder for each, by its name."
 "Its factors."
 CARD = "README.md"
 "In a step directory, the model card: reports/page.py."
@@ -224,6 +226,11 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return run_dir / named.read_text().strip() if named.is_file() else None
 
 
+def adapter_dir(folder: Path, name: str) -> Path:
+    """Return the folder of one of several adapters in a step directory."""
+    return folder / ADAPTER_FOLDERS / name
+
+
 def resolve(path: str) -> str:
     """Return a loadable folder or hub id: a run directory stands for its latest checkpoint.
 
@@ -235,6 +242,9 @@ def resolve(path: str) -> str:
         return str(folder)
     if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))
+    if several := sorted(folder.glob(f"{ADAPTER_FOLDERS}/*/{ADAPTER_CONFIG}")):
+        names = ", ".join(str(one.parent) for one in several)
+        raise ConfigError(f"{path}: it holds {len(several)} adapters, each a model of its own: name one of {names}")
     if folder.is_dir():
         problem = f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         raise ConfigError(problem)

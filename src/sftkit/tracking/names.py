@@ -141,13 +141,22 @@ _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
     ("s", "max"): ("compile/seconds", "compile/seconds/<phase>", "ckpt/block_seconds", "ckpt/write_seconds"),
     ("index", "last"): ("shape/id",),
     ("micro-batches", "max"): ("shape/undeclared", "shape/<rows>x<length>"),
-    ("steps", "max"): ("health/spikes", "health/skipped_steps", "health/nonfinite_steps"),
-    ("nats per target", "last"): ("train/loss", "train/objective", "train/entropy"),
+    ("steps", "max"): (
+        *("health/spikes", "health/skipped_steps", "health/nonfinite_steps"),
+        *("health/spikes/<adapter>", "health/skipped_steps/<adapter>"),
+    ),
+    ("nats per target", "last"): (
+        *("train/loss", "train/objective", "train/entropy"),
+        *("train/loss/<adapter>", "train/objective/<adapter>", "train/entropy/<adapter>"),
+    ),
     ("nats per target", "min"): ("val/loss", "val/<source>/loss"),
     ("bits per byte", "min"): ("val/bpb", "val/<source>/bpb"),
-    ("-", "last"): ("train/aux_loss", "train/grad_norm", "train/lr"),
-    ("0 to 1", "last"): ("train/token_accuracy",),
-    ("0 to 1", "max"): ("eval/families/acc", "eval/<task>/<metric>"),
+    ("-", "last"): (
+        *("train/aux_loss", "train/grad_norm", "train/lr"),
+        *("train/grad_norm/<adapter>", "train/lr/<adapter>"),
+    ),
+    ("0 to 1", "last"): ("train/token_accuracy", "train/token_accuracy/<adapter>"),
+    ("0 to 1", "max"): ("eval/families/acc", "eval/<task>/<metric>", "eval/<adapter>/<task>/<metric>"),
     ("0 to 1", "mean"): ("perf/mfu", "data/share/<source>"),
     ("up to 1", "max"): ("eval/centred_mean",),
     ("as the task", "last"): ("eval/<task>/low", "eval/<task>/high"),
@@ -199,7 +208,15 @@ TABLES = (
 "Tables on a dashboard."
 
 # What each <word> of a pattern may stand for, as a regular expression.
-_WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
+_WORDS = {
+    "adapter": r"[^/]+",
+    "rows": r"[0-9]+",
+    "length": r"[0-9]+",
+    "source": r".+",
+    "metric": r"[^/]+",
+    "task": r"[^/]+",
+    "phase": r".+",
+}
 
 
 def regex(name: str) -> str:

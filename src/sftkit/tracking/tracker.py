@@ -174,7 +174,8 @@ class Tracker:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             # The whole table is sent each time: a dashboard shows the newest table only.
             newest = read_metric_rows(self.run_dir / SAMPLES)[-TABLE_ROWS:]
-            self._table(step, "samples", SAMPLE_COLUMNS, newest)
+            columns = (*SAMPLE_COLUMNS, *(["adapter"] if "adapter" in samples[0] else []))
+            self._table(step, "samples", columns, newest)
         if results:
             self._table(step, "eval/results", RESULT_COLUMNS, [{"step": step, **result} for result in results])
 
@@ -263,7 +264,12 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
     # A suite has dozens of values (metrics, families, bounds): one line cannot hold them, and evals.jsonl has all.
     if results or len(shown) > CONSOLE_VALUES:
         means = ("val/loss", "val/bpb", *(("eval/centred_mean",) if len(results) != 1 else ()))
-        shown = {name: shown[name] for name in means if name in shown}
+        of_adapters = {
+            name: value
+            for name, value in shown.items()
+            if name.count("/") == 2 and name.endswith(("/loss", "/centred_mean"))
+        }
+        shown = {name: shown[name] for name in means if name in shown} or of_adapters
         tasks = [result["task"] for result in results]
         for task, result in zip(tasks, results, strict=True):
             name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"

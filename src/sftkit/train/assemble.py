@@ -47,7 +47,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import write_run_page, write_summary
 from sftkit.train.loop import train
-from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
+from sftkit.train.parts import Data, EncodedDocuments, Evaluate, LoadedModel, Run, TrainServices
 
 if TYPE_CHECKING:
     from sftkit.checkpoint.checkpoint import Checkpoints
@@ -153,6 +153,11 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
+    several: dict[str, Any] = {}
+    if cfg.adapters:
+        from sftkit.models.many_adapters import members_of
+
+        several["several"] = partial(members_of, seed=cfg.run.seed, entries=cfg.adapters)
     orig_model = load_model(
         cfg.model,
         tokenizer,
@@ -161,6 +166,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         empty=rt.topology.partial,
         adapter=cfg.adapter,
         device=rt.device,
+        **several,
     )
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
@@ -173,8 +179,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
         rt.print(line)
-    if cfg.adapter is not None and cfg.optim.lr < SLOW_ADAPTER_LR:
-        text = f"optim.lr={cfg.optim.lr:g} is low for adapters, which learn best at about ten times the learning rate "
+    rates = {f"adapter {one.name}, lr={one.lr or cfg.optim.lr:g}": one.lr or cfg.optim.lr for one in cfg.adapters or ()}
+    rates = rates or {f"optim.lr={cfg.optim.lr:g}": cfg.optim.lr} if cfg.adapter is not None else {}
+    if slow := [name for name, rate in rates.items() if rate < SLOW_ADAPTER_LR]:
+        text = f"{'; '.join(slow)} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
         what = f"{adapter_words(asdict(cfg.adapter))}: " if cfg.adapter else ""
@@ -205,17 +213,22 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: 
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
-    # The main rank tokenizes and fills the cache, which the others then read.
-    with run.rt.main_first():
-        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
-        encode = partial(kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
-        examples = encode(examples, loaded.max_length, cfg.data)
-        validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
-    documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
-    batches = lay_out(cfg, run.rt, documents, objective, run.resume)
+    if cfg.adapters:
+        from sftkit.train.several import load_several
+
+        batches, validation = load_several(run, loaded, tokenize, objective)
+    else:
+        # The main rank tokenizes and fills the cache, which the others then read.
+        with run.rt.main_first():
+            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+            encode = partial(kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
+            examples = encode(examples, loaded.max_length, cfg.data)
+            validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
+        documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
+        batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     prompted = check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
-    shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
+    shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
 
 
@@ -254,7 +267,14 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
         learned = data.batches, data.validation
         record_preflight(run.cfg, run.rt, run.dir, loaded.tokenizer, *learned, loaded.orig_model, plan)
 
-    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder)
+    members = None
+    if run.cfg.adapters:
+        from sftkit.engine.members import Members
+
+        members = Members(run.cfg.adapters, run.cfg.optim, run.cfg.numerics, objective, run.rt.device)
+        objective = members.objective
+    layout = data.batches.layout
+    training = Training(loaded.orig_model, objective, layout, run.cfg.model, run.resume.folder, members)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # measured values are written down, so that a resumed run keeps them
@@ -336,6 +356,11 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         sample_rows=data.samples,
         run_dir=run_dir,
     )
+    evaluate: Evaluate = suite.evaluate
+    if cfg.adapters:
+        from sftkit.train.several import EvaluationOfEach
+
+        evaluate = EvaluationOfEach(suite, [one.name for one in cfg.adapters]).evaluate
     # Weights and optimizer states are loaded into the engine's own tensors, which are sharded by now.
     checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
@@ -347,7 +372,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
-        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)
+        services = TrainServices(evaluate, checkpoints, tracker, resumed, prompts, check)
         trained = train(cfg, rt, engine, data.batches, services)
     write_summary(run_dir, trained, rt)
 

@@ -80,8 +80,12 @@ class Monitor:
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
         self.meter.resume(services.resumed)
-        if health := services.resumed.get(RUN_COUNTS, {}).get("health"):  # checkpoints of earlier versions have none
+        counts = services.resumed.get(RUN_COUNTS, {})  # checkpoints of earlier versions have none
+        if health := counts.get("health"):
             self.health.restore(health)
+        self._members = engine.training.members
+        if self._members is not None and "members" in counts:
+            self._members.restore(counts["members"])
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Add a launched step."""
@@ -103,7 +107,8 @@ class Monitor:
 
     def counts(self) -> RunCounts:
         """Return the counts since the start of the run, for a checkpoint. Waits for the device."""
-        return {"meter": self.meter.counts(), "health": self.health.counts()}
+        members = {} if self._members is None else {"members": self._members.counts()}
+        return {"meter": self.meter.counts(), "health": self.health.counts(), **members}
 
 
 def log_window(
@@ -122,10 +127,12 @@ def log_window(
     # Each of these calls exchanges sums with the other ranks, so all ranks must use the same order.
     loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
     report = engine.report()
-    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
+    members = engine.training.members
+    of_members, events = ({}, []) if members is None else members.read()
+    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics, **of_members}
     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
     tracker.log_metrics(status.step, status.total_steps, metrics)
-    for kind, texts in report.events():
+    for kind, texts in [*report.events(), *events]:
         tracker.new_events(kind, status.step, texts)
     return metrics
 
@@ -242,8 +249,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     from sftkit.verify import rows
     from sftkit.verify.counts import FirstWindow
     from sftkit.verify.replicas import FrozenWeights, Replicas
-    from sftkit.verify.update import FirstUpdate
+    from sftkit.verify.update import FirstUpdate, UpdatesOfMembers
 
+    members = engine.training.members
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
     # The number of steps is known before the first one. All ranks must have planned the same documents.
     step = start_step = services.resumed["step"]
@@ -263,7 +271,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         orig_model.train()
         monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
-        update = FirstUpdate(engine, cfg.optim, rt)
+        update = FirstUpdate(engine, cfg.optim, rt) if members is None else UpdatesOfMembers(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)

@@ -179,6 +179,8 @@ def flops_check(model: ModelWithLoss) -> Check:
     adapters = adapters_of(orig_model)
     if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
         return Check(name, None, "not counted for adapters of the method dora", expected, how)
+    if adapters is not None and len({member.config.rank for member in adapters.members}) > 1:
+        return Check(name, None, "not counted for adapters of several ranks", expected, how)
     frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
-from sftkit.engine.documents import documents_of, in_one_pass, plain_sums
+from sftkit.engine.documents import PlainDocument, documents_of, in_one_pass, plain_sums
 from sftkit.engine.step import has_dropout
 from sftkit.models.float8 import position_multiple
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection, stages_of, vocab_size
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.ops.tensors import local, local_part, local_region
@@ -240,8 +241,10 @@ def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alon
     each if `alone`.
     """
     row_length = _ROW_LENGTH * rt.topology.ranks_per_row
-    rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
-    return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
+    shares = max(layout.shares, 1)
+    rows = _rows_of_shares([(0,), (1,)] if alone else [(0, 1)], shares)
+    shape = BatchShape(row_length, max_docs=4 * shares, max_doc_length=row_length)
+    return _micro_batches(orig_model, layout, rt, rows, shape)
 
 
 def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> list[ProbeBatch]:
@@ -253,8 +256,13 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> l
     # A packed row holds both documents, so that the comparison covers their isolation.
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
-    recipe = [*recipe, *[()] * rows][:rows]
+    recipe = (_rows_of_shares(recipe, rows) if layout.shares else [*recipe, *[()] * rows])[:rows]
     return _micro_batches(orig_model, layout, rt, recipe, layout.batch_shape(rows, row_length))
+
+
+def _rows_of_shares(rows: list[tuple[int, ...]], times: int) -> list[tuple[int, ...]]:
+    """Return rows of two documents several times, each time of two others, so that no two adapters have the same."""
+    return [tuple(document + 2 * i for document in row) for i in range(times) for row in rows]
 
 
 def _micro_batches(
@@ -266,13 +274,18 @@ def _micro_batches(
     """
     # Declared shapes may be shorter than the usual sizes.
     room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
-    sizes = [min(size, room) for size in _SIZES]
+    count = max(len(_SIZES), *(document + 1 for row in rows for document in row))
+    sizes = [min(_SIZES[i % len(_SIZES)], room) for i in range(count)]
     # Ranks with rows of their own need different tokens, otherwise a missing collective would be invisible; ranks
     # that share rows need the same tokens.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
+    adapters = adapters_of(orig_model)
     found = []
-    for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
+    for number in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
+        if adapters is not None and adapters.members:
+            first = number * layout.shares
+            shape = replace(shape, adapters=tuple((first + k) % len(adapters.members) for k in range(layout.shares)))
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         # A loss that ignored the mask or counted wrong would show in every gradient.
         examples.is_target[2::3] = False
@@ -507,7 +520,7 @@ class Sides:
         """
         plain, orig_model = self.plain, self.plain.orig_model
         multiple = position_multiple(orig_model)
-        rows = [documents_of(one.examples, one.rows, self.rt.device, multiple) for one in micro_batches]
+        rows: list[Any] = [self._rows(one, multiple) for one in micro_batches]
         # If weights are gathered for each pass, one pass takes all documents. Routers count each separately.
         if plain.gathers and plain.routing is None:
             rows = [[[in_one_pass(chain.from_iterable(chain.from_iterable(rows)))]]]
@@ -532,6 +545,14 @@ class Sides:
                 (one.loss / targets).backward()
         sums = self._over_ranks(sums)
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
+
+    def _rows(self, one: ProbeBatch, multiple: int) -> Iterator[list[PlainDocument]]:
+        """Yield the documents of each row; of several adapters, the one of the row then computes."""
+        adapters = adapters_of(self.plain.orig_model)
+        for i, row in enumerate(documents_of(one.examples, one.rows, self.rt.device, multiple)):
+            if adapters is not None and adapters.selection is not None:
+                adapters.selection.active = one.own.adapters[i * len(one.own.adapters) // len(one.rows)]
+            yield row
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up over the ranks whose gradients a step adds up here; replicas have no collective in it."""

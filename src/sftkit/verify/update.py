@@ -10,9 +10,9 @@ clipping, the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class FirstUpdate:
         self._squares: dict[tuple[str, tuple[tuple[int, int], ...]], Tensor] = {}
         self._matrices: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._given: tuple[float, Tensor] | None = None
+        self._of_members = engine.training.members is not None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -89,11 +90,7 @@ class FirstUpdate:
         update = optimizer.update
 
         def watched(learning_rate: float, coefficient: Tensor) -> None:
-            self._before(optimizer)
-            # The optimizer may compute in place on its argument.
-            self._given = learning_rate, coefficient.detach().clone()
-            update(learning_rate, coefficient)
-            self._after(optimizer)
+            self.observe(optimizer, update, learning_rate, coefficient)
 
         # Set on the object, so that it hides the method of its class.
         vars(optimizer)["update"] = watched
@@ -102,13 +99,25 @@ class FirstUpdate:
         finally:
             del vars(optimizer)["update"]
 
+    def observe(
+        self, optimizer: Optimizer, update: Callable[[float, Tensor], None], learning_rate: float, coefficient: Tensor
+    ) -> None:
+        """Update, with copies before and after. `update`: the optimizer's own method."""
+        self._before(optimizer)
+        # The optimizer may compute in place on its argument.
+        self._given = learning_rate, coefficient.detach().clone()
+        update(learning_rate, coefficient)
+        self._after(optimizer)
+
     @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
         """Copy samples of weights, gradients and states; add up the squares of the gradients."""
         orig_model = self._engine.model.orig_model
         tables = {id(m.weight) for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)}
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in orig_model.named_parameters():
-            if p.is_meta:  # a parameter of another stage
+            # a parameter of another stage, or of another adapter, which an update of its own changes
+            if p.is_meta or (self._of_members and p.requires_grad and id(p) not in own):
                 continue
             # Decoupled decay on matrices; none on norms, biases and tables, a tied head included.
             decays = p.ndim >= 2 and id(p) not in tables and not (p.ndim == 3 and p.shape[0] == 1)
@@ -314,6 +323,49 @@ class FirstUpdate:
             words += f"; rounded updates are {1 + off / squares:.3f} of torch's ({deviations:.1f} deviations)"
             good = good and not (deviations > DEVIATIONS and abs(off) / squares > RATIO)
         return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of stored values", _HOW)
+
+
+class UpdatesOfMembers:
+    """Observe the update of each of several adapters in one step, as FirstUpdate does."""
+
+    def __init__(self, engine: Engine, optim: OptimConfig, rt: Runtime) -> None:
+        """See FirstUpdate. `optim`: what the adapters share."""
+        self._engine, self._optim, self._rt = engine, optim, rt
+        self._each: dict[int, FirstUpdate] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe the updates of the step that runs within the context."""
+        optimizer = self._engine.optimizer
+        update = optimizer.update
+
+        def watched(learning_rate: float, coefficient: Tensor) -> None:
+            one = self._each[optimizer.param_groups[0]["member"]] = FirstUpdate(self._engine, self._optim, self._rt)
+            one.observe(optimizer, update, learning_rate, coefficient)
+
+        vars(optimizer)["update"] = watched
+        try:
+            yield
+        finally:
+            del vars(optimizer)["update"]
+
+    def checks(self, grad_norm: float, learning_rate: float) -> list[Check]:
+        """Return the two checks of FirstUpdate, of the adapters together; those that failed are named."""
+        members = self._engine.training.members
+        assert members is not None
+        rows: dict[str, list[tuple[str, Check]]] = {}
+        for k, one in self._each.items():
+            member = members.each[k]
+            assert member.norm is not None
+            assert member.rate is not None
+            for check in one.checks(float(member.norm), member.rate):
+                rows.setdefault(check.name, []).append((member.name, check))
+        found = []
+        for checks in rows.values():
+            # A failure says more than a row that does not apply, and that more than a green one.
+            name, worst = min(checks, key=lambda one: (one[1].ok is not False, one[1].ok is not None))
+            found.append(replace(worst, found=f"{worst.found} ({name}, of {len(checks)} adapters)"))
+        return found
 
 
 _UPDATE = "First update is that of torch's optimizer"

@@ -55,6 +55,10 @@ class Batch:
     + 2 B; else None"""
     cu_seqlens_k: torch.Tensor | None = None
     "chunks: int32 [2, S + 1], where the same sequences start in the B * T keys, see `chunk_cu_seqlens`; else None"
+    adapters: tuple[int, ...] = ()
+    "with several adapters: the adapter of each share of the rows, which are of equal size; else ()"
+    targets_of_shares: tuple[int, ...] = ()
+    "number of targets of each share"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,6 +144,8 @@ def collate(
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
         num_targets=int(is_target.sum()),
+        adapters=shape.adapters,
+        targets_of_shares=tuple(int(share.sum()) for share in np.split(is_target, len(shape.adapters) or 1)),
     )
     return batch if shard.kind == "full" else _shard_batch(batch, shard)
 

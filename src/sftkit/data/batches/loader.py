@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,21 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
-from sftkit.data.batches.pack import Layout, PlanSegment
+from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError
 from sftkit.runtime.script import likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
+
+
+class AdapterStep(NamedTuple):
+    """A step of one of several adapters, counted as if it were alone."""
+
+    step: int
+    total_steps: int
+    divisor: int
+    "by which its sums are divided"
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class StepBatches:
     "document tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
+    adapters: tuple[AdapterStep | None, ...] = ()
+    "of several adapters the step of each; None: its data has ended"
 
     def pin_memory(self) -> StepBatches:
         """Return the same step in pinned host memory; DataLoader calls it."""
@@ -96,7 +108,7 @@ class StepDataset(Dataset[StepBatches]):
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=[collate(self.examples, rows, shape, self.pad_id, self.share.shard) for rows in mine],
+            micro_batches=[self._collated(number, rows, shape) for number, rows in enumerate(mine)],
             num_targets=int(self.num_targets[docs].sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -107,6 +119,10 @@ class StepDataset(Dataset[StepBatches]):
             source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
             document_lengths=tuple(lengths.tolist()),
         )
+
+    def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
+        """Return a micro-batch. `number`: from 0 in the step."""
+        return collate(self.examples, rows, shape, self.pad_id, self.share.shard)
 
 
 class Batches:

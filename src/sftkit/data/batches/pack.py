@@ -79,6 +79,8 @@ class BatchShape:
     "no document is longer; also the most that one padding document covers"
     docs_per_row: int | None = None
     "K, encoded inputs of a row, of examples that have any; None: as many as the rows of a batch need"
+    adapters: tuple[int, ...] = ()
+    "with several adapters: the adapter of each share of the rows"
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Layout:
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False
     "each document has an input for an encoder, for which a row has docs_per_row places"
+    shares: int = 0
+    "with several adapters: number of those that share the rows of a micro-batch equally; 0: there is one model"
 
     @property
     def dynamic(self) -> bool:
@@ -138,7 +142,8 @@ class Layout:
 
     def batch_shape(self, rows: int, row_length: int) -> BatchShape:
         """Return what a batch of `rows` rows of this length declares."""
-        return BatchShape(row_length, self.max_docs(rows, row_length), self.max_doc_length, self.docs_per_row)
+        slots = self.max_docs(rows, row_length)
+        return BatchShape(row_length, slots, self.max_doc_length, self.docs_per_row, tuple(range(self.shares)))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -241,7 +246,7 @@ def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
     """Return a run's layout for other documents of at most its max_length, in global batches of one
     micro-batch per rank."""
     micro = layout.micro_batch_size
-    layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro)
+    layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro, shares=0)
     if layout.kind == "packed":
         return _packed(layout, layout.row_lengths[-1], lengths)
     if lengths.max() > layout.row_lengths[-1]:

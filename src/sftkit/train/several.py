@@ -1,0 +1,92 @@
+"""A run with several adapters: their data, and an evaluation of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
+from sftkit.config.schema import Config
+from sftkit.data.batches.loader import Batches, load_examples
+from sftkit.data.batches.many import ManyBatches, ManyDataset, Source, joined, joint_layout
+from sftkit.data.batches.pack import make_layout
+from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.types import Examples
+from sftkit.evals.suite import Suite
+from sftkit.models.many_adapters import active
+from sftkit.objectives.objective import Objective
+from sftkit.train.parts import EncodedDocuments, LoadedModel, Run
+
+
+def load_several(
+    run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: Objective
+) -> tuple[Batches, dict[str, Examples]]:
+    """Load the documents of all adapters, those that several share once; return batches and validation documents.
+
+    Raises:
+        ConfigError, DataError: the sources or the layout are invalid.
+    """
+    cfg = run.cfg
+    data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
+    found = {data[0].train: first}
+    for one in data:
+        if one.train not in found:
+            found[one.train], _ = load_examples(one, tokenize, nullcontext())
+    pad_id = int(loaded.tokenizer.pad_token_id or 0)
+    documents = [EncodedDocuments(found[one.train], loaded.max_length, pad_id) for one in data]
+    return lay_out_several(cfg, documents, objective, run.resume), validation
+
+
+def lay_out_several(
+    cfg: Config, documents: Sequence[EncodedDocuments], objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
+) -> Batches:
+    """Return the batches of several adapters. `documents`: of each adapter; several may have the same."""
+    entries = cfg.adapters or ()
+    # The rows of a step are the same in micro-batches of any size.
+    train = replace(cfg.train, micro_batch_size=cfg.train.global_batch_size)
+    parts: dict[int, tuple[str, Examples]] = {}
+    layouts, firsts, total = {}, {}, 0
+    for entry, one in zip(entries, documents, strict=True):
+        key = id(one.examples)
+        if key not in parts:
+            parts[key] = entry.name, one.examples
+            layouts[key] = make_layout(cfg.data, train, one.examples.lengths, one.max_length)
+            firsts[key] = total
+            total += len(one.examples)
+    sources = [
+        Source(
+            layouts[id(one.examples)],
+            cfg.run.seed if entry.seed is None else entry.seed,
+            firsts[id(one.examples)],
+            len(one.examples),
+        )
+        for entry, one in zip(entries, documents, strict=True)
+    ]
+    examples = joined([*parts.values()])
+    layout = joint_layout([source.layout for source in sources], cfg.train)
+    dataset = ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
+    resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
+    return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
+
+
+class EvaluationOfEach:
+    """Evaluates the adapters one after the other."""
+
+    def __init__(self, suite: Suite, names: Sequence[str]) -> None:
+        """Evaluate each as `suite` does. `names`: of the adapters."""
+        tasks = tuple(task for task, _ in suite.encoded_tasks)
+        self._suites = {name: replace(suite, part=name, tasks=tasks) for name in names}
+
+    def evaluate(self, step: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """Return the metrics of all adapters, with the name behind val/ or eval/, and their sample answers."""
+        metrics: dict[str, float | None] = {}
+        samples = []
+        for k, (name, suite) in enumerate(self._suites.items()):
+            with active(suite.orig_model, k):
+                values, answers = suite.evaluate(step)
+            metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in values.items()}
+            samples += [{"adapter": name, **answer} for answer in answers]
+        return metrics, samples
