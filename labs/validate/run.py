@@ -46,7 +46,7 @@ REFERENCE = [
 "Settings of the reference run: each document alone, plain fp32."
 _SWITCHED_OFF = [
     *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
-    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null"),
+    *("checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]
 "Settings that a recipe may have and no run of a validation keeps."

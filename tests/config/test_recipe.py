@@ -450,7 +450,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*REFERENCE, "optim.name=muon"], "train.engine: reference has torch's AdamW only: set optim.name=adamw"),
         ([*REFERENCE, "train.memory=low"], "train.memory: has no effect with train.engine reference"),
         ([*REFERENCE, "compile.cache=x"], "compile.cache: has no effect with train.engine reference"),
-        ([*REFERENCE, "compile.debug=[recompiles]"], "compile.debug: has no effect with train.engine reference"),
         ([*REFERENCE, "attention.backend=varlen"], "attention.backend: has no effect with train.engine reference"),
         (["compile.cache=x", "compile.enabled=false"], "compile.cache: only goes with compile.enabled true"),
         (["compile.mode=default", "compile.backend=eager"], "compile.mode: default only goes with compile.backend"),

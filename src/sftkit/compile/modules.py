@@ -38,7 +38,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import FROM_COMPILER, CompileConfig, CompileModuleConfig
+from sftkit.config.schema import CompileConfig, CompileModuleConfig
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder, decoder_blocks, output_projection
 from sftkit.runtime.script import first_of
@@ -293,12 +293,6 @@ def compiler_switches(
             # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
-            # A graph from a cache is logged in part: without hints, without what Inductor knew of it when it wrote
-            # code, and before pytorch/pytorch#176683 without AOTAutograd's graphs. So what compile.debug asks for is
-            # compiled here, as torch does it for traces of its own (pytorch/pytorch#185621).
-            if FROM_COMPILER & set(compile.debug):
-                stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-                stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             # Duck shapes give equal sizes one symbol: a warm-up whose number of rows happens to equal its row length
             # would give a graph for square batches only. pytorch/pytorch#186373 is about doing without by default.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import unusable
-from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
+from sftkit.config.schema import SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
@@ -45,15 +45,9 @@ class Unusable(Exception):
 
 
 def _compiled_only(get: Get) -> Iterator[Problem]:
-    debug = get("compile.debug")
     if get("compile.enabled"):
-        hidden = ", ".join(sorted(FROM_COMPILER & set(debug)))
-        if hidden and get("compile.cache") is not None:
-            problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
-            yield "compile.debug", problem
         return
     useless = {
-        "compile.debug": "nothing is compiled",
         "train.fp8": "uncompiled, the scaling costs more than float8 saves",
         "compile.cache": "there is no compiled code to keep",
     }
@@ -93,7 +87,7 @@ def _engine(get: Get) -> Iterator[Problem]:
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
     # Rejected, not ignored: other runs are judged by this one, and a setting without effect would be believed.
-    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
+    unused: dict[str, str | None] = {"compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto"}
     for key, default in unused.items():
         if (get(key) or None) != default:
@@ -225,7 +219,7 @@ def _graph(get: Get) -> Iterator[Problem]:
             yield "graph.passes", problem
     for key, advice in resets.items() if not get("compile.enabled") else ():
         yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
-    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
 

@@ -276,10 +276,6 @@ class NumericsConfig:
     "Steps between comparisons of weights and optimizer states that several ranks must hold alike, by checksum; also before each checkpoint and evaluation. A difference ends training. null: never."
 
 
-FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
-"Logs of compile.debug that are incomplete for a graph from a cache."
-
-
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CompileDynamic = Literal[True, False, "marked"]
 
@@ -322,8 +318,6 @@ class CompileConfig:
     "File, folder or fsspec URL from which compiled code is loaded before the warm-up and to which it is saved after it."
     on_failure: Literal["warn", "error"] = "warn"
     "If this machine has no working compiler. warn: warn once and train eagerly; error: stop."
-    debug: tuple[Literal["graphs", "output_code", "recompiles", "perf_hints"], ...] = ()
-    "The compiler's own logs, in <run>/compile/: captured graphs, generated kernels with a summary, recompiles, hints."
 
 
 @settings

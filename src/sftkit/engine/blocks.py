@@ -3,15 +3,12 @@ optimizers."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-from sftkit.compile import cache, contract, debug, modules, watch
+from sftkit.compile import cache, contract, modules, watch
 from sftkit.config.schema import Config
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner
@@ -30,15 +27,11 @@ from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
 
-log = logging.getLogger(__name__)
-
 
 class Blocks:
     """The default engine. See engine.Engine."""
 
-    def __init__(
-        self, cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None]
-    ) -> None:
+    def __init__(self, cfg: Config, training: Training, rt: Runtime, on_plan: Callable[[MemoryPlan], None]) -> None:
         """Build the engine for a model, in the only order that works; every rank calls it.
 
         Args:
@@ -51,7 +44,6 @@ class Blocks:
         layout = training.layout
         modules.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            write_logs = stack.enter_context(debug.compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
@@ -96,7 +88,6 @@ class Blocks:
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.
             self._at_close = stack.pop_all()
-        self._write_logs = write_logs
         self._cfg = cfg
         self._rt = rt
         self._plan = plan
@@ -174,7 +165,6 @@ class Blocks:
                 rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
             if rt.is_main:
                 watch.note(self._code_key, seconds)
-        self._write_logs()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -202,12 +192,5 @@ class Blocks:
         return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
-        """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""
-        write = self._write_logs
-        self._write_logs = lambda: None
-        try:
-            write()
-        except OSError as error:
-            log.warning("the summary of compile.debug cannot be written: %s", error)
-        finally:
-            self._at_close.close()
+        """Restore the compiler's settings."""
+        self._at_close.close()

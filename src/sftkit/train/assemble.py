@@ -297,7 +297,7 @@ def make_engine(
         return GraphEngine(cfg, training, rt, run_dir, planned)
     from sftkit.engine.blocks import Blocks
 
-    return Blocks(cfg, training, rt, run_dir, planned)
+    return Blocks(cfg, training, rt, planned)
 
 
 def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> None:
