@@ -209,7 +209,7 @@ class TrainConfig:
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     "engine pipeline: the order of passes. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which wait about half as long and send two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
-    "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
+    "engine pipeline: number of layers of each stage, in order; null: balanced by parameters, those of the head at 0.7 of their number."
     freeze: tuple[str, ...] = ()
     'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
     fp8: Literal["tensorwise", "rowwise"] | None = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 from sftkit.compile import cache, contract, modules, watch
 from sftkit.config.schema import Config
@@ -58,12 +57,6 @@ class Blocks:
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 unused = "; train.pipeline_layers has no effect" if cfg.train.pipeline_layers else ""
                 rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
-            # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
-            if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
-                from sftkit.engine.stage_times import measured_layers
-
-                layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
-                cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
             # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
@@ -112,7 +105,6 @@ class Blocks:
         self.watch = watch.CompileWatch()
         self._at_close.callback(self.watch.close)
         self._hooks: contract.HookWatch | None = None
-        self._own_metrics: dict[str, float] = {}
         self._records = watch.RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
@@ -150,12 +142,6 @@ class Blocks:
         built = counted(int(counts["compile/graphs"]), "graph")
         breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
         print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
-        if rt.topology.stages > 1:
-            from sftkit.engine.stage_times import bubble_of
-
-            waits, line = bubble_of(self._wrapped, self.training, rt)
-            self._own_metrics = {"perf/pipeline_bubble_pct": waits}
-            print_line(line)
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
@@ -188,8 +174,7 @@ class Blocks:
         assert self._hooks is not None, "warm_up comes first"
         own = watch.records_of(self.watch, self._hooks.unheeded())
         records = self._records.together(own, exchange=error is None)
-        counts = {**self.watch.counts(), **self._own_metrics}
-        return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)
+        return report_of(self.watch.counts(), self.watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
         """Restore the compiler's settings."""

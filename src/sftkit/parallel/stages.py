@@ -9,8 +9,7 @@ is embedding and head at once is on both, and the gradients of the two are added
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from sftkit.config import topology as paper
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import PipelineStep, StageTimes, Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.models import structure
@@ -30,9 +28,6 @@ from sftkit.models.kind import decoded
 from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.parallel.wrap import add_up_gradients, policy_of
-
-WORTH_SAYING = 0.97
-"Another split is named if a step takes less than this share of its time with it."
 
 
 def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
@@ -60,26 +55,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         return configured
     parameters = structure.count_parameters(orig_model)
     stages = stages_of_schedule(schedule, configured, pipeline_size)
-    return paper.split_on_paper(num_layers, parameters.body / num_layers, parameters.head, stages, schedule)
-
-
-def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
-    """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
-    there is one."""
-    # The time of the head is known only as the excess of the last stage over its layers.
-    *others, last = times
-    count = sum(step.layers[:-1])
-    layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
-    parts = paper.PartTimes(layer, last.plus(layer, -step.layers[-1]))
-    line = (
-        f"stages take {' + '.join(f'{each.both:.3g}' for each in times)} s a micro-batch: with {step.micro_batches} of "
-        f"them in a step a process waits {paper.bubble(step, times):.0%} of it"
-    )
-    better = replace(step, layers=paper.fastest_split(step, parts))
-    seconds = paper.step_seconds(better, parts.of_stages(better.layers))
-    if better != step and seconds < WORTH_SAYING * paper.step_seconds(step, times):
-        line += f"; train.pipeline_layers=[{','.join(map(str, better.layers))}] would be more even"
-    return line
+    return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
 
 
 def split_layers(

@@ -162,7 +162,6 @@ _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
         *("perf/target_tok_per_sec", "perf/target_tok_per_sec_per_gpu"),
     ),
     ("inputs/s", "mean"): ("perf/encoded_per_sec",),
-    ("%", "last"): ("perf/pipeline_bubble_pct",),
     ("%", "mean"): ("perf/data_wait_pct", "health/rank_skew_pct", "data/padding_pct", "data/target_pct"),
     ("waits", "max"): ("perf/host_syncs",),
     ("GiB", "max"): ("mem/peak_gib", "mem/reserved_gib"),

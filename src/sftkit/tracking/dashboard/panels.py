@@ -148,7 +148,6 @@ PANEL_SECTIONS = (
         _curves("perf", "tok_per_sec_per_gpu", "target_tok_per_sec", "target_tok_per_sec_per_gpu"),
         _curves("perf", "encoded_per_sec", "host_syncs"),
         _curves("health", "rank_skew_pct"),
-        _numbers("perf", "pipeline_bubble_pct"),
     ),
     _section("Memory", _curves("mem", "peak_gib", "reserved_gib", "alloc_retries")),
     _section(
