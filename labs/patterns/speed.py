@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from labs.patterns.run import bubble_by_formula
 from sftkit.config.topology import HEAD_SHARE, Topology
-from sftkit.launch.layouts import Way, config_of, fits, setups, topologies, work_of
+from sftkit.launch.layouts import Way, config_of, is_within, setups, topologies, work_of
 from sftkit.memory.estimate import BUDGETS, GIB, Estimate, EstimateInputs, Shape, estimate, traffic
 
 DATASHEET = 989e12
@@ -143,7 +143,7 @@ def best_fitting(found: Iterable[Way], machines: Machines) -> list[OnPaper]:
     best: dict[Topology, OnPaper] = {}
     for setup, memory in found:
         t = setup.topology
-        fitting = on_paper(setup, memory, machines) if fits(setup, machines.memory_bytes) else None
+        fitting = on_paper(setup, memory, machines) if is_within(setup, machines.memory_bytes) else None
         if fitting is not None and (t not in best or fitting.share > best[t].share):
             best[t] = fitting
     return list(best.values())

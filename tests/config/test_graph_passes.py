@@ -89,7 +89,6 @@ train: {max_steps: 2, engine: graph}
         ),
         (["graph.token_dispatcher=all_to_all"], "graph.token_dispatcher: .*allgather"),
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
-        (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
         (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing must come before cuda_graphs"),
         (

@@ -229,7 +229,7 @@ def project(folder: Path, *names: str) -> Path:
 THEIRS = {
     "config.yaml": "config.yaml",
     "tokenizer/vocab.json": "tokenizer",
-    "compile/log.txt": "compile",
+    "trace/log.txt": "trace",
     "evals/step-mine/x": "step-mine",
     "samples.jsonl": "samples.jsonl",
     "report.html": "report.html",

@@ -21,7 +21,7 @@ from torch._dynamo import callback as dynamo_callback
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
+from sftkit.compile.modules import compile_arguments, has_cuda_graphs
 from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, eager_on_recompile, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
@@ -61,22 +61,19 @@ def compile_model(
     Graphs are built at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
 
     Args:
-        dynamic_layout: row lengths vary freely, so all sizes are symbolic, or the row length alone where it is marked.
+        dynamic_layout: row lengths vary freely, so all sizes are symbolic.
         sharded: no process has all weights at once, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
 
     Raises:
-        ConfigError: scope block for a model whose blocks transformers does not name; a module of compile.modules that
-            does not exist or that a step does not call.
+        ConfigError: scope block for a model whose blocks transformers does not name.
     """
     if not compile.enabled:
         return 0
-    if compile.modules is not None:
-        parts = list(named_parts(orig_model, compile, sharded=sharded).values())
-    elif compile.scope == "model" and not sharded:
-        parts = [(part, compile) for part in called(orig_model) if next(part.children(), None) is not None]
+    if compile.scope == "model" and not sharded:
+        parts = [part for part in called(orig_model) if next(part.children(), None) is not None]
     else:
         if compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
@@ -86,15 +83,15 @@ def compile_model(
                 f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
                 "compile.scope=model or compile.enabled=false"
             )
-        parts = [(module, compile) for module in blocks + small_modules(orig_model)]
-    inputs_with_gradient(orig_model, [module for module, _ in parts])
+        parts = blocks + small_modules(orig_model)
+    inputs_with_gradient(orig_model, parts)
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
-    for module, own in parts:
-        if dynamic_layout and module in encoding:  # inputs of an encoder have one shape, whatever the row length
-            compile_part(module, replace(own, dynamic=False))
-        else:
-            compile_part(module, own, dynamic_layout=dynamic_layout)
+    # Inputs of an encoder have one shape, whatever the row length.
+    static = replace(compile, dynamic=False) if dynamic_layout else compile
+    for module in parts:
+        own = compile_arguments(static) if module in encoding else None
+        module.compile(**(own or compile_arguments(compile, dynamic_layout=dynamic_layout)))
     return len(parts)
 
 

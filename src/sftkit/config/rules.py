@@ -64,21 +64,14 @@ def _inductor_only(get: Get) -> Iterator[Problem]:
         yield "compile.mode", f"{mode} {wrong}: set compile.backend=inductor"
     if get("compile.options") is not None:
         yield "compile.options", wrong
-    for path, own in (get("compile.modules") or {}).items():
-        yield from (("compile.modules", f"{path}: {name} {wrong}") for name in own if own[name] is not None)
 
 
 def _options(get: Get) -> Iterator[Problem]:
-    modules = get("compile.modules")
-    named = {"compile.options": get("compile.options")}
-    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in (modules or {}).items()}
-    if modules == {}:
-        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
-        yield "compile.modules", problem
-    for place, options in named.items():
-        for name, value in (options or {}).items():
-            if not isinstance(value, bool | int | float | str):
-                yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
+    for name, value in (get("compile.options") or {}).items():
+        if name == "_micro_pipeline_tp":
+            yield "compile.options", f"{name}: was removed: gradients of weights hide as much (docs/distributed.md)"
+        if not isinstance(value, bool | int | float | str):
+            yield "compile.options", f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
 
 
 def _engine(get: Get) -> Iterator[Problem]:
@@ -219,7 +212,7 @@ def _graph(get: Get) -> Iterator[Problem]:
             yield "graph.passes", problem
     for key, advice in resets.items() if not get("compile.enabled") else ():
         yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
-    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache"):
+    for key in ("compile.mode", "compile.options", "compile.cache"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
 
@@ -439,8 +432,6 @@ def _dynamic(get: Get) -> Iterator[Problem]:
     if (layout := get("data.layout")) != "dynamic":
         if multiple is not None:
             yield "data.pad_multiple", f"{only}, not {layout}"
-        if get("compile.dynamic") == "marked":
-            yield "compile.dynamic", f"marked {only}, not {layout}, whose rows have fixed lengths"
         return
     multiple = multiple or 8
     if max_length is not None and max_length % multiple:

@@ -276,20 +276,6 @@ class NumericsConfig:
     "Steps between comparisons of weights and optimizer states that several ranks must hold alike, by checksum; also before each checkpoint and evaluation. A difference ends training. null: never."
 
 
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-CompileDynamic = Literal[True, False, "marked"]
-
-
-@settings
-class CompileModuleConfig:
-    """How the modules at one path of compile.modules are compiled; null: as compile says."""
-
-    mode: CompileMode | None = None
-    "compile.mode of it; default: torch's own."
-    options: dict[str, Any] | None = None
-    "compile.options of it, which replace those of compile; {}: none."
-
-
 @settings
 class CompileConfig:
     """torch.compile, for the train step only."""
@@ -300,14 +286,12 @@ class CompileConfig:
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
-    modules: dict[str, CompileModuleConfig] | None = None
-    "Replaces scope: the modules to compile, each by its path or that of its list, with mode and options of its own (null: as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
-    mode: CompileMode | None = None
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     "torch.compile mode; inductor only."
     options: dict[str, Any] | None = None
     "Inductor's own options, which override those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
-    dynamic: CompileDynamic | None = False
-    "false: static shapes; null lets torch.compile decide after the first recompile; marked: only the row length is symbolic, and a graph specialised to one row length is an error (layout dynamic)."
+    dynamic: bool | None = False
+    "false: static shapes; null lets torch.compile decide after the first recompile."
     fullgraph: bool = False
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None

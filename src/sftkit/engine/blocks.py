@@ -50,7 +50,6 @@ class Blocks:
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            modules.check_marked(cfg.compile, choice.backend)
             advice = modules.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
@@ -72,11 +71,8 @@ class Blocks:
             )
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            if (group := tensor_group(orig_model)) is not None:
+            if tensor_group(orig_model) is not None:
                 stack.enter_context(modules.collectives_hidden())
-                if rt.device.type == "cuda" and (merging := modules.mergeable_products(cfg.compile)):
-                    modules.use_symmetric_memory(group)
-                    stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.

@@ -114,7 +114,7 @@ def divides(topology: Topology, rows: int, row_length: int) -> bool:
     return rows % topology.row_ranks == row_length % parts == 0
 
 
-def fits(setup: EstimateInputs, memory_bytes: int) -> bool:
+def is_within(setup: EstimateInputs, memory_bytes: int) -> bool:
     """Return whether a layout has room on GPUs of this memory."""
     return estimate(setup).total <= USABLE * memory_bytes
 
@@ -187,7 +187,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None) -> _Asked 
     named = [(setup, memory) for setup, memory in every if memory == cfg.train.memory]
     if cfg.optim.name != "auto":
         named = [(replace(setup, optimizer=cfg.optim.name), memory) for setup, memory in named]
-    way = next((each for each in (*named, *every) if fits(each[0], memory_bytes)), None)
+    way = next((each for each in (*named, *every) if is_within(each[0], memory_bytes)), None)
     return _Asked(shape, row_length, fields["model_type"] in SHARDABLE, way)
 
 
@@ -241,7 +241,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
         range(cfg.train.micro_batch_size, 0, -1),  # as they are, if possible
     )
     # Recomputing costs more than what most layouts send: the simplest of those that recompute least.
-    fitting = (way for way in found if _may_run(way[0], cfg, asked) and fits(way[0], memory_bytes))
+    fitting = (way for way in found if _may_run(way[0], cfg, asked) and is_within(way[0], memory_bytes))
     best = min(fitting, key=lambda way: -way[0].budget, default=None)
     instead = "nor does another layout; take shorter rows or more GPUs"
     if best is not None:

@@ -29,7 +29,7 @@ SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."
 _SAME = (
     *("model.path", "model.scratch", "data.max_length", "train.micro_batch_size", "train.precision", "train.fp8"),
-    *("train.memory", "attention.backend", "compile.enabled", "compile.mode", "compile.modules", "compile.options"),
+    *("train.memory", "attention.backend", "compile.enabled", "compile.mode", "compile.options"),
 )
 "Settings that an earlier run must share for its speed to be expected of this one."
 

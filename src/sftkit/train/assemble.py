@@ -138,10 +138,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     """Load the recipe's model and determine the maximum length of documents (max_length).
 
     Raises:
-        ConfigError: the model cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules. A
+        ConfigError: the model cannot be loaded, or does not fit the tokenizer or data.max_length. A
             compiler option that this torch does not know is reported first.
     """
-    from sftkit.compile.modules import check_options, named_parts
+    from sftkit.compile.modules import check_options
     from sftkit.models.rope import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -155,8 +155,6 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     orig_model = load_model(
         cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
     )
-    if cfg.compile.enabled and cfg.compile.modules is not None:
-        named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     freeze(orig_model, cfg.train.freeze)
     longest = positions(orig_model)
