@@ -204,7 +204,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     ]
     words += _NO_GRAPH * (graph and not compiled)
     if kind == "reference":
-        words += [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
+        words += REFERENCE
         words += _NO_PIPELINE * (cfg.train.engine == "pipeline")
     # A recompile is a finding of the validation and must not end it.
     return words + ["compile.on_recompile=warn"] * compiled

@@ -21,7 +21,7 @@ from typing import Any
 
 from sftkit.config.commands import unusable
 from sftkit.config.schema import SourceConfig, source_label
-from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
+from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
 
@@ -188,17 +188,13 @@ def _in_rounds(count: int, stages: int) -> bool:
 
 def _graph(get: Get) -> Iterator[Problem]:
     passes = get("graph.passes")
-    dispatcher = "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
     # How to undo a key of graph that a recipe may have inherited.
     resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
-        resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
         for key, advice in resets.items():
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
-    if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
-        yield dispatcher, hint("alltoall in CUDA graphs")
     for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
         if name in passes and get("compile.on_recompile") == "eager":
             yield "graph.passes", hint("collectives of eager micro-batches", name=name, does=does)
@@ -206,10 +202,6 @@ def _graph(get: Get) -> Iterator[Problem]:
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
-    for name in sorted(CHECKPOINTING & set(passes)):
-        if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
-            problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
-            yield "graph.passes", problem
     for key, advice in resets.items() if not get("compile.enabled") else ():
         yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
     for key in ("compile.mode", "compile.options", "compile.cache"):
@@ -276,19 +268,6 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
     # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
         yield "train.engine", hint("graph with context parallelism", topology=topology.describe())
-
-
-def no_experts(model_type: str) -> Iterator[Problem]:
-    """Yield what is wrong with graph.token_dispatcher=alltoall for an architecture without experts."""
-    problem = f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out"
-    yield "graph.token_dispatcher", problem
-
-
-def unshared_experts(topology: Topology) -> Iterator[Problem]:
-    """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
-    if topology.tensor == 1:
-        file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
-        yield "graph.token_dispatcher", hint("alltoall without shared experts", topology=topology.describe(), file=file)
 
 
 def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterator[Problem]:

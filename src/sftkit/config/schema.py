@@ -309,8 +309,6 @@ class GraphConfig:
     """The graph engine (train.engine graph): what is captured, and what is done with the graph."""
 
     passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
-    token_dispatcher: Literal["allgather", "alltoall"] = "allgather"
-    "How tokens reach experts that are split over tensor-parallel processes. allgather: every process gets all tokens, and the host never waits; alltoall: each token is sent to its experts: less traffic if there are more processes than experts per token, but the host waits once a layer. Neither drops tokens."
     dump: bool = False
     "Write the graphs of each shape before and after every pass into <run>/captured_graphs/, from the main rank."
 

@@ -117,7 +117,8 @@ class Blocks:
         losses: Losses = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        with working(watch.under_way(cfg.compile, self._code_key)), oom:
+        parts = "blocks" if cfg.compile.scope == "block" else "the model"
+        with working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = contract.warm_up(
@@ -141,12 +142,9 @@ class Blocks:
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
-        if self.compiled:
-            if cfg.compile.cache:
-                gpu = rt.device.index or 0
-                rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
-            if rt.is_main:
-                watch.note(self._code_key, seconds)
+        if self.compiled and cfg.compile.cache:
+            gpu = rt.device.index or 0
+            rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

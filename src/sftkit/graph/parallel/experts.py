@@ -5,15 +5,11 @@ it a rank computes: the code need not know which values ranks have in common.
 
 All shapes are known when a graph is captured: no size depends on the choices of a router. The matrix products of
 experts are operators of static shapes: torch's grouped matrix product over rows of one expert each, which skips the
-rows that no expert of this rank computes. Each tensor-parallel rank has experts of its own. Tokens reach them by
+rows that no expert of this rank computes. Each tensor-parallel rank has experts of its own. The ranks gather each
+other's tokens and what the router chose for them; each computes its own experts for all of these, and the results are
+added up where the tokens came from. So the host waits for nothing, and no token is dropped.
 
-- allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for
-  all of these, and the results are added up where the tokens came from. The host waits for nothing.
-- alltoall: a token is sent once for each expert that it visits, to the rank that has it, and the result comes back.
-  Only real rows are sent, so the host waits for their number. They arrive in room for the worst case, so no token is
-  dropped.
-
-Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, S rows, H width.
+Letters: N tokens of a rank, K experts that each token visits, E experts of a rank, S rows, H width.
 """
 
 from __future__ import annotations
@@ -23,14 +19,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sftkit.graph import compat
-from sftkit.ops.tensors import resolve_group
 from sftkit.parallel.tensor import Activations
 
 
@@ -42,30 +36,6 @@ def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
     return _Exchanged.apply(tensor, compat.reduce_scatter, compat.all_gather, dim, group)
-
-
-def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Exchange how many rows the ranks of a group are about to send each other.
-
-    Args:
-        sent: int64 [R, E], rows of this rank for each expert of each rank.
-
-    Returns:
-        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each
-        rank)
-    """
-    return _exchange_counts(sent, group.group_name)
-
-
-def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: bool = False) -> Tensor:
-    """Return the rows of all ranks for this one, [room, H], by rank; 0 behind the last.
-
-    Args:
-        rows: [S, H], those for the first rank first; behind the last anything.
-        sizes: of exchange_counts. back: in the other direction, for the results of rows that were received.
-        room: rows that may come at most.
-    """
-    return _Send.apply(rows, sizes, room, group.group_name, back)
 
 
 class Exchange(Activations):
@@ -97,52 +67,6 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Linear, so that nothing of the forward pass has to be kept for it.
         return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001
-        ctx.save_for_backward(sizes)
-        ctx.room = len(rows)
-        ctx.group = group
-        ctx.back = back
-        return _all_to_all(rows, sizes, room, group, back)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (sizes,) = ctx.saved_tensors
-        return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
-
-
-# The sizes of torch's own all-to-all are numbers in a trace: a graph for each choice of a router. Here they are a
-# tensor, and the received rows have room for the worst case.
-
-
-@torch.library.custom_op("sftkit::all_to_all", mutates_args=())
-def _all_to_all(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - an operator
-    # On the host already: _exchange_counts has waited for them, once for tokens, results and the gradients of both.
-    given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
-    arrived = rows.new_zeros(room, *rows.shape[1:])
-    leaving = rows[: sum(given)].contiguous()
-    dist.all_to_all_single(arrived[: sum(taken)], leaving, taken, given, group=resolve_group(group))
-    return arrived
-
-
-@torch.library.custom_op("sftkit::all_to_all_counts", mutates_args=())
-def _exchange_counts(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    received = torch.zeros_like(sent)
-    dist.all_to_all_single(received, sent.contiguous(), group=resolve_group(group))
-    return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
-
-
-@_all_to_all.register_fake
-def _(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - as the operator
-    return rows.new_empty(room, *rows.shape[1:])
-
-
-@_exchange_counts.register_fake
-def _(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return sent.new_empty(sent.shape), sent.new_empty((2, len(sent)), device="cpu")
 
 
 def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
@@ -243,19 +167,16 @@ _grouped_product.register_autograd(_backward, setup_context=_save)
 
 
 _COMPUTE = "_sftkit_compute"
-"Attribute of experts: the function that computes them, of DISPATCHERS where they are shared out over a group."
+"Attribute of experts: the function that computes them."
 
 
-def use_grouped_products(
-    orig_model: PreTrainedModel, group: ProcessGroup | None = None, dispatcher: str = "allgather"
-) -> None:
+def use_grouped_products(orig_model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     """Let the experts of a model be computed here, in place; call it before weights are sharded.
 
     Args:
         group: each of its ranks has an equal share of every block's experts, in order.
-        dispatcher: graph.token_dispatcher.
     """
-    compute = partial(added, first_expert=0) if group is None else partial(DISPATCHERS[dispatcher], group=group)
+    compute = partial(added, first_expert=0) if group is None else partial(by_all_gather, group=group)
     for module in orig_model.modules():
         if is_experts(module):
             module.__class__ = _grouped(type(module))  # type: ignore[arg-type]  # torch hashes modules
@@ -288,39 +209,6 @@ def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     weights = gather(weights, 0, group)
     first = group.rank() * len(experts.gate_up_proj)
     return add_and_scatter(added(experts, hidden, compat.all_gather(chosen, 0, group), weights, first), 0, group)
-
-
-def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the same as by_all_gather. Rows travel in the order of experts, and so in that of ranks; weights stay.
-
-    Args:
-        chosen: as there, no expert twice for one token.
-    """
-    ranks = group.size()
-    count = len(experts.gate_up_proj)
-    tokens, visits = chosen.shape
-    # Sorted by expert, so that the rows of a rank are contiguous for the exchange. Stable: equal numbers keep the order
-    # of tokens, so a result does not depend on the kernel of the sort.
-    numbers, order = chosen.flatten().sort(stable=True)
-    back = order.argsort()
-    # How many rows each expert gets, as differences of where the next one begins: the size of bincount's result depends
-    # on its input, which a graph cannot have.
-    every = torch.arange(-1, ranks * count, device=numbers.device)
-    sent = torch.searchsorted(numbers, every, right=True).diff().view(ranks, count)
-    received, sizes = exchange_counts(sent, group)
-    # The worst case: every token of every rank visits as many experts of this one as it can. Fewer would drop tokens.
-    room = ranks * tokens * min(visits, count)
-    arrived = send(rows_in_order(hidden, order, back, visits), sizes, room, group)
-    # Blocks lie by rank, then by expert, so the remainder is the expert of a row; E behind the last row.
-    ends = received.flatten().cumsum(0)
-    place = torch.searchsorted(ends, torch.arange(room, device=ends.device), right=True)
-    results = computed(experts, arrived, torch.where(place < len(ends), place % count, count), 1)
-    results = rows_in_order(send(results, sizes, tokens * visits, group, back=True), back, order, 1)
-    return _weighted(results, weights).to(hidden.dtype)
-
-
-DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "alltoall": by_all_to_all}
-"By graph.token_dispatcher."
 
 
 def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_expert: int) -> Tensor:
