@@ -87,18 +87,11 @@ train: {max_steps: 2, engine: graph}
             r"block_bucketing must come before regional_inductor: write \[block_bucketing, regional_inductor\]",
         ),
         (["graph.passes=[regional_inductor, full_inductor]"], "full_inductor does not go with regional_inductor"),
-        (
-            ["graph.passes=[gather_once]", "compile.on_recompile=eager"],
-            "graph.passes: gather_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
-        ),
         (["graph.passes=[auto_bucketing, block_bucketing]"], "block_bucketing does not go with auto_bucketing"),
+        (["compile.on_recompile=eager"], 'compile.on_recompile: "eager" was removed: take warn'),
         (["graph.passes=[full_checkpointing]"], '"full_checkpointing" was removed: train.memory=low'),
         (["graph.token_dispatcher=alltoall"], "graph.token_dispatcher: was removed: leave it out"),
         (["graph.passes=[gather_once, cuda_graphs]"], "cuda_graphs does not go with gather_once"),
-        (
-            ["graph.passes=[reduce_once]", "compile.on_recompile=eager"],
-            "graph.passes: reduce_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
-        ),
         (["graph.passes=[reduce_once, cuda_graphs]"], "cuda_graphs does not go with reduce_once"),
         (
             ["graph.passes=[block_bucketing, reduce_once]"],

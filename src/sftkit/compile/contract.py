@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from sftkit.compile.modules import compile_arguments, has_cuda_graphs
-from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, eager_on_recompile, module_in
+from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import called, decoder_blocks, embedding_module
@@ -142,16 +142,13 @@ def random_state_kept() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def step_contract(
-    on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
-) -> Iterator[None]:
+def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[None]:
     """Forbid or report compilation in a step, within the context: the warm-up has compiled all declared shapes.
 
     Args:
-        on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
-            `fell_back` is called; "warn": it is compiled, and `CompileWatch.recompile_kinds` says why.
+        on_recompile: "error": the step that needs a new graph ends training; "warn": it is compiled, and
+            `CompileWatch.recompile_kinds` says why.
         breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: an error if on_recompile is "error".
-        fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
         RecompileError: with the guards that failed, or the graph breaks.
@@ -164,11 +161,7 @@ def step_contract(
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
-    stance: AbstractContextManager[object]
-    if on_recompile == "eager":
-        stance = eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
-    else:
-        stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
+    stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
     # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
@@ -198,8 +191,7 @@ def _recompile_error(reason: str) -> RecompileError:
     return RecompileError(
         f"a training step needs a graph that the warm-up did not compile: {reason}\n"
         "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any "
-        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) "
-        "or compile.on_recompile=eager (run it uncompiled)"
+        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count)"
     )
 
 

@@ -195,9 +195,6 @@ def _graph(get: Get) -> Iterator[Problem]:
         for key, advice in resets.items():
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
-    for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
-        if name in passes and get("compile.on_recompile") == "eager":
-            yield "graph.passes", hint("collectives of eager micro-batches", name=name, does=does)
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:

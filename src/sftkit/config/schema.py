@@ -296,8 +296,8 @@ class CompileConfig:
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None
     "Share of a block's activations that may be kept for the backward pass; the rest is recomputed, cheapest first. null: as train.memory says."
-    on_recompile: Literal["error", "warn", "eager"] = "error"
-    "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn and count it; eager: run that call eagerly."
+    on_recompile: Literal["error", "warn"] = "error"
+    "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn, compile it and count it."
     cache: FilePath | None = None
     "File, folder or fsspec URL from which compiled code is loaded before the warm-up and to which it is saved after it."
     on_failure: Literal["warn", "error"] = "warn"

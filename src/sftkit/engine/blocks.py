@@ -153,7 +153,7 @@ class Blocks:
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
-        with contract.step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back), oom:
+        with contract.step_contract(on_recompile, self.watch.graph_break_reasons()), oom:
             yield
 
     @contextmanager

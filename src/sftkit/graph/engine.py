@@ -292,7 +292,7 @@ class GraphEngine:
         out of memory."""
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons())
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
@@ -311,9 +311,7 @@ class GraphEngine:
         own = replace(
             own,
             recompiles=own.recompiles + len(captured.late),
-            fallbacks=own.fallbacks + len(captured.fallbacks),
             recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
-            fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
         # A run that failed cannot ask other ranks, which may be gone: it reports what they last sent.
         records = self._records.together(own, exchange=error is None)

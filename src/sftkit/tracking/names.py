@@ -136,7 +136,6 @@ class Metric:
 
 _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
     ("graphs", "max"): ("compile/graphs", "compile/recompiles", "compile/graph_breaks", "compile/cuda_graphs"),
-    ("calls", "max"): ("compile/fallbacks",),
     ("hits", "max"): ("compile/cache_hits",),
     ("s", "max"): ("compile/seconds", "compile/seconds/<phase>", "ckpt/block_seconds", "ckpt/write_seconds"),
     ("index", "last"): ("shape/id",),

@@ -87,7 +87,7 @@ def _section(title: str, *panels: list[Panel], is_open: bool = False, one_row: b
 
 _MUST_BE_ZERO = {
     "proof": ("failed",),
-    "compile": ("recompiles", "fallbacks", "graph_breaks"),
+    "compile": ("recompiles", "graph_breaks"),
     "shape": ("undeclared",),
     "health": ("nonfinite_steps", "skipped_steps"),
     "mem": ("ooms",),
