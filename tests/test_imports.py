@@ -49,6 +49,7 @@ ROOMS = {
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
     ),
     "launch": ("config", "rundir", "runtime", "data", "models", "memory", "preflight"),
+    "export": ("config", "rundir", "runtime", "models", "checkpoint", "reports"),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 

@@ -1,4 +1,5 @@
 """TRL's SFTTrainer, tuned, on the rows, weights and clock of a bench run: a `worker` of peers.yaml, not run by hand.
+A recipe with an adapter is trained by TRL and peft.
 
 What is the same: model shape and initial weights, the packed rows and their order, rows per optimizer step, AdamW's
 settings, clipping, the steps that are left out and the formula of every number. What is TRL's own: it keeps the last
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
@@ -151,6 +153,17 @@ def settings(job: Job, device: torch.device) -> SFTConfig:
     )
 
 
+def adapter(job: Job) -> LoraConfig | None:
+    """Return peft's settings of the recipe's adapter; None: all weights are trained."""
+    own = job.config.adapter
+    if own is None:
+        return None
+    if own.targets != ("all-linear",) or own.scaling != "standard":
+        raise ConfigError("adapter: this comparison has all linear layers and the scale alpha / rank")
+    sizes = {"r": own.rank, "lora_alpha": own.alpha, "lora_dropout": own.dropout, "use_dora": own.method == "dora"}
+    return LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """SFTTrainer wants one; the rows are tokens already."""
     words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
@@ -210,6 +223,7 @@ def run(job: Job) -> dict[str, Any]:
         args=settings(job, device),
         train_dataset=as_dataset(examples, rows),
         processing_class=tokenizer(),
+        peft_config=adapter(job),
         callbacks=[clock],
     )
     clock.started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sftkit.config.schema import AdapterConfig, ModelConfig
+from sftkit.compile.modules import replays_blocks
+from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig
+from sftkit.data.batches.pack import Layout
 from sftkit.models import joined_adapters
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.joined_adapters import JoinedAttention, JoinedMlp, join_layers
-from sftkit.models.trained import factors
+from sftkit.models.trained import ADAPTERS, factors
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -118,3 +121,31 @@ def test_the_kernels_are_for_ranks_that_fit_their_tiles(monkeypatch: pytest.Monk
         model = model_with_adapters()
         join_layers(model)
         assert kinds(model) == joined
+
+
+@pytest.mark.parametrize(
+    ("change", "replays"),
+    [
+        ({}, True),
+        ({"compile": CompileConfig(mode="default")}, False),
+        ({"compile": CompileConfig(options={"shape_padding": True})}, False),
+        ({"adapter": {"dropout": 0.1}}, False),
+        ({"adapter": None}, False),
+        ({"row_length": 1 << 40}, False),  # so long a block that the host is ahead
+        ({"kind": "dynamic"}, False),
+        ({"world_size": 2}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_short_blocks_with_adapters_are_replayed_where_nothing_speaks_against_it(
+    change: dict[str, Any], replays: bool
+) -> None:
+    made = {"adapter": {}, "compile": CompileConfig(), "row_length": 1024, "kind": "packed", "world_size": 1}
+    made |= {"device": "cuda", **change}
+    model = model_with_adapters(**made["adapter"] or {})
+    if made["adapter"] is None:
+        delattr(model, ADAPTERS)
+    length = made["row_length"]
+    layout = Layout(made["kind"], (length,), 1, 1, 1, length, length)
+    rt: Any = SimpleNamespace(device=torch.device(made["device"]), world_size=made["world_size"])
+    assert replays_blocks(made["compile"], model, layout, rt) == replays

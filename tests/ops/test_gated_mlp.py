@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
-from sftkit.ops.low_rank import gated_mlp, gated_product, gated_product_backward
+from sftkit.ops.low_rank import adapted_linear, gated_mlp, gated_product, gated_product_backward
 
 Given = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], float]
 
@@ -68,6 +68,9 @@ def test_operators_keep_the_rules_of_operators() -> None:
     tensors = [torch.randn(size, generator=generator, requires_grad=True) for size in sizes]
     torch.library.opcheck(gated_product, (*tensors, 0.5))
     grads = [torch.randn(size, generator=generator) for size in ((6, 10), (6, 4))]
+    layer = [torch.randn(size, generator=generator, requires_grad=True) for size in ((2, 6, 10), (2, 6, 4), (8, 4))]
+    weight = torch.randn(8, 10, generator=generator)
+    torch.library.opcheck(adapted_linear, (layer[0], weight, *layer[1:], 0.5))
     torch.library.opcheck(gated_product_backward, (*grads, *(t.detach() for t in tensors), 0.5))
 
 
@@ -78,6 +81,23 @@ def test_flops_are_those_of_the_layers_one_by_one() -> None:
         with FlopCounterMode(display=False) as counter:
             function(*arguments).sum().backward()
         counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def test_a_layer_with_its_factors_equals_two_products_and_counts_their_flops() -> None:
+    x, weights, a, b, scale = given(21, 32, 80, 4)
+    ours, counts = [], []
+    for output in (
+        lambda: adapted_linear(x, weights[0], linear(x, a[0]), b[0], scale),
+        lambda: linear(x, weights[0]) + scale * linear(linear(x, a[0]), b[0]),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            y = output()
+            grads = torch.autograd.grad(y, (x, a[0], b[0]), torch.linspace(-1, 1, y.numel()).view_as(y))
+        ours.append((y, *grads))
+        counts.append(counter.get_total_flops())
+    for found, right in zip(*ours, strict=True):
+        assert (found - right).norm() <= 1e-6 * right.norm()
     assert counts[0] == counts[1]
 
 

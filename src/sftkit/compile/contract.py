@@ -8,7 +8,6 @@ pytorch/pytorch#98371), and a hook that is added later is left out without a mes
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import called, decoder_blocks, embedding_module
+from sftkit.runtime.hardware import uses_cuda_graphs
 
 # Private: torch.compiler has no callback before a compile. These were made for finding jobs that hang while compiling:
 # pytorch/pytorch#120764, with what triggered the compile since pytorch/pytorch#153596.
@@ -120,13 +120,6 @@ def begin_step() -> None:
     """
     if uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
-
-
-def uses_cuda_graphs() -> bool:
-    """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
-    # Private: nothing public tells (pytorch/pytorch#124506 asks for it), and to import the module that knows would
-    # itself make the answer yes (torch 2.13).
-    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 @contextmanager

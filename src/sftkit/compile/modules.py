@@ -26,9 +26,14 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.ir import ExternKernelOut
 from torch._inductor.utils import contains_collective, contains_wait
 from torch.fx.experimental import _config as symbolic_shapes
+from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
+from sftkit.models.structure import Work, decoder_blocks, train_flops
+from sftkit.models.trained import adapters_of
+from sftkit.runtime.start import Runtime
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
@@ -77,6 +82,27 @@ def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
     by_option: bool = (compile.options or {}).get(CUDA_GRAPHS, compile.mode in CUDA_GRAPH_MODES)
     return compile.backend == "cudagraphs" or by_option
+
+
+SHORT_BLOCK = 3e12
+"""FLOPs of a block with adapters below which launches take longer than kernels: at 0.6B with 16,384 positions, 1e12, an
+H100 computes for 4.8 ms and its host launches for 5.4 ms and more."""
+
+
+def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> bool:
+    """Return whether a run without compile.mode takes CUDA graphs: one GPU, adapters, rows of one shape, short blocks.
+
+    Adapters launch three to four times as many kernels as the frozen layers, most of them small. With long blocks the
+    host is ahead, and CUDA graphs would only take memory.
+    """
+    adapters = adapters_of(orig_model)
+    fixed = len(layout.shapes) == 1 and not layout.dynamic
+    plain = compile.enabled and compile.backend == "inductor" and not compile.options
+    if compile.mode is not None or not plain or adapters is None or adapters.config.dropout or not fixed:
+        return False
+    ((rows, row_length),) = layout.shapes
+    block = train_flops(orig_model, Work(rows * row_length, 0, 0)) / max(len(decoder_blocks(orig_model)), 1)
+    return rt.device.type == "cuda" and rt.world_size == 1 and block < SHORT_BLOCK
 
 
 def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | None:

@@ -29,6 +29,7 @@ SCRIPTS = {
     "inspect": "inspect_data.py",
     "prepare": "inspect_data.py",
     "report": "report.py",
+    "export": "export.py",
     "validate": "validate_compile.py",
     "dashboard": "make_dashboard.py",
 }

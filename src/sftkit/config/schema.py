@@ -287,7 +287,7 @@ class CompileConfig:
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    "torch.compile mode; inductor only."
+    "torch.compile mode; inductor only. null: torch's default, but reduce-overhead (CUDA graphs) for adapters on one GPU whose blocks are so short that the host would be slower than the GPU (docs/adapters.md)."
     options: dict[str, Any] | None = None
     "Inductor's own options, which override those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
     dynamic: bool | None = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from sftkit.compile import cache, contract, modules, watch
 from sftkit.config.schema import Config
@@ -63,6 +64,12 @@ class Blocks:
             # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
+            if routing is None and modules.replays_blocks(cfg.compile, orig_model, layout, rt):
+                rt.print(
+                    "compile.mode: reduce-overhead (CUDA graphs), as launching the adapters' kernels takes longer than "
+                    "computing them; compile.mode=default launches them"
+                )
+                cfg = replace(cfg, compile=replace(cfg.compile, mode="reduce-overhead"))
             compiled = contract.compile_model(
                 orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )

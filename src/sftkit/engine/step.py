@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import begin_step, uses_cuda_graphs
+from sftkit.compile.contract import begin_step
 from sftkit.data.batches.collate import Batch, warm_up_batch
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.loader import StepBatches
@@ -23,6 +23,7 @@ from sftkit.objectives.objective import LOSS, ModelWithLoss, Objective, Totals
 from sftkit.ops.attention import DROPOUTS
 from sftkit.optim.protocol import Optimizer, clip_coefficient, parameters_of, squared_norm
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
+from sftkit.runtime.hardware import uses_cuda_graphs
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.health import Spikes
 from sftkit.tracking.names import Flags, StepOutcome

@@ -28,6 +28,7 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
   eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model
   chat [RUN]            talk to it
   report [RUN]          a page about a run
+  export [RUN] --out D  a folder that transformers, vLLM and llama.cpp load
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
   explain RECIPE        where the graph breaks, which module is to blame

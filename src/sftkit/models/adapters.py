@@ -28,7 +28,7 @@ from sftkit.models.adapter_files import AdapterFiles, target_layers
 from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.trained import ADAPTERS, adapters_of, factors
-from sftkit.ops.low_rank import low_rank
+from sftkit.ops.low_rank import adapted_linear, low_rank
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
@@ -90,10 +90,11 @@ class LoraLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
-        y = linear(x, self.weight, self.bias)
         b = self.lora_B.weight.to(x.dtype)
         if self.joint is not None and self.joint[0] is x:
-            return y + self.lora_scale * linear(self.joint[1], b)
+            y = adapted_linear(x, self.weight, self.joint[1], b, self.lora_scale)
+            return y if self.bias is None else y + self.bias
+        y = linear(x, self.weight, self.bias)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
 

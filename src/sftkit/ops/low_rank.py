@@ -8,6 +8,7 @@ gate's and up's factors in registers, and multiply the result with A of down on 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,45 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor
         a: [rank, in], b: [out, rank], the factors in the dtype of x.
     """
     return y + scale * linear(linear(x, a), b)
+
+
+@torch.library.custom_op("sftkit::adapted_linear", mutates_args=())
+def adapted_linear(x: Tensor, weight: Tensor, u: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return x Wᵀ + scale * u Bᵀ. As one operator, the second product adds to the first where it lies: as two, it is
+    written and read once more, and so is the sum.
+
+    Args:
+        x: [..., in]. weight: [out, in], frozen.
+        u: [..., rank], the product of x with A. b: [out, rank].
+    """
+    y = x.reshape(-1, x.shape[-1]) @ weight.t()
+    return y.addmm_(u.reshape(-1, u.shape[-1]), b.t(), alpha=scale).view(*x.shape[:-1], len(weight))
+
+
+@adapted_linear.register_fake
+def _(x: Tensor, weight: Tensor, u: Tensor, b: Tensor, scale: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight, u, b, ctx.scale = inputs
+    ctx.save_for_backward(weight, u, b)
+
+
+def _linear_gradients(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `adapted_linear`; the weight has none."""
+    weight, u, b = ctx.saved_tensors
+    d_b = d_y.reshape(-1, d_y.shape[-1]).t() @ u.reshape(-1, u.shape[-1])
+    return d_y @ weight, None, ctx.scale * (d_y @ b), ctx.scale * d_b, None
+
+
+adapted_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
+
+
+@register_flop_formula(torch.ops.sftkit.adapted_linear)
+def _linear_flops(x: Any, weight: Any, u: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of both products."""
+    return 2 * math.prod(x[:-1]) * weight[0] * (weight[1] + b[1])
 
 
 def gated_mlp(

@@ -88,11 +88,19 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def uses_cuda_graphs() -> bool:
+    """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
+    # Private: nothing public tells (pytorch/pytorch#124506 asks for it), and to import the module that knows would
+    # itself make the answer yes (torch 2.13).
+    return "torch._inductor.cudagraph_trees" in sys.modules
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB. GPU: the most that tensors had allocated since the last call; CPU: the most
+    """Return the peak memory in GiB. GPU: the most that tensors had allocated since the last call; with CUDA graphs the
+    most that torch had reserved, as their tensors are in memory that it counts as free between replays. CPU: the most
     resident memory of the process so far."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+        peak = (torch.cuda.max_memory_reserved if uses_cuda_graphs() else torch.cuda.max_memory_allocated)(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
     # ru_maxrss is in bytes on macOS and in KiB elsewhere.

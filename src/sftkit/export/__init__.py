@@ -1,0 +1,1 @@
+"""A run's model in the form in which others load it."""

@@ -1,0 +1,209 @@
+"""Write the model of a run into a folder that others load: whole, merged, or an adapter alone. It is loaded again by
+plain transformers before it gets its name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from sftkit.checkpoint.checkpoint import make_tokenizer_portable
+from sftkit.config.commands import install
+from sftkit.config.schema import ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.export.reread import answers, write_answers
+from sftkit.models.adapter_files import AdapterFiles
+from sftkit.models.files import adapter_at
+from sftkit.models.kind import check_causal
+from sftkit.models.load import load_model, load_options, start_config
+from sftkit.models.tokenizer import load_tokenizer
+from sftkit.reports.card import licence, model_card
+from sftkit.reports.collect import gather_report, run_of
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, trained_length
+from sftkit.runtime.script import working
+from sftkit.runtime.start import start_device
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LARGEST_CHANGE = {"bf16": 0.02, "fp16": 0.02, "fp32": 1e-4}
+"Largest difference of two logits over the largest logit, by the precision of the folder: sums in another order."
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"What --max-lora-rank of vLLM may be."
+_OF_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER_CONFIG, "generation_config.json", "chat_template.jinja")
+
+
+def export(
+    path: str, out: Path, *, merge: bool = False, dtype: Dtype | None = None, max_shard: str = "5GB"
+) -> list[str]:
+    """Write a model into a new folder, and compare what plain transformers answers there with what it answers here.
+
+    Args:
+        path: a folder with a model or an adapter.
+        out: the new folder; it appears whole or not at all.
+        merge: whether an adapter is added to its model, in fp32 and rounded once; else its files are copied.
+        dtype: precision of the weights; None: that of the model's files.
+        max_shard: size of a file of weights at most, as save_pretrained of transformers takes it.
+
+    Returns:
+        lines about what was written, the comparison, and how to serve it.
+
+    Raises:
+        ConfigError: the folder is there already, an option has no effect, or the folder answers differently.
+    """
+    if out.exists():
+        raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away")
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard):
+        raise ConfigError(f"--max-shard {max_shard}: a number and KB, MB, GB or TB, such as 5GB")
+    source = ModelConfig(path=path)
+    files = adapter_at(source)
+    alone = files is not None and not merge
+    if files is None and merge:
+        raise ConfigError(f"--merge: {path} is a whole model, so there is nothing to merge: leave --merge out")
+    if alone and dtype is not None:
+        raise ConfigError(f"--dtype {dtype}: an adapter alone is copied as it is: add --merge, or leave --dtype out")
+    base = source if files is None else files.base
+    config = start_config(path if files is None else str(base.path), load_options(str(base.path), base))
+    check_causal(config, "export.py")
+    stored = next((name for name, found in _DTYPES.items() if found == config.dtype), "fp32")
+    precision = dtype or stored
+    tokenizer = load_tokenizer(source)
+    # Half precision has no loader of ours: from fp32, each weight is rounded once.
+    orig_model = load_model(source, tokenizer, 0, "bf16" if precision == "bf16" else "fp32").eval()
+    if precision == "fp16" and not alone:
+        _to_half(orig_model)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=_parent(out)))
+    try:
+        temporary.chmod(0o755)
+        if files is not None and alone:
+            _copy_adapter(files, temporary)
+        else:
+            with working(f"writing {out}"):
+                orig_model.save_pretrained(temporary, max_shard_size=max_shard)
+        tokenizer.save_pretrained(temporary)
+        make_tokenizer_portable(temporary / "tokenizer_config.json")
+        lines = _compared(temporary, orig_model, tokenizer, precision)
+        _write_card(Path(path), temporary, merged=merge)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    what = "adapter" if alone else f"model, {precision}"
+    served = _adapter_commands(out, files) if files is not None and alone else _commands(out, Path(path))
+    return [f"{out}: {what}, {size / 1e6:,.1f} MB in {len(list(out.iterdir()))} files", *lines, "", *served]
+
+
+def _parent(out: Path) -> Path:
+    """Return the folder that holds `out`, made if need be."""
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
+    return out.absolute().parent
+
+
+def _to_half(orig_model: PreTrainedModel) -> None:
+    """Round the weights to fp16, whose largest number is 65,504.
+
+    Raises:
+        ConfigError: a weight is larger.
+    """
+    largest = torch.finfo(torch.float16).max
+    for name, weight in orig_model.state_dict().items():
+        if weight.is_floating_point() and float(weight.abs().max()) > largest:
+            raise ConfigError(f"--dtype fp16: {name} has numbers above {largest:,.0f}: take bf16 or fp32")
+    orig_model.half()
+
+
+def _copy_adapter(files: AdapterFiles, folder: Path) -> None:
+    """Copy the files of an adapter that others read."""
+    for name in _OF_ADAPTER:
+        if (files.folder / name).is_file():
+            shutil.copyfile(files.folder / name, folder / name)
+
+
+def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precision: str) -> list[str]:
+    """Return lines about the comparison with the folder, loaded by plain transformers in a process of its own.
+
+    Raises:
+        ConfigError: it cannot be loaded, or answers differently.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        try:
+            import peft  # noqa: F401 - transformers loads an adapter with it
+        except ImportError:
+            return [f"not compared: transformers loads an adapter with peft, which is not installed: {install('peft')}"]
+    with tempfile.TemporaryDirectory() as elsewhere, working("loading it again with transformers"):
+        expected = Path(elsewhere) / "answers.safetensors"
+        orig_model.to(start_device())  # type: ignore[arg-type]
+        write_answers(answers(orig_model, tokenizer), expected)
+        orig_model.to("cpu")  # type: ignore[arg-type]
+        words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"transformers does not load what was written, so nothing is exported: {last}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    text = (
+        f"{found['class']} of transformers: {found['same_answers']} of {found['prompts']} greedy answers are the same, "
+        f"logits differ by {found['logits']:.1e} of the largest"
+    )
+    if not found["same_prompts"] or not found["logits"] <= LARGEST_CHANGE[precision]:
+        why = "" if found["same_prompts"] else "; the tokenizer or its template gives other tokens"
+        raise ConfigError(f"the folder does not answer as the run, so nothing is exported: {text}{why}")
+    return [text]
+
+
+def _write_card(path: Path, folder: Path, *, merged: bool) -> None:
+    """Write the model card of the run that a folder lies in; a folder of no run has none."""
+    run_dir = run_of(path / CARD)
+    if run_dir is None:
+        return
+    report = gather_report(run_dir)
+    if merged:
+        report["run"]["adapter"] = False
+    (folder / CARD).write_text(model_card(report, licence(path / CARD)), encoding="utf-8")
+
+
+def _commands(out: Path, path: Path) -> list[str]:
+    """Return the commands that serve a whole model."""
+    folder = shlex.quote(str(out))
+    length = trained_length(path)
+    limit = f" --max-model-len {length}" if length else ""
+    gguf = shlex.quote(f"{out.name}.gguf")
+    return [
+        f"vLLM:         vllm serve {folder}{limit}",
+        f"transformers: transformers serve {folder}",
+        f"llama.cpp:    python convert_hf_to_gguf.py {folder} --outfile {gguf} && llama-server -m {gguf}",
+    ]
+
+
+def _adapter_commands(out: Path, files: AdapterFiles) -> list[str]:
+    """Return the commands that serve an adapter next to its base, and what servers cannot load."""
+    folder = shlex.quote(str(out))
+    base = shlex.quote(str(files.base.path))
+    merge = "add --merge, and serve that folder"
+    if files.dora:
+        return [f"vLLM and llama.cpp load no DoRA: {merge}"]
+    rank = next((one for one in RANKS if one >= files.rank), None)
+    lines = [f"vLLM takes ranks up to {RANKS[-1]}, and this one has {files.rank}: {merge}"]
+    if rank is not None:
+        extra = [f"--enable-lora --max-lora-rank {rank}", f"--lora-modules {shlex.quote(out.name)}={folder}"]
+        # Servers take both from the base, which has neither the ends of turns nor the template of the training.
+        if (out / "chat_template.jinja").is_file():
+            extra.append(f"--chat-template {folder}/chat_template.jinja")
+        if (out / "generation_config.json").is_file():
+            extra.append(f"--generation-config {folder}")
+        lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}"]
+    if Path(str(files.base.path)).is_dir():
+        lines.insert(0, f"its base is a folder of this machine: {files.base.path} (base_model_name_or_path)")
+    gguf = shlex.quote(f"{out.name}-adapter.gguf")
+    return [*lines, f"llama.cpp:    python convert_lora_to_gguf.py {folder} --base {base} --outfile {gguf}"]

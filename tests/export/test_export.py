@@ -1,0 +1,166 @@
+"""sftkit export: a folder that plain transformers reads gives the answers of the run, or there is no folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sftkit.config.schema import AdapterConfig, ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.export import export as module
+from sftkit.export import reread
+from sftkit.export.export import export
+from sftkit.models.adapters import Adapters, add_adapters, peft_config_text
+from sftkit.models.load import load_model
+from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
+from sftkit.models.trained import factors
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the folder again here: a process of its own costs seconds."""
+    real = module.subprocess.run
+
+    def run(words: list[str], **options: Any) -> Any:
+        if words[1:3] != ["-m", "sftkit.export.reread"]:
+            return real(words, **options)
+        lines: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", words[2:])
+            patch.setattr("builtins.print", lambda text: lines.append(text))
+            reread.main()
+        return module.subprocess.CompletedProcess(words, 0, "\n".join(lines), "")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with its tokenizer."""
+    tokenizer = train_tokenizer(["a few words about words"], 300, TEMPLATE)
+    folder = tmp_path / "base"
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapter_on(base: Path, folder: Path, **settings: Any) -> Path:
+    """Write an adapter whose B is not zero."""
+    source = ModelConfig(path=str(base))
+    orig_model = load_model(source, load_tokenizer(source), 0)
+    add_adapters(orig_model, Adapters(AdapterConfig(**settings), 0, source, ""))
+    for name, factor in factors(orig_model).items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(factor, std=0.1)
+    folder.mkdir()
+    save_file(
+        {f"base_model.model.{n}": p.detach() for n, p in factors(orig_model).items()}, folder / module.ADAPTER_WEIGHTS
+    )
+    (folder / module.ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
+    return folder
+
+
+def test_a_whole_model_is_written_in_shards_and_answers_the_same(model: Path, tmp_path: Path) -> None:
+    lines = export(str(model), tmp_path / "out", max_shard="20KB")
+    assert "8 of 8 greedy answers are the same" in lines[1]
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    before = load_file(model / "model.safetensors")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert f"vllm serve {tmp_path / 'out'}" in lines[-3]
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_merged_adapter_is_a_whole_model_of_the_precision_asked_for(
+    dtype: Any, torch_dtype: torch.dtype, model: Path, tmp_path: Path
+) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=4)
+    lines = export(str(adapter), tmp_path / "out", merge=True, dtype=dtype)
+    assert lines[0].startswith(f"{tmp_path / 'out'}: model, {dtype}")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    source = ModelConfig(path=str(adapter))
+    merged = load_model(source, load_tokenizer(source), 0)
+    assert after.dtype == torch_dtype
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = after.get_parameter(name).float() - merged.get_parameter(name)
+    assert change.abs().max() < 0.005 * merged.get_parameter(name).abs().max()
+    assert not torch.equal(merged.get_parameter(name), load_file(model / "model.safetensors")[name])
+
+
+def test_an_adapter_alone_is_its_files_and_peft_reads_them(model: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=5)
+    lines = export(str(adapter), tmp_path / "out")
+    assert (tmp_path / "out" / module.ADAPTER_WEIGHTS).read_bytes() == (adapter / module.ADAPTER_WEIGHTS).read_bytes()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert "8 of 8 greedy answers are the same" in lines[1]
+    assert any("--max-lora-rank 8" in line for line in lines)
+
+
+def test_servers_are_named_that_cannot_load_an_adapter(model: Path, tmp_path: Path) -> None:
+    lines = export(str(adapter_on(model, tmp_path / "adapter", rank=4, method="dora")), tmp_path / "out")
+    assert lines[-1] == "vLLM and llama.cpp load no DoRA: add --merge, and serve that folder"
+
+
+def test_a_folder_that_answers_differently_is_not_exported(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.answers
+    monkeypatch.setattr(module, "answers", lambda *a: [one._replace(logits=one.logits * 1.01) for one in real(*a)])
+    with pytest.raises(ConfigError, match="does not answer as the run, so nothing is exported"):
+        export(str(model), tmp_path / "out")
+    monkeypatch.setattr(module, "answers", lambda *a: [one._replace(prompt=one.prompt[1:]) for one in real(*a)])
+    with pytest.raises(ConfigError, match="gives other tokens"):
+        export(str(model), tmp_path / "out")
+    assert {file.name for file in tmp_path.iterdir()} == {"base"}
+
+
+def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has numbers above 65,504"):
+        export(str(model), tmp_path / "out", dtype="fp16")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"merge": True}, "nothing to merge"),
+        ({"max_shard": "5XB"}, "such as 5GB"),
+        ({"out": "base"}, "it is there already"),
+    ],
+)
+def test_options_that_do_not_go_with_a_model_are_errors(
+    options: dict[str, Any], problem: str, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / options.pop("out", "out")
+    with pytest.raises(ConfigError, match=problem):
+        export(str(model), out, **options)
+
+
+def test_an_adapter_alone_has_no_precision_to_choose(model: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=4)
+    with pytest.raises(ConfigError, match="an adapter alone is copied as it is: add --merge"):
+        export(str(adapter), tmp_path / "out", dtype="bf16")
+
+
+def test_answers_are_compared_by_every_number(model: Path, tmp_path: Path) -> None:
+    source = ModelConfig(path=str(model))
+    tokenizer = load_tokenizer(source)
+    found = reread.answers(load_model(source, tokenizer, 0), tokenizer)
+    reread.write_answers(found, tmp_path / "answers")
+    same = reread.compare_answers(found, tmp_path / "answers")
+    assert same == {"prompts": 8, "same_prompts": True, "same_answers": 8, "logits": 0.0}
+    changed = [found[0]._replace(tokens=found[0].tokens + 1), *found[1:]]
+    assert reread.compare_answers(changed, tmp_path / "answers")["same_answers"] == 7
+    json.dumps(same)
