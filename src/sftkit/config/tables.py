@@ -97,8 +97,8 @@ _SUMMARIES = {
 }
 "Stage -> its passes, with the text of each for --help."
 _CODE = {
-    "gather_once": "gather_once:fork",
-    "reduce_once": "reduce_once:fork_backward",
+    "gather_once": "once:fork",
+    "reduce_once": "once:fork_backward",
     "cuda_graphs": "apply:Recorder",
     **{name: f"order:{name}" for name in _SUMMARIES["split"]},
 }
