@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+if "torch" not in sys.modules:
+    gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
 
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401
@@ -52,6 +56,7 @@ SENTENCES = [
 def pytest_collection_finish() -> None:
     """What is imported by now stays where it is, to the end of the process: each run would look at half a million objects
     before its first step, and again once it has given them back."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or nanobind (of triton 3.9) lists on stderr what is left at the end

@@ -35,7 +35,7 @@ def test_times_are_written_beside_their_cases_and_what_was_not_run_keeps_its_own
 
 
 def test_programs_are_written_as_a_clone_has_them() -> None:
-    bare = re.compile(r"`(?:wandb (?:sync|login)|trackio show|hf \w+)\b[^`]*`")
+    bare = re.compile(r"`(?:wandb (?:sync|login)|hf \w+)\b[^`]*`")
     files = [
         ROOT / "README.md",
         *(ROOT / "docs").rglob("*.md"),

@@ -65,11 +65,9 @@ SHARED_NAMES = {
     "T": "a type variable",
     "build": "what a file of an optimizer or a task makes",
     "parse": "flags, YAML, rows: the module says of what",
-    "judge": "scores answers, validations: the module says of what",
     "tokenize": "of conversations and of texts, one of which a stage binds",
     **dict.fromkeys(("STOP", "MAX_NEW_TOKENS"), "what tasks say of themselves"),
     "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
-    "LEFT": "a measure of the picture that a module draws",
 }
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
@@ -148,7 +146,7 @@ def test_the_sandbox_imports_the_standard_library_only_and_only_tasks_that_run_c
 
 def test_training_without_tasks_loads_no_code_of_tasks() -> None:
     only_some_need = {f"sftkit.evals.{name}" for name in ("tasks", "scoring", "harness")}
-    for name in ("suite", "results", "task"):
+    for name in ("suite", "results"):
         found = imported(SRC / "evals" / f"{name}.py", top_level=True)
         assert not {".".join(module.split(".")[:3]) for module in found} & only_some_need, name
 

@@ -25,8 +25,8 @@ from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape
 from sftkit.engine.step import TrainStep
+from sftkit.evals.results import Choices
 from sftkit.evals.scoring import score
-from sftkit.evals.task import Choices
 from sftkit.generation.decode import Batching, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
@@ -360,7 +360,7 @@ def test_steps_of_training(kind: str, dtype: torch.dtype, device: str) -> None:
         optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw", lr=1e-3))
         examples = make_examples(LENGTHS, target_share=0.3)
         batches = Batches(StepDataset(examples, make_layout_of(kind, examples.lengths)), seed=0)
-        flags = DelayedFlags(torch.device(device), delay=1, count=model.objective.count)
+        flags = DelayedFlags(torch.device(device), delay=1, objective=model.objective)
         found = []
         for number, step in enumerate(batches.steps(0, 3)):
             moved = [batch.to(torch.device(device)) for batch in step.micro_batches]

@@ -134,7 +134,7 @@ MUTATIONS = [
     M("tracking/health.py", "a spike enters the history",
       "torch.where(usable & ~skipped, later, self._history)", "torch.where(usable, later, self._history)", "tracking/test_spikes.py"),
     M("tracking/names.py", "tokens of earlier starts are forgotten",
-      "(self.tokens + tokens, self.targets + targets,", "(tokens, self.targets + targets,", "tracking/test_axes.py tracking/test_window.py"),
+      "(self.tokens + tokens, self.targets + targets,", "(tokens, self.targets + targets,", "tracking/test_axes.py tracking/test_meter.py"),
     # ---- evals
     M("evals/suite.py", "bits per byte in nats",
       "nll / math.log(2) / num_bytes if num_bytes else None", "nll / num_bytes if num_bytes else None", "verify/test_validation.py"),

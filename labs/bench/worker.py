@@ -41,7 +41,6 @@ from sftkit.rundir.files import read_metric_rows
 from sftkit.rundir.names import METRICS_FILE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
-from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train
@@ -201,7 +200,7 @@ def joined(job: Job) -> runtime.Runtime:
         ConfigError: fewer or more processes have joined.
     """
     set_environment(job.config)
-    rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
+    rt = runtime.start(job.config.run, job.config.train)
     if rt.world_size != job.processes:
         raise ConfigError(
             f"run {job.name}: each process sees {rt.world_size} of the {job.processes} that topology {job.topology} "

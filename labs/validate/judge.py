@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from sftkit.reports.compare import Pays, pays
+from sftkit.reports.values import duration, format_value
 from sftkit.rundir.files import MetricsLine, read_metric_rows, read_object, read_results
 from sftkit.rundir.names import (
     ENVIRONMENT,
@@ -22,6 +23,48 @@ from sftkit.rundir.names import (
     STEP_DIRS,
     SUMMARY,
 )
+
+
+@dataclass(frozen=True)
+class Pays:
+    """The savings of a compiled run over the same run without the compiler."""
+
+    eager_step_seconds: float
+    compiled_step_seconds: float
+    compile_seconds: float
+    saved_seconds_per_1000_steps: float
+    "compile already subtracted; below 0: compiled steps take longer in all"
+    steps: int | None
+    "number of steps from which on compiling pays; None: never"
+    minutes: float | None
+    "duration of a run of `steps` steps, which is the same either way"
+
+    @property
+    def words(self) -> str:
+        """Return the result in words."""
+        saved = self.saved_seconds_per_1000_steps
+        total = f"1,000 steps take {duration(abs(saved))} {'less' if saved >= 0 else 'longer'}"
+        total += f" with {duration(self.compile_seconds)} of compiling"
+        each = f"{format_value(self.compiled_step_seconds)} against {format_value(self.eager_step_seconds)} s a step"
+        if self.steps is None or self.minutes is None:
+            return f"{total}; compiling never pays: {each}"
+        return f"{total}; compiling pays from {self.steps:,} steps on ({duration(60 * self.minutes)}): {each}"
+
+
+def pays(eager_step_seconds: float, compiled_step_seconds: float, compile_seconds: float) -> Pays:
+    """Return what compiling saves over 1,000 steps, and how long a run must be to pay for it."""
+    saved = 1000 * (eager_step_seconds - compiled_step_seconds) - compile_seconds
+    steps = pays_from(eager_step_seconds, compiled_step_seconds, compile_seconds)
+    minutes = None if steps is None else steps * eager_step_seconds / 60
+    return Pays(eager_step_seconds, compiled_step_seconds, compile_seconds, saved, steps, minutes)
+
+
+def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_seconds: float) -> int | None:
+    """Return the fewest steps (1 or more) that take no longer compiled, compile included, than eager; None: never."""
+    gain = eager_step_seconds - compiled_step_seconds
+    steps = compile_seconds / gain if gain > 0 else math.inf
+    # Rounded first, so that 100.0000001 is 100 steps and not 101.
+    return max(1, math.ceil(round(steps, 6))) if math.isfinite(steps) else None
 
 
 @dataclass(frozen=True)

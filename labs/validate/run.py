@@ -45,7 +45,7 @@ REFERENCE = [
 ]
 "Settings of the reference run: each document alone, plain fp32."
 _SWITCHED_OFF = [
-    *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
+    *("train.epochs=null", "train.resume=null", "log.wandb=off", "compile.cache=null"),
     *("checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,19 +22,6 @@ class DataError(Exception):
     def __init__(self, message: str, reason: str = "other") -> None:
         super().__init__(message.replace("\n", "\\n"))
         self.reason = reason
-
-
-class BadRowsError(DataError):
-    """Bad rows of a source, each on a line of its own; made of its own text it is the same again, as it must be
-    for other ranks."""
-
-    def __init__(self, lines: Sequence[str] | str, reason: str = "other") -> None:
-        super().__init__("", reason)
-        each = lines.split(_NEXT_ROW) if isinstance(lines, str) else lines
-        self.args = (_NEXT_ROW.join(line.replace("\n", "\\n") for line in each),)
-
-
-_NEXT_ROW = "\n  "
 
 
 class RunError(Exception):

@@ -66,7 +66,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def tracker_of(run_dir: Path, rt: Runtime, step: int = 0) -> Tracker:
-    return Tracker(run_dir, LogConfig(tracker="none"), rt, {}, step=step)
+    return Tracker(run_dir, LogConfig(wandb="off"), rt, {}, step=step)
 
 
 def log(tracker: Tracker, step: int) -> None:
@@ -184,7 +184,7 @@ def checkpoints(run_dir: Path, rt: Runtime) -> Checkpoints:
     return Checkpoints(run_dir, CONFIG, rt, None, None, None, RECIPE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("steps", "limit"), [(3, 2), pytest.param(4, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "limit"), [(3, 2), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_a_run_resumes_its_newest_promised_checkpoint_after_any_power_failure(
     disk: Path, tokenizer, steps: int, limit: int
 ) -> None:

@@ -22,12 +22,12 @@ MAX_SECONDS = 5.0
 "Of CPU, on a slow machine; most take some hundredths."
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
 BOMBS = {
-    "aliases": (f"a0: &a0 [lol]\n{LAUGHS}", "more than 5,000 values, aliases written out"),
-    "aliases in a known place": (f"x: &x {list(range(200))}\nmodel: {{scratch: {{a: [{'*x, ' * 60}]}}}}", "more than 5,000 values"),
+    "aliases": (f"a0: &a0 [lol]\n{LAUGHS}", "line 2: not valid YAML: an alias (*name) is not allowed: write the value out"),
+    "aliases in a known place": (f"x: &x {list(range(200))}\nmodel: {{scratch: {{a: [{'*x, ' * 60}]}}}}", "an alias (*name) is not allowed"),
     "20 MB of text": ("run: {dir: '" + "x" * 20_000_000 + "'}", "more than 64 KiB"),
     "a long text": ("run: {dir: '" + "x" * 20_000 + "'}", "run.dir: 20,000 characters, and a value has 10,000 at most"),
-    "20 MB of keys": ("".join(f"k{i}: 1\n" for i in range(2_000_000)), "more than 64 KiB"),
-    "20,000 values": ("a: [" + "1," * 20_000 + "]", "more than 5,000 values"),
+    "20 MB of keys": ("k: 1\n" * 4_000_000, "more than 64 KiB"),
+    "20,000 values": ("a: [" + "1," * 20_000 + "]", "a: is not a known key"),
     "nesting": ("a: " + "[" * 2_000 + "]" * 2_000, "nested more than 32 levels deep"),
     "nested mappings": ("a: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 32 levels deep"),
     "60 KB of brackets": ("[" * 60_000, "nested more than 32 levels deep"),
@@ -56,7 +56,7 @@ WORDS = {
     f"data.train.{'9' * 150}.path=x": "data.train is a list of 1",
     f"model.tokenizer={'x' * 100_000}": "a word of more than 10,000 characters",
     "model.tokenizer=" + "[" * 3000: "nested more than 32 levels deep",
-    "model.tokenizer=&a [*a]": "an alias that contains itself",
+    "model.tokenizer=&a [*a]": "an alias (*name) is not allowed",
     'model.tokenizer="a\\0b"': "a path cannot hold the character",
     "model.tokenizer=\udcff": "unreadable characters",
 }
@@ -119,19 +119,12 @@ def test_what_16_files_hold_together_is_bounded_too(tmp_path: Path) -> None:
     for i in range(1, 16):
         keys = "".join(f"k{i}_{j}{'x' * 180}: 1\n" for j in range(230))
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml\n{keys}")
-        (tmp_path / f"a{i}.yaml").write_text(
-            f"extends: a{i + 1}.yaml\nx{i}: &x [{'1, ' * 50}]\ny{i}: [{'*x, ' * 90}]\n"
-        )
     (tmp_path / "16.yaml").write_text(MINIMAL)
-    (tmp_path / "a16.yaml").write_text(MINIMAL)
     assert "2.yaml: more than 64 KiB together with the files that extend it" in refused(tmp_path / "1.yaml")
-    assert "a1.yaml: more than 5,000 values, with what it extends" in refused(tmp_path / "a1.yaml")
 
 
 def test_what_the_words_of_a_command_line_hold_together_is_bounded_too(recipe: Path) -> None:
     assert "more than 64 KiB of words" in refused(recipe, *[f"k{i}.x=[{'1,' * 4000}]" for i in range(10)])
-    aliases = "[&x [" + "1," * 50 + "]," + "*x," * 80 + "]"
-    assert "more than 5,000 values" in refused(recipe, *[f"k{i}={aliases}" for i in range(3)])
 
 
 def test_no_key_of_a_recipe_begins_a_line_of_its_own(recipe: Path) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sftkit.config.terminal import Level, TerminalHandler, print_text, visible
-from sftkit.runtime.script import VisibleConsole
+from sftkit.preflight.terminal import VisibleConsole
 
 STEERING = {
     "colour": ("\x1b[31m", r"\x1b[31m"),

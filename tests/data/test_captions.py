@@ -205,16 +205,12 @@ def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is
         images.read_image(str(tmp_path / "a.png"), SIZE)
 
 
-def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
     caption_folder(tmp_path, [])
-    for i in range(7):
-        (tmp_path / f"bad{i}.png").write_bytes(b"no picture")
-    names = [str(tmp_path / name) for name in ("gone.png", "a.png", *(f"bad{i}.png" for i in range(7)))]
-    with pytest.raises(
-        DataError, match=r"gone.png: .*No such file.*bad0.png: .*bad3.png: .*and 3 more.*8 of 9 pictures"
-    ) as told:
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    names = [str(tmp_path / name) for name in ("a.png", "bad.png")]
+    with pytest.raises(DataError, match=r"bad\.png: cannot be read as a picture: .*Repair it, or remove its rows"):
         images.load_images(names, "pixel_values", SIZE, tmp_path / "cache")
-    assert "bad4" not in str(told.value)
     assert not list((tmp_path / "cache").iterdir())
 
 

@@ -12,7 +12,7 @@ from conftest import GOLDEN
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.tokens import chat, sources, template
 from sftkit.data.types import Row
-from sftkit.errors import BadRowsError, ConfigError, DataError
+from sftkit.errors import ConfigError, DataError
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": {"type": "object"}}}
 SECOND_TOOL = {"type": "function", "function": {"name": "day", "parameters": {"type": "object"}}}
@@ -199,7 +199,7 @@ def test_a_source_with_such_rows_ends_the_run_or_counts_them(make, tmp_path: Pat
         data = DataConfig(train=(source,), on_bad_row=on_bad_row, cache_dir=str(tmp_path / "c"))  # type: ignore[arg-type]
         return sources.load_sources(data.train, data, sources.stage_rule("sft")(data, tokenizer, 100))
 
-    with pytest.raises((BadRowsError, ConfigError), match=r"a\.jsonl:2: tools: the chat template leaves out"):
+    with pytest.raises((DataError, ConfigError), match=r"a\.jsonl:2: tools: the chat template leaves out"):
         load("error")
     found = load("skip")
     assert (found.counts["a"]["skipped_bad"], len(found)) == (1, 1)

@@ -67,8 +67,7 @@ GOOD = {"a": "1", "b": "2"}
         ("1,2,", "wrong number of cells"),
         ('1, "2"', "malformed cells"),
         ('1,"2" inches', "malformed cells"),
-        ('1,2" and 3"', "malformed cells"),
-        ("1,2\0", "malformed cells"),
+        ('1,2" and 3"', {"a": "1", "b": '2" and 3"'}),
         ("1\r,2", "malformed cells"),
         ("\ufeffa,b", "repeated header"),
         (b"1,\xe9t\xe9", "not UTF-8"),
@@ -88,14 +87,12 @@ def test_a_csv_record_that_a_strict_reader_rejects_is_one_bad_row(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('a,b\n1,"2\n3,4\n5,6\n', r":2: a quotation mark is opened here and never closed"),
-        ('a,b\n1,"2\n3,4"5\n5,6\n', r":2: cell 2: a quotation mark"),
-        ("a;b\n1;2\n", r":1: the header has no comma, but a semicolon"),
-        ("a\tb\n1\t2\n", r":1: the header has no comma, but a tab"),
-        ("a,b,a\n1,2,3\n", r":1: several columns are named a$"),
-        ("a,,b\n1,2,3\n", r":1: column 2 of the header has no name"),
-        ("a,b,\n1,2,\n", r":1: column 3 of the header has no name"),
-        ("a, b\n1,2\n", r":1: ' b' in the header has spaces around the name"),
+        ('a,b\n1,"2\n3,4\n5,6\n', r":2: unexpected end of data\. Write a cell"),
+        ('a,b\n1,"2\n3,4"5\n5,6\n', r":2: ',' expected after '\"'\. Write a cell"),
+        ("a,b,a\n1,2,3\n", r":1: the header must name each column once, .* not 'a'$"),
+        ("a,,b\n1,2,3\n", r":1: the header must name each column once, .* not ''$"),
+        ("a,b,\n1,2,\n", r":1: the header must name each column once, .* not ''$"),
+        ("a, b\n1,2\n", r":1: the header must name each column once, .* not ' b'$"),
     ],
 )
 def test_a_csv_file_of_which_the_rows_are_not_certain_is_an_error(tmp_path: Path, content: str, reason: str) -> None:
@@ -240,7 +237,7 @@ def test_only_whole_names_are_left_out_of_a_folder_and_every_other_file_is_liste
     (tmp_path / "readme2.txt").write_text("readme2.txt")
     assert texts(tmp_path) == read_
     told = said(tmp_path)
-    assert told.startswith("train: 5 files; read as train, although its name has another split inside: web_dev.jsonl; ")
+    assert told.startswith("train: 5 files; ")
     assert told.endswith("left out: .x.jsonl, _old.jsonl, b.arrow, c.jsonl.zst, LICENSE and 5 more")
 
 
@@ -283,11 +280,6 @@ def test_a_split_of_another_name_is_that_of_its_shards_or_of_the_whole_name(tmp_
     assert texts(tmp_path, split="heldout") == ["heldout.jsonl"]
     with pytest.raises(ConfigError, match='no split "test" among train, train_gen, train_sft'):
         read(tmp_path, split="test")
-
-
-def test_files_of_the_same_name_are_named_since_they_may_be_copies(tmp_path: Path) -> None:
-    fill(tmp_path, "a.jsonl", "a.ndjson", "b.jsonl")
-    assert said(tmp_path) == "train: 3 files; several files of the same name, are they copies: a"
 
 
 def test_a_link_to_nothing_is_an_error_and_a_link_to_a_folder_is_listed(tmp_path: Path) -> None:
@@ -340,15 +332,13 @@ def test_a_downloaded_dataset_is_read_by_the_configurations_of_its_readme(snapsh
     assert texts(snapshot, subset="main") == ["main/a.jsonl", "main/test.jsonl"]
     assert texts(snapshot, subset="main", split="test") == ["held/a.jsonl", "held/b.jsonl"]
     assert texts(snapshot, subset="other") == ["other.jsonl"]
-    assert said(snapshot, subset="main") == (
-        "configuration main: train: 2 files, test: 2; left out: extra.jsonl, other.jsonl"
-    )
-    with pytest.raises(ConfigError, match=r"subset must name a configuration; its README\.md has main, other"):
+    with pytest.raises(ConfigError, match=r"subset must name a configuration of its README\.md: .*'main', 'other'"):
         read(snapshot)
-    with pytest.raises(ConfigError, match=r'no subset "third"; its README\.md has main, other'):
+    with pytest.raises(ConfigError, match=r"subset must name .*'third' not found.*'main', 'other'"):
         read(snapshot, subset="third")
-    with pytest.raises(ConfigError, match='no split "validation" in main, but test, train'):
+    with pytest.raises(ConfigError, match='no split "validation" among test, train'):
         read(snapshot, subset="main", split="validation")
+    assert len(texts(snapshot, subset="main", split="test[:1]")) == 1
 
 
 def test_an_offline_name_obeys_the_configurations_of_its_snapshot(
@@ -362,40 +352,8 @@ def test_an_offline_name_obeys_the_configurations_of_its_snapshot(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("took what its cache has"))
     monkeypatch.setattr(hub, "unavailable_reason", lambda *_: None)
     for find in (find_source, hub.check_dataset):  # the second before anything is loaded
-        with pytest.raises(ConfigError, match=r"subset must name a configuration; its README\.md has main, other"):
+        with pytest.raises(ConfigError, match=r"subset must name a configuration of its README\.md: .*'main', 'other'"):
             find(SourceConfig(path="org/name"))
-
-
-def test_the_default_configuration_is_the_one_that_is_marked_or_named_so(snapshot: Path) -> None:
-    readme = snapshot / "README.md"
-    readme.write_text(
-        CONFIGS.replace("config_name: other", "config_name: other\n  default: true"), encoding="utf-8-sig"
-    )
-    assert texts(snapshot) == ["other.jsonl"]
-    readme.write_text(CONFIGS.replace("config_name: other", "config_name: default").replace("\n", "\r\n"))
-    assert texts(snapshot) == ["other.jsonl"]
-    readme.write_text("---\nconfigs:\n- config_name: one\n  data_dir: held\n---\n")
-    assert texts(snapshot) == ["held/a.jsonl", "held/b.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        (("main/*.jsonl", "gone/*.jsonl"), r"split train has nothing that matches gone/\*\.jsonl"),
-        (("main/*.jsonl", "../*.jsonl"), r"\.\./\*\.jsonl leads out of the folder"),
-        (("main/*.jsonl", "hf://datasets/a/b/c.jsonl"), r"leads out of the folder"),
-        (("path: main/*.jsonl", "file: 3"), r"data_files is not a path"),
-        (("- config_name: main", "- config_name: main\n  sep: ';'"), r"sets sep in the configuration main"),
-        (("configs:\n- config_name: main", "configs:\n- name: main"), r"its configs cannot be read: KeyError"),
-        (("license: mit", "license: [mit"), r"its configs cannot be read"),
-    ],
-)
-def test_configurations_that_cannot_be_obeyed_are_an_error(
-    snapshot: Path, changed: tuple[str, str], reason: str
-) -> None:
-    (snapshot / "README.md").write_text(CONFIGS.replace(*changed))
-    with pytest.raises((ConfigError, DataError), match=reason):
-        read(snapshot, subset="main")
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------

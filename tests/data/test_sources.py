@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import logging
 import os
 import pickle
 import shutil
-import socket
 import time
 import tracemalloc
 from dataclasses import replace
@@ -23,7 +21,7 @@ from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import types
-from sftkit.data.reading import origin, rows, store
+from sftkit.data.reading import origin, rows
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.data.types import Examples
@@ -262,21 +260,13 @@ def test_broken_lines(tmp_path, load, caplog):
     for read in (load, texts, partial(load, num_proc=2)):
         with pytest.raises(DataError) as refused:
             read(path)
-        told = str(refused.value).split("\n  ")
-        assert told[0].startswith(f"{path}:2: not JSON: ")
-        assert told[1].startswith(f"{path}:3: the row is a list")
-        assert told[2].startswith(f"{path}:4: columns x are none of the accepted ones")
-        assert told[2].endswith("...")
-        assert [line.partition(": ")[0] for line in told[3:5]] == [f"{path}:5", f"{path}:6"]
-        assert told[5:] == ["(fix them, or skip and count all such rows with data.on_bad_row=skip)"]
+        assert str(refused.value).startswith(f"{path}:2: not JSON: ")
+        assert str(refused.value).endswith(" (fix the row, or skip and count all such rows with data.on_bad_row=skip)")
         other_rank = pickle.loads(pickle.dumps(refused.value))
         assert (str(other_rank), other_rank.reason) == (str(refused.value), "not JSON")
         with pytest.raises(DataError, match=f"^{path}:2: not JSON") as renamed, flags_named():
             raise refused.value
         assert str(renamed.value) == str(refused.value)
-    write_lines(path, ['{"text": "fine"}'] * 200 + ['{"x": 1}'] * 300)
-    with pytest.raises(DataError, match=rf"^{path}:201: [\s\S]*{path}:205: [\s\S]*\n  and 295 more bad rows\n"):
-        load(path)
     write_lines(path, ['{"text": "fine"}', '{"text": "bro', "[1]", '{"x": 1}', '"text"', "null"])
     with caplog.at_level(logging.WARNING):
         examples = load(path, on_bad_row="skip")
@@ -586,20 +576,16 @@ def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp_path, load):
     target = tmp_path / "cache" / "key"
-    mine, theirs, old, new = (target.with_name(f".{name}.tmp") for name in ("mine", "theirs", "old", "new"))
-    for folder in (mine, theirs, old, new):
+    old, new = (target.with_name(f".{name}.tmp") for name in ("old", "new"))
+    for folder in (old, new):
         folder.mkdir(parents=True)
         (folder / "ids.npy").write_bytes(b"x" * 100)
-    (mine / store.WRITING).write_text(socket.gethostname() + "\n")
-    (theirs / store.WRITING).write_text(socket.gethostname() + "\n")
     (tmp_path / "cache" / ".images.tmp").write_text("x")
     for path in (old, old / "ids.npy", tmp_path / "cache" / ".images.tmp"):
         os.utime(path, (0, 0))
     examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)), cache_dir=str(tmp_path / "other"))
-    with (theirs / store.WRITING).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        sources.save_cached_examples(target, examples)
-    assert {path.name for path in target.parent.iterdir()} == {"key", theirs.name, new.name}
+    sources.save_cached_examples(target, examples)
+    assert {path.name for path in target.parent.iterdir()} == {"key", new.name}
 
 
 def test_counting_targets_takes_less_memory_than_the_tokens(monkeypatch):

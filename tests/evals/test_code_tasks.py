@@ -15,7 +15,7 @@ from helpers import SHARED_DATA
 from sftkit.config.tables import CODE
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.task import Question, Task
+from sftkit.evals.results import Question, Task
 from sftkit.evals.tasks import code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.generation.repl import Answer

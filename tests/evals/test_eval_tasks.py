@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import subprocess
 import sys
 from collections import Counter
@@ -20,13 +19,13 @@ from sftkit.config.tables import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.data.reading import origin
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.task import Choices, Likelihoods
+from sftkit.evals.results import Choices, Likelihoods
 from sftkit.evals.tasks import answers
 from sftkit.evals.tasks.data import DatasetSplit, read_split
 from sftkit.generation.repl import Answer
 
 EVAL = SHARED_DATA / "eval"
-OURS = tuple(name for name in TASKS if name not in (*CODE, "ifeval"))
+OURS = tuple(name for name in TASKS if name not in CODE)
 
 
 def arc_row(i: int, labels: str = "ABCD", answer: str = "B") -> dict[str, Any]:
@@ -155,17 +154,6 @@ def asked_hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def test_truthfulqa_reads_the_columns_of_the_hub(asked_hub: dict[str, Any]) -> None:
-    targets = {"choices": ["no", "yes", "never"], "labels": [1, 0, 0]}
-    many = {"choices": ["no", "not so", "yes"], "labels": [1, 1, 0]}
-    asked_hub["rows"] = [{"question": "Is it?", "mc1_targets": targets, "mc2_targets": many}]
-    (mc1,) = tasks.load_task("truthfulqa_mc1").examples
-    (mc2,) = tasks.load_task("truthfulqa_mc2").examples
-    assert (mc1.continuations, mc1.gold) == ((" no", " yes", " never"), (0,))
-    assert (mc2.continuations, mc2.gold) == ((" no", " not so", " yes"), (0, 1))
-    assert set(asked_hub["asked"]) == {("truthfulqa/truthful_qa", "multiple_choice", "validation")}
-
-
 def test_labels_are_read_as_numbers_texts_and_truth_values(asked_hub: dict[str, Any], tmp_path: Path) -> None:
     activity = {"activity_label": "Cooking", "ctx_a": "A man cooks.", "ctx_b": "he", "endings": [*"abcd"], "label": "3"}
     asked_hub["rows"] = [activity]
@@ -220,14 +208,17 @@ def test_shots_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "mmlu_dev.jsonl", [mmlu_row("law", 0), *(mmlu_row("art", i) for i in range(5))])
     with pytest.raises(ConfigError, match=r"eval\.shots: 2.*1 rows of law"):
         tasks.load_task("mmlu", str(tmp_path), shots=2)
-    write(tmp_path / "truthfulqa.jsonl", [{"Question": "?", "Best Answer": "a", "Incorrect Answers": "b"}])
-    with pytest.raises(ConfigError, match=r"truthfulqa_mc1 has a fixed prompt"):
-        tasks.load_task("truthfulqa_mc1", str(tmp_path), shots=5)
+    with pytest.raises(ConfigError, match=r"humaneval has a fixed prompt"):
+        tasks.load_task("humaneval", str(tmp_path), shots=5)
 
 
 def test_wrong_names_and_settings_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r'Did you mean "hellaswag"\?'):
         tasks.check_names(EvalConfig(tasks=("helaswag",)))
+    for name in ("ifeval", "truthfulqa_mc1", "truthfulqa_mc2"):
+        with pytest.raises(ConfigError, match=rf'"{name}" is not one of .* For others set eval.backend to lm_eval'):
+            tasks.check_names(EvalConfig(tasks=(name,)))
+        tasks.check_names(EvalConfig(tasks=(name,), backend="lm_eval"))
     with pytest.raises(ConfigError, match=r"eval\.format.*completion, chat"):
         tasks.load_task("mmlu", format="letters")
     with pytest.raises(ConfigError, match=r"eval\.shots: -1"):
@@ -251,20 +242,6 @@ def test_a_chat_shows_lettered_options_and_shots_as_earlier_turns(tmp_path: Path
     assert (example.continuations, example.gold) == (("A", "B", "C"), (2,))
     assert task.judge([example], [likelihoods(-2, -3, -1)]) == [{"acc": 1.0}]
     assert (task.metric, task.chance) == ("acc", pytest.approx(1 / 3))
-
-
-def test_letters_of_truthfulqa_do_not_give_the_answer_away(tmp_path: Path) -> None:
-    wrong = "; ".join(f"wrong {i}" for i in range(4))
-    row = {"Question": "?", "Best Answer": "true", "Correct Answers": "true; right;", "Incorrect Answers": wrong}
-    write(tmp_path / "truthfulqa.jsonl", [row] * 60)
-    for name, right in (("truthfulqa_mc1", ["true"]), ("truthfulqa_mc2", ["right", "true"])):
-        task, again = (tasks.load_task(name, str(tmp_path), format="chat") for _ in range(2))
-        assert task.examples == again.examples
-        first = Counter(example.gold[0] for example in task.examples)
-        assert len(first) >= 4
-        for example in task.examples:
-            lines = dict(line.split(". ") for line in example.prompt[0]["content"].split("\n")[2:-2])
-            assert sorted(lines["ABCDEF"[i]] for i in example.gold) == right
 
 
 def test_problems_of_gsm8k_are_turns_and_any_form_of_the_right_number_counts(tmp_path: Path) -> None:
@@ -303,20 +280,13 @@ def test_numbers_are_read_with_sign_dollars_and_commas(text: str, number: float 
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
-def test_acc_norm_divides_by_characters_and_mc2_is_a_share_of_probability(tmp_path: Path) -> None:
+def test_acc_norm_divides_by_characters(tmp_path: Path) -> None:
     row = {"goal": "G", "sol1": "ab", "sol2": "abcdefgh", "label": 1}
     write(tmp_path / "piqa_validation.jsonl", [row, {**row, "label": 0}])
     task = tasks.load_task("piqa", str(tmp_path))
     given = [likelihoods(-2.0, -3.0)] * 2
     assert task.judge(task.examples, given) == [{"acc": 0.0, "acc_norm": 1.0}, {"acc": 1.0, "acc_norm": 0.0}]
     assert (task.metric, task.chance) == ("acc_norm", 0.5)
-    row = {"Question": "?", "Correct Answers": "a; b", "Incorrect Answers": "c", "Best Answer": "a"}
-    write(tmp_path / "truthfulqa.jsonl", [row])
-    mc2 = tasks.load_task("truthfulqa_mc2", str(tmp_path))
-    for shift in (0.0, -5000.0):  # too unlikely for exp()
-        (mark,) = mc2.judge(mc2.examples, [likelihoods(*(math.log(p) + shift for p in (0.2, 0.1, 0.3)))])
-        assert mark == pytest.approx({"mc2": 0.5})
-    assert mc2.chance == pytest.approx(2 / 3)
 
 
 @pytest.mark.skipif(not EVAL.is_dir(), reason="needs the published rows")
@@ -335,6 +305,6 @@ def test_what_a_recipe_knows_of_the_metrics_of_a_task_is_what_it_is_judged_by(na
 
 
 def test_naming_and_importing_tasks_does_not_import_torch() -> None:
-    modules = ", ".join(f"sftkit.evals.tasks.{name}" for name in ("choices", "answers", "code", "ifeval"))
+    modules = ", ".join(f"sftkit.evals.tasks.{name}" for name in ("choices", "answers", "code"))
     program = f"import sys, {modules}; assert sftkit.evals.tasks.MODULES; assert not {{'torch', 'datasets'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

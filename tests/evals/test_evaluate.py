@@ -20,9 +20,18 @@ from sftkit.data.demo import builtin
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.evals import harness, results
-from sftkit.evals.results import Result, centred_mean, interval, values_of
+from sftkit.evals.results import (
+    Choices,
+    ExampleScores,
+    Likelihoods,
+    Question,
+    Result,
+    Task,
+    centred_mean,
+    interval,
+    values_of,
+)
 from sftkit.evals.suite import Suite, load_tasks
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.evals.tasks.answers import heldout
 from sftkit_sandbox.programs import check_sandbox
 
@@ -30,10 +39,7 @@ WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
 
 def choose(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
-    return [
-        {"acc": float(max(g.sums) == g.sums[a.gold[0]]), "inst": [1.0, 0.0]}
-        for a, g in zip(examples, outputs, strict=True)
-    ]
+    return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(examples, outputs, strict=True)]
 
 
 def choices_task() -> Task[Choices, Likelihoods]:
@@ -120,10 +126,9 @@ def test_the_suite_logs_values_and_writes_every_example_of_a_step(tmp_path: Path
     )  # fmt: skip
     values, samples = suite.evaluate(500)
     assert set(values) == {
-        *("eval/words/acc", "eval/words/inst", "eval/words/low", "eval/words/high"),
+        *("eval/words/acc", "eval/words/low", "eval/words/high"),
         *("eval/then/exact_match", "eval/then/low", "eval/then/high", "eval/centred_mean"),
     }
-    assert values["eval/words/inst"] == 0.5
     assert samples[0].keys() == {"prompt", "reference", "answer", "stop"}
     folder = tmp_path / "evals" / "step-000500"
     words, then = json.loads((folder / "results.json").read_text())
@@ -196,13 +201,11 @@ def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> No
     rows = [{"goal": f"go {i}", "sol1": "walk", "sol2": "sit", "label": i % 2} for i in range(6)]
     for name in ("piqa_validation", "piqa_train"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    row = {"question": "Why?", "mc1_targets": {"choices": ["a", "b"], "labels": [1, 0]}}
-    (tmp_path / "truthfulqa.jsonl").write_text(json.dumps(row))
-    config = EvalConfig(tasks=("piqa", "truthfulqa_mc1", "families"), shots=2, data=str(tmp_path))
+    config = EvalConfig(tasks=("piqa", "families"), shots=2, data=str(tmp_path))
     found = load_tasks(config, tokenizer, cpu_runtime())
-    assert [task.settings["shots"] for task in found] == [2, 0, 0]
-    with pytest.raises(ConfigError, match=r"shots: 2: no task here takes shots \(truthfulqa_mc1\)"):
-        load_tasks(replace(config, tasks=("truthfulqa_mc1",)), tokenizer, cpu_runtime())
+    assert [task.settings["shots"] for task in found] == [2, 0]
+    with pytest.raises(ConfigError, match=r"shots: 2: no task here takes shots \(families\)"):
+        load_tasks(replace(config, tasks=("families",)), tokenizer, cpu_runtime())
 
 
 def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, monkeypatch) -> None:

@@ -144,7 +144,7 @@ def test_a_source_may_name_its_split() -> None:
 def test_messages_of_the_script_name_its_flags(tokenizer) -> None:
     for settings, text in (
         ({"tasks": ("humaneval",)}, "--allow-code-execution: needed by humaneval"),
-        ({"tasks": ("ifeval",), "shots": 5}, r"--shots: 5: no task here takes shots \(ifeval\): leave it out"),
+        ({"tasks": ("families",), "shots": 5}, r"--shots: 5: no task here takes shots \(families\): leave it out"),
         ({"tasks": ("piqa",), "data": "/nowhere"}, "--data /nowhere: no such folder"),
         ({"tasks": ("piqa",), "backend": "lm_eval", "max_new_tokens": 3}, "--max-new-tokens: lm_eval's tasks have"),
         ({"tasks": ("mmul",)}, 'tasks: "mmul" is not one of .*set --backend to lm_eval|Did you mean'),

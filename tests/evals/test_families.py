@@ -8,7 +8,7 @@ import pytest
 
 from sftkit.data.demo import builtin
 from sftkit.evals import results, tasks
-from sftkit.evals.task import Question, Task
+from sftkit.evals.results import Question, Task
 from sftkit.generation.repl import Answer
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from helpers import SHARED_DATA
 
 from sftkit.config.tables import TASKS
 from sftkit.evals import tasks
-from sftkit.evals.task import Choices, Likelihoods, Question, Task
+from sftkit.evals.results import Choices, Likelihoods, Question, Task
 from sftkit.generation.repl import Answer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -37,7 +36,7 @@ EXAMPLES = 12
 CASES = [
     *(("mmlu", 0), ("mmlu", 5), ("arc_easy", 0), ("arc_easy", 25), ("arc_challenge", 0), ("arc_challenge", 25)),
     *(("hellaswag", 0), ("hellaswag", 10), ("piqa", 0), ("piqa", 3), ("openbookqa", 0), ("openbookqa", 3)),
-    *(("boolq", 0), ("boolq", 3), ("truthfulqa_mc1", 0), ("truthfulqa_mc2", 0), ("gsm8k", 0), ("gsm8k", 5)),
+    *(("boolq", 0), ("boolq", 3), ("gsm8k", 0), ("gsm8k", 5)),
 ]
 YAML = {
     "arc_easy": "arc/arc_easy.yaml",
@@ -46,15 +45,12 @@ YAML = {
     "piqa": "piqa/piqa.yaml",
     "openbookqa": "openbookqa/openbookqa.yaml",
     "boolq": "super_glue/boolq/default.yaml",
-    "truthfulqa_mc1": "truthfulqa/truthfulqa_mc1.yaml",
-    "truthfulqa_mc2": "truthfulqa/truthfulqa_mc2.yaml",
     "gsm8k": "gsm8k/gsm8k.yaml",
     **{f"mmlu_{subject}": f"mmlu/default/mmlu_{subject}.yaml" for subject in SUBJECTS},
 }
 METRICS = {
     "acc": "acc",
     "acc_norm": "acc_norm",
-    "mc2": "acc",
     "exact_match": "exact_match,strict-match",
     "exact_match_flexible": "exact_match,flexible-extract",
 }
@@ -98,10 +94,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     made["openbookqa"]["validation"] = made["openbookqa"]["test"]
     for name in ("arc_easy", "arc_challenge"):
         made[name]["validation"] = made[name]["train"]
-    truthful = _rows("truthfulqa")[:EXAMPLES]
-    _write(ours / "truthfulqa.jsonl", truthful)
-    for name in ("truthfulqa_mc1", "truthfulqa_mc2"):
-        made[name] = {"validation": _write(theirs / f"{name}.jsonl", list(map(_targets, truthful)))}
     for split, count in (("test", EXAMPLES // len(SUBJECTS)), ("dev", 5)):
         of_subject = {s: [r for r in _rows(f"mmlu_{split}") if r["subject"] == s][:count] for s in SUBJECTS}
         _write(ours / f"mmlu_{split}.jsonl", [row for rows in of_subject.values() for row in rows])
@@ -118,16 +110,6 @@ def _rows(name: str) -> list[dict[str, Any]]:
 def _write(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def _targets(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of TruthfulQA's CSV in the columns of the hub."""
-    right, wrong = (re.split(r"\s*;\s*", row[f"{which} Answers"].strip(" ;")) for which in ("Correct", "Incorrect"))
-    return {
-        "question": row["Question"],
-        "mc1_targets": {"choices": [row["Best Answer"], *wrong], "labels": [1, *[0] * len(wrong)]},
-        "mc2_targets": {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)},
-    }
 
 
 @cache

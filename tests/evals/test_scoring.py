@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from sftkit.errors import DataError
 from sftkit.evals import scoring
+from sftkit.evals.results import Choices
 from sftkit.evals.scoring import encode_continuation, score
-from sftkit.evals.task import Choices
 from sftkit.generation import decode
 from sftkit.generation.decode import Batching
 from sftkit.models.structure import output_projection

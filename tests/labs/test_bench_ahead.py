@@ -140,11 +140,11 @@ def test_a_run_that_fails_or_takes_too_long_does_not_let_the_next_one_begin_earl
     bad = stand_in_run("bad", 0, set={"train.resume_changes": ["no number", "hung"]})
     runs = [bad, stand_in_run("hung", 60, "good"), stand_in_run("good", 0.1)]
     started = time.time()
-    results = bench(write_plan(tmp_path, runs=runs, timeout_seconds=8), tmp_path / "out", ahead=True)["runs"]
+    results = bench(write_plan(tmp_path, runs=runs, timeout_seconds=5), tmp_path / "out", ahead=True)["runs"]
     assert "ValueError" in results[0]["error"]
-    assert results[1]["error"] == "not done after 8 s"
+    assert results[1]["error"] == "not done after 5 s"
     assert results[2]["error"] is None
-    assert results[2]["begun"] > started + 8
+    assert results[2]["begun"] > started + 5
     assert not [name for name in ("bad", "hung", "good") if psutil.pid_exists(pid_of(tmp_path / "out" / name))]
 
 
@@ -295,10 +295,13 @@ def test_runs_started_ahead_with_and_without_a_launcher_train_as_without_the_fla
         "compile": {"enabled": False},
         "optim": {"name": "adamw", "lr": 1e-3},
     }
-    plan = write_plan(tmp_path, runs=[*runs, {"name": "three", "model": "tiny"}], defaults=defaults)
-    plain, ahead = (bench(plan, tmp_path / str(flag), ahead=flag)["runs"] for flag in (False, True))
-    assert [run["error"] for run in [*plain, *ahead]] == [None] * 6
-    assert [run["losses"] for run in ahead] == [run["losses"] for run in plain]
+    plan = write_plan(tmp_path, runs=runs, defaults=defaults)
+    plain = bench(plan, tmp_path / "False")["runs"]
+    again = {"name": "three", "model": "tiny"}  # the first one has nothing to be started ahead of
+    plan = write_plan(tmp_path, runs=[*runs, again], defaults=defaults)
+    ahead = bench(plan, tmp_path / "True", ahead=True)["runs"]
+    assert [run["error"] for run in [*plain, *ahead]] == [None] * 5
+    assert [run["losses"] for run in ahead] == [run["losses"] for run in (*plain, plain[0])]
     assert [run["world_size"] for run in ahead] == [1, 2, 1]
     folders = [tmp_path / "True" / name for name in ("one", "two", "three")]
     for before, after in itertools.pairwise(folders):

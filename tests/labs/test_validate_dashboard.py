@@ -48,4 +48,4 @@ def test_runs_that_failed_have_no_speed_up_and_no_dashboard_is_no_line(tmp_path:
     result = judged(result_of(trio(), error="out of memory"))
     assert speeds_of(result) == []
     assert "validate/speedup" not in values(result["verdicts"], [])
-    assert send_result(result, tmp_path, LogConfig(tracker="none")) is None
+    assert send_result(result, tmp_path, LogConfig(wandb="off")) is None

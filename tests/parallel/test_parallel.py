@@ -28,7 +28,10 @@ from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
 
-SLOW = ("lora context", "llama fsdp2, lean", "llama tensor", "qwen3 fsdp2", "llama pipeline, checkpointing")
+SLOW = (
+    *("lora context", "frozen ddp", "frozen context", "frozen tensor"),
+    *("llama fsdp2, lean", "llama pipeline, checkpointing"),
+)
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)

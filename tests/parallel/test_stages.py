@@ -13,7 +13,6 @@ from sftkit.config.topology import HEAD_SHARE, Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.plan import shape_of
-from sftkit.models.structure import Work, stage_flops, train_flops
 from sftkit.parallel.stages import layers_of_stages
 
 
@@ -86,16 +85,6 @@ def test_models_that_have_no_such_stages_are_refused() -> None:
         layers_of_stages(tiny_llama(layers=1), pipeline(), 2)
     with pytest.raises(ConfigError, match="some layers of this model have a sliding window and some have none"):
         layers_of_stages(tiny_qwen3_with_windows(), pipeline(), 2)
-
-
-def test_the_flops_of_stages_add_up_to_those_of_the_model() -> None:
-    work = Work(1000, 300, 6 * 12_000)
-    flops = stage_flops(tiny_llama(layers=6), work, (3, 2, 1))
-    assert sum(flops) == pytest.approx(train_flops(tiny_llama(layers=6), work))
-    # Two layers are what a model of six has more than one of four, attention included; the head is the rest.
-    fewer = train_flops(tiny_llama(layers=4), replace(work, layer_pairs=4 * 12_000))
-    assert flops[1] == pytest.approx(sum(flops) - fewer, rel=1e-3)  # which counts the final norm with the layers
-    assert flops[2] - flops[1] / 2 == pytest.approx(train_flops(tiny_llama(layers=6), Work(0, 300, 0)))
 
 
 def setup(**changes: Any) -> EstimateInputs:

@@ -22,7 +22,7 @@ from sftkit.config.commands import program_path
 from sftkit.config.load import read_config
 from sftkit.config.tables import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.data.demo.builtin import FAMILIES
-from sftkit.data.reading import findings, readers
+from sftkit.data.reading import readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.preflight import inputs
@@ -293,7 +293,6 @@ def test_rows_that_a_slice_leaves_out_are_not_looked_at(here: Path) -> None:
     for fine in ("train[1:2]", "train[50%:]", "train[-2:-1]"):
         assert problems(rows, f"data.train.0.split='{fine}'") == [], fine
     assert "rows.jsonl:1: columns x" in refused(rows)
-    assert "\n  rows.jsonl:3: columns x" in refused(rows)
     assert "rows.jsonl:1: columns x" in refused(rows, "data.train.0.split='train[0%:90%]'")
     assert "rows.jsonl:3: columns x" in refused(rows, "data.train.0.split='train[1:]'")
     assert problems(rows, "data.train.0.split='train[1:]'", "data.train.0.max_rows=1") == []
@@ -319,36 +318,9 @@ def test_one_bad_row_among_good_ones_is_refused_with_what_can_be_done_about_it(h
     assert f"({advice} data.on_bad_row=skip)" in refused(rows)
     write(here / "rows.jsonl", answers_nothing, CHAT)
     assert f"({advice} data.on_bad_row=skip)" in refused(rows)
-    write(here / "rows.jsonl", answers_nothing)  # none would be left
+    write(here / "rows.jsonl", CHAT, {"x": 1})  # wrong columns are those of most rows
+    assert refused(rows).startswith("data.train.0.path: rows.jsonl:2: columns x")
     assert advice not in refused(rows)
-
-
-def test_several_bad_rows_are_told_together(here: Path) -> None:
-    broken = (here / "rows.jsonl").write_text
-    good = json.dumps(CHAT)
-    lines = [good] * 300
-    lines[2], lines[6], lines[250] = '{"messages": [', '{"messages": }', '{"x": 1}'
-    broken("\n".join(lines))
-    told = refused("data.train.0.path=rows.jsonl").split("\n  ")
-    assert told[0].startswith("data.train.0.path: rows.jsonl:3: not JSON: ")
-    assert told[1].startswith("rows.jsonl:7: not JSON: ")
-    assert told[2].startswith("rows.jsonl:251: columns x are none of the accepted ones: ")
-    assert told[2].endswith("...")
-    assert len(told) == 3  # wrong columns are not advised to be skipped
-    broken("\n".join([good, *['{"messages": ['] * 20, good]))
-    told = refused("data.train.0.path=rows.jsonl").split("\n  ")
-    assert [line.partition(":")[2].partition(":")[0] for line in told[1:5]] == ["3", "4", "5", "6"]
-    assert told[5:] == [
-        "and 15 more bad rows",
-        "(fix them, or skip and count all such rows with data.on_bad_row=skip)",
-    ]
-
-
-def test_bad_rows_are_looked_for_no_longer_than_a_second(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "MAX_LOOKAHEAD_SECONDS", 0.0)
-    (here / "rows.jsonl").write_text("\n".join([json.dumps(CHAT), *["{"] * 20]))
-    told = refused("data.train.0.path=rows.jsonl").split("\n  ")
-    assert told[1] == "rows after rows.jsonl:2 were not looked at"
 
 
 def test_a_folder_of_pictures_alone_is_told_what_it_lacks(here: Path) -> None:
@@ -373,15 +345,13 @@ def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> No
         assert problems(*words) == []
 
 
-def test_of_a_large_json_list_the_beginning_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_json_value_is_left_to_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONGEST_RECORD", 300)
     monkeypatch.setattr(inputs, "SMALL_BYTES", 0)
     monkeypatch.setattr(readers, "LONGEST_JSON", 0)  # of which reading it as a whole would be an error
     path = here / "rows.json"
     path.write_text(json.dumps([CHAT] * 50))
     assert problems("data.train.0.path=rows.json") == []
-    path.write_text(json.dumps([CHAT, {"x": "ü"}, *[CHAT] * 50]))
-    assert "rows.json[1]: columns x" in refused("data.train.0.path=rows.json")
     path.write_text(json.dumps({"data": [CHAT] * 50}))
     assert problems("data.train.0.path=rows.json") == []
 
@@ -604,21 +574,9 @@ def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_ch
 
 
 @pytest.mark.parametrize("key", ["data.train.0.path", "model.path"])
-def test_wildcards_are_told_to_be_none_with_what_they_would_match(here: Path, key: str) -> None:
-    for name in ("a", "b", "c", "d"):
-        write(here / f"{name}.jsonl", CHAT)
-    (here / "chats").mkdir()
-    write(here / "chats" / "x.jsonl", CHAT)
-
-    def told(path: str) -> str:
-        return refused(*of_model(path)) if key == "model.path" else refused(f"{key}={path}")
-
-    assert "Wildcards are not expanded: name a folder, such as chats, or a file; chats/x.jsonl would match." in told(
-        "chats/*"
-    )
-    assert "a.jsonl, b.jsonl, c.jsonl and others would match." in told("./?.jsonl")
-    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/*.parquet")
-    assert "and nothing would match; in chats there are chats/x.jsonl." in told("chats/deep/*/er.jsonl")
+def test_wildcards_are_told_to_be_none(here: Path, key: str) -> None:
+    words = of_model("chats/*") if key == "model.path" else (f"{key}=chats/*",)
+    assert "Wildcards are not expanded: name a folder or a file." in refused(*words)
 
 
 @pytest.mark.parametrize(

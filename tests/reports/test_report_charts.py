@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from sftkit.reports.charts import Series, ValueAxis, figure, histogram, interval_chart, line_chart
+from sftkit.reports.charts import Series, ValueAxis, figure, histogram, line_chart
 from sftkit.reports.collect import thin
-from sftkit.reports.details import experts, load_of
 from sftkit.reports.values import axis_texts, duration, el, format_value, log_ticks, ticks
 
 
@@ -59,21 +58,6 @@ def test_every_bar_of_the_histogram_says_its_range_and_count() -> None:
     assert histogram([0, 1], [3, 4], {}, "tokens", "lengths") is None
 
 
-def test_a_value_below_zero_has_its_place_left_of_the_zero_of_the_axis() -> None:
-    def row(name: str, value: float) -> dict[str, object]:
-        return {"name": name, "value": value, "low": value - 0.1, "high": value + 0.1, "chance": 0.25}
-
-    def places(*values: float) -> list[float]:
-        drawing = str(interval_chart([row(f"task {value}", value) for value in values], "tasks"))
-        assert min(float(x) for x in re.findall(r'x1="([-\d.]+)"', drawing)) >= 138
-        return [float(x) for x in re.findall(r'cx="([\d.]+)"', drawing)]
-
-    for worst in (-0.04, -0.3, -1.5):
-        below, zero, above = places(worst, 0.0, 0.6)
-        assert 150 <= below < zero < above
-    assert places(0.0, 1.0) == [150.0, 340.0]  # without one the axis is that of shares
-
-
 def test_of_two_runs_no_line_shares_its_class_with_another() -> None:
     points = [(step, float(step)) for step in range(1, 40)]
     lines = [Series(f"{run} {i}", points, i, other) for run, other in (("a", False), ("b", True)) for i in range(2)]
@@ -94,14 +78,3 @@ def test_numbers_read_well() -> None:
     ]
     assert [duration(v) for v in (4.25, 61, 7384, 3599.9)] == ["4.2 s", "1 min 01 s", "2 h 03 min", "1 h 00 min"]
     assert el("b", "<i>", title='"') == '<b title="&#34;">&lt;i&gt;</b>'
-
-
-def test_the_load_of_experts_is_a_cell_for_each_and_nonsense_is_nothing() -> None:
-    found = load_of({"step": 40, "load": [[1.5, 0.5, 1.0], [3.0, 0.0, 0.0]]})
-    drawing = str(experts({"experts": found}))
-    assert drawing.count("<rect") == 6
-    assert "layer 2 of those with experts, expert 0: 3" in drawing
-    assert "as of step 40" in drawing
-    assert experts({"experts": load_of({})}) is None
-    for odd in ({"load": [[1.0], [1.0, 2.0]]}, {"load": [["x"]]}, {"load": [[]]}, {"load": 3}):
-        assert load_of(odd) == {}

@@ -11,8 +11,7 @@ import pytest
 from made_run import make_run
 
 from sftkit.reports.card import model_card
-from sftkit.reports.collect import gather_report
-from sftkit.reports.compare import compare_curves, speed_words
+from sftkit.reports.collect import compare_curves, gather_report, speed_words
 from sftkit.reports.page import render_report
 from sftkit.reports.values import duration
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -25,8 +21,7 @@ from forked import in_fork
 from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError, RunDirError
-from sftkit.rundir import lock
-from sftkit.rundir.lock import Holder, pid_scope, process_start, read_holder, take_lock
+from sftkit.rundir.lock import Holder, at_work, pid_scope, process_start, read_holder, take_lock
 from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
@@ -58,15 +53,6 @@ def end(child: int) -> None:
 def record(run_dir: Path, holder: Holder) -> None:
     run_dir.mkdir(exist_ok=True)
     (run_dir / LOCK).write_text(json.dumps(asdict(holder)))
-
-
-@pytest.fixture
-def no_flock(monkeypatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 0.05)
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
@@ -151,86 +137,30 @@ def test_a_process_that_ends_at_once_releases_its_lock(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK).exists()
 
 
-@pytest.mark.usefixtures("no_flock")
-def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Path) -> None:
-    held = take_lock(tmp_path)
-    assert in_fork(lambda: take_lock(tmp_path)) == 3
-    held.release()
-    assert not (tmp_path / LOCK).exists()
-    gone = in_fork_id()
-    for dead in (replace(ME, pid=gone), replace(ME, after_boot=ME.after_boot - 100)):
+def test_a_file_system_without_flock_is_rejected_with_what_to_do_and_nothing_stays_open(tmp_path, monkeypatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = psutil.Process().num_fds()
+    with pytest.raises(ConfigError, match=r"no file locks \(flock: No locks available\).*another disk"):
+        take_lock(tmp_path / "run")
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_recorded_holder_lives_while_its_process_does_and_not_when_a_later_one_has_its_id(tmp_path: Path) -> None:
+    assert at_work(tmp_path) is False
+    record(tmp_path, ME)
+    assert at_work(tmp_path) is True
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    for dead in (replace(ME, pid=child), replace(ME, after_boot=ME.after_boot - 100)):
         record(tmp_path, dead)
-        take_lock(tmp_path).release()
+        assert at_work(tmp_path) is False
     record(tmp_path, replace(ME, processes="pid:[1]"))
-    with pytest.raises(ConfigError, match=r"cannot be seen from here.*remove .*\.lock"):
-        take_lock(tmp_path)
-
-
-def slow_down(monkeypatch, name: str, draw: random.Random, slowest: float) -> None:
-    """Let a function of the lock pause before it does anything."""
-    do = getattr(lock, name)
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(draw.uniform(0, slowest))
-        return do(*args, **kwargs)
-
-    monkeypatch.setattr(lock, name, slow)
-
-
-def taken_by(folder: Path, starts: int, monkeypatch, slowest: float) -> list[int]:
-    """Of starts at a time, each of which pauses before every file that it creates and writes: 0 if it has taken the
-    lock, 3 if it was refused. Those that have it keep it until all have tried."""
-    told, tell = os.pipe()
-    waits, go_on = os.pipe()
-    children = []
-    for seed in range(starts):
-        child = os.fork()
-        if child == 0:
-            os.close(go_on)
-            for name in ("_create", "_write", "_check_earlier"):
-                slow_down(monkeypatch, name, random.Random(seed), slowest)
-            try:
-                take_lock(folder)
-                os.write(tell, bytes([0]))
-                os.read(waits, 1)
-            except ConfigError:
-                os.write(tell, bytes([3]))
-            except BaseException:
-                traceback.print_exc()
-                os.write(tell, bytes([1]))
-            finally:
-                os._exit(0)
-        children.append(child)
-    codes = sorted(os.read(told, 1)[0] for _ in children)
-    for descriptor in (go_on, told, tell, waits):
-        os.close(descriptor)
-    for child in children:
-        os.waitpid(child, 0)
-    return codes
-
-
-@pytest.mark.usefixtures("no_flock")
-@pytest.mark.parametrize("before", ["nothing", "dead", "dead successor"])
-def test_without_flock_one_of_several_starts_gets_it_however_slow_each_is(tmp_path, monkeypatch, before: str) -> None:
-    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 2.0)
-    for number in range(2):
-        folder = tmp_path / f"run{number}"
-        folder.mkdir()
-        dead = replace(ME, pid=in_fork_id(), since=float(number))
-        if before != "nothing":
-            record(folder, dead)
-        if before == "dead successor":  # a start that was killed while it took over
-            name = hashlib.sha256(json.dumps(asdict(dead)).encode()).hexdigest()[:16]
-            (folder / f"{LOCK}.{name}").write_text(json.dumps(asdict(replace(dead, since=99.0))))
-        assert taken_by(folder, 5, monkeypatch, slowest=0.05) == [0, 3, 3, 3, 3]
-        assert [path.name for path in folder.iterdir()] == [LOCK]
-
-
-@pytest.mark.usefixtures("no_flock")
-def test_without_flock_a_lock_without_a_record_is_refused_with_what_to_remove(tmp_path: Path) -> None:
-    (tmp_path / LOCK).touch()
-    with pytest.raises(ConfigError, match=r"If it is gone, remove .*\.lock and start again"):
-        take_lock(tmp_path)
+    assert at_work(tmp_path) is None
 
 
 def renamed(folder: Path) -> str:
@@ -316,12 +246,3 @@ def test_the_record_of_another_machine_is_believed_unless_the_disk_is_this_machi
         take_lock(tmp_path / "run")
     record(tmp_path / "run", replace(ME, machine="the boot before", since=psutil.boot_time() - 1000))
     take_lock(tmp_path / "run").release()
-
-
-def in_fork_id() -> int:
-    """The id of a process that is gone."""
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child

@@ -207,18 +207,6 @@ def test_ranks_whose_weights_differ_in_one_bit_are_named_with_the_weight_and_not
 
 
 @pytest.mark.slow
-def test_a_run_that_the_launcher_starts_again_resumes_by_itself(start, tmp_path: Path) -> None:
-    restarts = ("--rdzv_backend", "c10d", "--max_restarts", "1", "--monitor_interval", "1")
-    variables = {"FAULT_ONCE": str(tmp_path / "struck"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run = start("raise", "checkpoint.every=2", "train.max_steps=6", accelerate=restarts, **variables)
-    assert run.end() == 0, run.output[-3000:]
-    assert "restart 1 of this launch: train.resume=auto" in run.output
-    assert "resumed" in run.output
-    assert run.status()["status"] == "finished"
-    assert run.steps() == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.slow
 def test_a_run_that_has_lost_a_rank_is_resumed_and_outlives_the_watchdog(start) -> None:
     settings = ("train.max_steps=1000", "checkpoint.every=2")
     run = start("slow", *settings, forked=True)
@@ -243,10 +231,11 @@ def test_a_run_that_has_lost_a_rank_is_resumed_and_outlives_the_watchdog(start) 
 @pytest.mark.slow
 def test_a_run_that_has_lost_a_rank_and_is_started_again_by_its_launcher_trains_to_the_end(start, tmp_path) -> None:
     variables = {"FAULT_ONCE": str(tmp_path / "struck"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    restarts = ("--standalone", "--max-restarts", "1", "--monitor-interval", "1")
-    run = start("killed once", "checkpoint.every=2", "train.max_steps=24", torchrun=restarts, **variables)
+    restarts = ("--rdzv_backend", "c10d", "--max_restarts", "1", "--monitor_interval", "1")
+    run = start("killed once", "checkpoint.every=2", "train.max_steps=24", accelerate=restarts, **variables)
     assert run.end(timeout=300) == 0, run.output[-3000:]
     assert "restart 1 of this launch: train.resume=auto" in run.output
+    assert "resumed" in run.output
     assert run.status()["status"] == "finished"
     assert run.steps() == list(range(1, 25))
 

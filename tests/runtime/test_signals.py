@@ -141,14 +141,13 @@ def test_a_second_ctrl_c_exits_at_once(start) -> None:
     assert "exitcode  : 130" in run.output or "exitcode: 130" in run.output, run.output[-3000:]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_terminal_that_is_closed_stops_the_run_at_one_step_with_a_checkpoint(start, processes: int) -> None:
+def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(start) -> None:
     terminal = Terminal()
-    run = start("slow", "train.max_steps=1000", processes=processes, forked=True, terminal=terminal)
+    run = start("slow", "train.max_steps=1000", processes=1, forked=True, terminal=terminal)
     run.until_step(2)
-    assert "eta" in terminal.text, "a live bar"
+    assert "eta" in terminal.text
     terminal.close()
-    assert run.end() == (128 + signal.SIGHUP if processes == 1 else 0)  # ranks without a launcher
+    assert run.end() == 128 + signal.SIGHUP
     run.check_stopped("preempted", "SIGHUP")
 
 

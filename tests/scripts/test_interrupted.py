@@ -63,14 +63,16 @@ SCRIPTS = {
     "evaluate.py": ("runs/x",),
     "chat.py": ("runs/x",),
     "report.py": ("runs/x",),
+    "export.py": ("runs/x", "--out", "runs/y"),
     "make_dashboard.py": ("--entity", "me", "--dry-run"),
 }
 FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.nn"
 MOMENTS = [
-    *((name, CONFIG) for name in SCRIPTS if name not in ("chat.py", "report.py", "make_dashboard.py")),
+    *((name, CONFIG) for name in SCRIPTS if name not in ("chat.py", "report.py", "export.py", "make_dashboard.py")),
     ("chat.py", "sftkit.generation.repl"),
     ("chat_sft.py", TORCH),
     ("report.py", "sftkit.reports.page"),
+    ("export.py", "sftkit.runtime.hub"),
     ("make_dashboard.py", "sftkit.tracking.dashboard.panels"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
     *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py",)),

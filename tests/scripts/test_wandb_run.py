@@ -116,7 +116,7 @@ def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: P
     pytest.importorskip("wandb_workspaces")
     from sftkit.tracking.dashboard import panels
 
-    names = panels.names_of(demo)
+    names = panels.logged_by(demo)
     assert names is not None
     spec = panels.spec(panels.workspace("me", "p", names))
     history, summary = {name for row in offline.history for name in row}, offline.summary_keys()

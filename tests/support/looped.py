@@ -23,9 +23,9 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
+from sftkit.evals.results import Choices
 from sftkit.evals.scoring import score
 from sftkit.evals.suite import validate
-from sftkit.evals.task import Choices
 from sftkit.generation.decode import Batching, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker

@@ -26,7 +26,6 @@ def run(speed: float = 100.0, off: float = 0.0, compiled: bool = False, world_si
             "train/loss": (5.0 - step / 30) * (1 + off),
             "perf/tok_per_sec": speed + step,
             "perf/step_seconds": 10.0 / speed,
-            "perf/step_p50_seconds": 0.1,
             "perf/mfu": None,
             "mem/peak_gib": 2.0,
             "compile/graphs": 3 * compiled,

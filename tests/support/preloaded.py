@@ -184,9 +184,11 @@ def server() -> Server:
 
 def serve() -> dict[str, Any]:
     """Import, then fork a process for each line of stdin. Returns only in the forks, with their orders."""
+    gc.disable()  # until all is imported, which makes hardly anything to give back
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # memory shared with the forks stays in place, also when a run has ended
     gc.freeze = gc.unfreeze = lambda: None

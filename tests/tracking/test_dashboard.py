@@ -1,4 +1,4 @@
-"""The wandb workspace and the comparison report, to the JSON that would be sent."""
+"""The wandb workspace, to the JSON that would be sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
 
 pytest.importorskip("wandb_workspaces")
 from sftkit.tracking.dashboard import panels
-from sftkit.tracking.dashboard.panels import Compared
 
 NAMES_OF_A_RUN = {
     "step",
@@ -96,105 +95,7 @@ def test_a_run_tells_its_names_by_its_files_and_null_is_none(tmp_path: Path) -> 
     assert {"train/loss", "val/loss", "proof", "proof/failed", "preflight/sources", "samples", "eval/results"} <= found
     assert not {"perf/mfu", "train/tokens"} & found
     with pytest.raises(ConfigError, match="no run"):
-        panels.names_of(tmp_path)
-
-
-def test_without_a_word_panels_are_those_of_the_newest_run_that_is_on_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert panels.names_of(None) is None
-    for name in ("a/sft", "validate/x/runs/eager"):
-        make_run(Path("runs") / name, steps=100)
-    assert panels.names_of(None) is None
-    Path("runs/a/sft/wandb/offline-run-1-abc").mkdir(parents=True)
-    names = panels.names_of(None)
-    assert names is not None
-    assert "train/loss" in names
-    assert "validate/speedup" not in names
-    Path("runs/validate/x/validation.json").write_text("{}")
-    assert {"validate/speedup", "validate/verdicts"} <= (panels.names_of(None) or set())
-
-
-def blocks_of(*runs: Compared) -> list[dict[str, Any]]:
-    first, second = runs
-    return panels.spec(panels.comparison("me", "p", (first, second)))["blocks"]
-
-
-def words(blocks: list[dict[str, Any]]) -> list[str]:
-    found = [
-        block.get("content") or "".join(child.get("text", "") for child in block.get("children", []))
-        for block in blocks
-    ]
-    return [text for text in found if text]
-
-
-def test_a_comparison_begins_with_the_speed_up_and_losses_at_equal_steps(tmp_path: Path) -> None:
-    fast, slow = make_run(tmp_path / "a" / "fast", steps=300), make_run(tmp_path / "a" / "slow", steps=200, shift=0.1)
-    rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
-    write_rows(slow / "metrics.jsonl", [row | {"perf/tok_per_sec": row["perf/tok_per_sec"] / 2.5} for row in rows])
-    found = words(blocks_of(*(panels.find_run(str(run), "me", "p", offline=True) for run in (fast, slow))))
-    assert found[0] == "Speed-up: 2.50"
-    assert found[1] == "a-fast makes 2.50 times the tokens/s of a-slow."
-    assert "| training loss | 200 |" in found[2]
-    assert "training loss: at step 200; the runs go on to step 300 and 200" in found
-
-
-def test_a_comparison_shows_the_two_runs_by_id_or_name_and_what_differs() -> None:
-    blocks = blocks_of(Compared("default-sft", ("default-sft",)), Compared("k5abz1gd", ("k5abz1gd",)))
-    assert words(blocks)[0] == "Speed-up: not known"
-    grids = [block["metadata"] for block in blocks if block["type"] == "panel-grid"]
-    (comparer,) = grids[0]["panelBankSectionConfig"]["panels"]
-    assert comparer["viewType"] == "Run Comparer"
-    for grid in grids:
-        (runs,) = grid["runSets"]
-        filters = runs["filters"]["filters"]
-        assert {(f["key"]["name"], tuple(f["value"])) for f in filters} == {
-            ("name", ("default-sft", "k5abz1gd")),
-            ("displayName", ("default-sft", "k5abz1gd")),
-        }
-        assert filters[1]["connector"] == "OR"
-        places = [tuple(p["layout"][k] for k in "xy") for p in grid["panelBankSectionConfig"]["panels"]]
-        assert len(set(places)) == len(places)
-
-
-def test_a_run_directory_is_found_on_wandb_by_the_id_in_its_checkpoint(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a" / "sft", steps=100)
-    assert panels.find_run(str(run), "me", "p", offline=True).ids == ("a-sft",)
-    (run / "step-000100" / "training_state").mkdir()
-    (run / "step-000100" / "training_state" / "state.json").write_text('{"tracker": "k5abz1gd"}')
-    found = panels.find_run(str(run), "me", "p", offline=True)
-    assert (found.name, found.ids, found.machine) == ("a-sft", ("k5abz1gd",), "4 x NVIDIA H200")
-
-
-class FakeApi:
-    """A server with one run."""
-
-    def runs(self, path: str, filters: dict[str, Any]) -> list[Any]:
-        assert path == "me/p"
-        known = {"name": "k5abz1gd"} in filters["$or"] or {"display_name": "default-sft"} in filters["$or"]
-        return [self] if known else []
-
-    id, config = "k5abz1gd", {"environment": {"device": "NVIDIA H200", "world_size": 2}}
-
-    def scan_history(self) -> list[dict[str, Any]]:
-        return [{"step": 10, "train/loss": 2.0, "samples": {"_type": "table-file"}}, {"step": 20, "train/loss": 1.5}]
-
-
-def test_a_run_that_is_only_on_the_server_is_compared_from_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setattr(wandb, "Api", FakeApi)
-    found = panels.find_run("default-sft", "me", "p", offline=False)
-    assert found == Compared("default-sft", ("k5abz1gd",), {"train/loss": [[10, 2.0], [20, 1.5]]}, "2 x NVIDIA H200")
-    with pytest.raises(ConfigError, match="me/p has no run of that name or id"):
-        panels.find_run("other", "me", "p", offline=False)
-
-
-def test_a_name_that_no_run_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--report"):
-        panels.find_run("b'] or Name in ['c", "me", "p", offline=True)
+        panels.logged_by(tmp_path)
 
 
 def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,12 +116,11 @@ def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(
     run = make_run(tmp_path / "a" / "sft", steps=100)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    command = ["make_dashboard.py", "--entity", "me", "--project", "p", "--run", str(run), "--report", str(run), "b"]
+    command = ["make_dashboard.py", "--entity", "me", "--project", "p", "--run", str(run)]
     monkeypatch.setattr(sys, "argv", [*command, "--dry-run"])
     runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")
     printed = json.loads(capsys.readouterr().out)
-    assert printed["workspace"]["section"]["panelBankConfig"]["sections"]
-    assert printed["report"]["blocks"]
+    assert printed["section"]["panelBankConfig"]["sections"]
 
 
 def test_without_the_package_the_script_says_what_to_install_and_exits_with_2(

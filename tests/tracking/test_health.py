@@ -190,7 +190,7 @@ def test_a_wish_to_stop_on_any_rank_is_heard_once_its_flags_are_known(tmp_path: 
 
 
 def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> None:
-    flags = DelayedFlags(torch.device("cpu"), delay=2, count=OBJECTIVE.count)
+    flags = DelayedFlags(torch.device("cpu"), delay=2, objective=OBJECTIVE)
     step_batches = next(iter(some_batches().steps(0, 1)))
     seen = []
     for step in range(1, 6):
@@ -203,7 +203,7 @@ def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> N
 @pytest.mark.gpu
 def test_flags_are_read_two_steps_late_without_a_host_sync() -> None:
     device = torch.device("cuda")
-    flags = DelayedFlags(device, delay=2, count=OBJECTIVE.count)
+    flags = DelayedFlags(device, delay=2, objective=OBJECTIVE)
     step_batches = next(iter(some_batches().steps(0, 1)))
     values = torch.zeros(5, NUM_FLAGS, device=device)
     values[2, 1] = 1.0

@@ -28,21 +28,21 @@ def no_settings_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_chain_is_the_folder_above_and_the_stage_is_the_job_type(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_TAGS", "mine,packed")
     found = identity(Path("runs/default/sft"), SETTINGS)
-    assert (found.name, found.group, found.job_type) == ("default-sft", "default", "sft")
-    assert found.tags == ("mine", "packed", "NVIDIA H200", "ddp", "fa4")
-    assert found.notes == (
+    assert (found["name"], found["group"], found["job_type"]) == ("default-sft", "default", "sft")
+    assert found["tags"] == ("mine", "packed", "NVIDIA H200", "ddp", "fa4")
+    assert found["notes"] == (
         "qwen3 with 596.0 M parameters on chats (1,000 documents, 52,345 tokens), packed rows of up to 2,048 tokens, "
         "fa4 attention, adamw, 4 x NVIDIA H200, commit abc"
     )
 
 
 def test_a_run_of_no_chain_has_no_group_and_variables_of_wandb_come_first(monkeypatch) -> None:
-    assert identity(Path("runs/mine"), {}).group is None
-    assert identity(Path("mine"), {}).group is None
+    assert identity(Path("runs/mine"), {})["group"] is None
+    assert identity(Path("mine"), {})["group"] is None
     monkeypatch.setenv("WANDB_RUN_GROUP", "sweep")
     monkeypatch.setenv("WANDB_NOTES", "a look")
     found = identity(Path("runs/mine"), SETTINGS)
-    assert (found.group, found.notes) == ("sweep", "a look")
+    assert (found["group"], found["notes"]) == ("sweep", "a look")
 
 
 def test_checks_that_failed_come_first_and_are_counted(tmp_path: Path) -> None:

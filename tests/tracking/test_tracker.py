@@ -8,13 +8,12 @@ import os
 import resource
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from wandb_file import Offline
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.rundir.files import drop_rows_after, read_metric_rows
-from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import DashboardWriter, Ending, LoggedTable, dashboard_name, wandb_mode
+from sftkit.tracking.dashboard.remote import DashboardWriter, Ending, LoggedTable, wandb_mode
 from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
 METRICS = {
@@ -91,7 +89,7 @@ class Fake:
 
 
 def logged_remotely(folder: Path, dashboard: Fake) -> Tracker:
-    tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    tracker = Tracker(folder, LogConfig(wandb="off"), cpu_runtime(), {}).open()
     tracker._dashboard = DashboardWriter(dashboard)
     return tracker
 
@@ -109,7 +107,7 @@ def wandb_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, capsys) -> None:
-    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
+    with Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open() as tracker:
         tracker.log_metrics(10, 100, METRICS)
         tracker.log_evals(10, {"val/loss": 2.0}, [{"prompt": "p", "reference": "r", "answer": "a"}])
     (row,) = rows(tmp_path / "metrics.jsonl")
@@ -124,48 +122,25 @@ def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, c
     assert "mfu" not in out  # which this hardware has none of
 
 
-def test_a_line_fits_the_terminal_and_leaves_the_least_wanted_columns_out() -> None:
-    values: dict[str, float | None] = {**METRICS, "perf/tok_per_sec": 231_029.0, "perf/mfu": 0.223}
-    whole = train_line(700, 1500, values)
-    assert len(whole) > 120
-    assert train_line(700, 1500, values, 160) == whole
-    lines = {width: train_line(700, 1500, values, width) for width in range(40, 161)}
-    assert all(len(line) <= width for width, line in lines.items())
-    assert lines[80] == "step  700/1500  loss  1.5000  grad   0.500  lr 1.00e-03    231,029 tok/s"
-    assert "mfu 22.3%" in lines[100]
-    assert "graphs 2+0" in lines[len(whole) - 1]
-    assert lines[40] == "step  700/1500  loss  1.5000"
-    assert "s/step" not in lines[90]
-    assert train_line(700, 1500, {**values, "perf/mfu": None}, 90).endswith("  0.100 s/step")
-
-
-def test_a_step_never_waits_for_the_terminal(tmp_path: Path) -> None:
-    """The thread that draws may be stuck in a write with all of rich's locks: noting a step takes none."""
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {})
-    tracker._bar = bar = TrainingBar(0, 10)
-    held, done = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        with bar._lock, bar.live._lock, output_console()._lock:
-            held.set()
-            done.wait(30)
-
-    drawing = threading.Thread(target=stuck)
-    drawing.start()
-    held.wait(30)
-    tracker.advance(5)
-    assert drawing.is_alive()
-    done.set()
-    drawing.join()
-    list(bar.get_renderables())
-    assert bar.tasks[0].completed == 5
+def test_a_line_ends_with_the_time_that_the_steps_left_take() -> None:
+    values: dict[str, float | None] = {
+        **METRICS,
+        "perf/tok_per_sec": 231_029.0,
+        "perf/mfu": 0.223,
+        "mem/peak_gib": None,
+    }
+    assert train_line(700, 40_700, values) == (
+        "step   700/40700  loss  1.5000  grad   0.500  lr 1.00e-03    231,029 tok/s  mfu 22.3%    0.100 s/step  wait  0.0%  "
+        "pad  2.0%  mem     - GiB  graphs 2+0  eta 1:06:40"
+    )
+    assert "mfu" not in train_line(700, 1500, {**values, "perf/mfu": None})
 
 
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a real wandb run, whose steps go back once."""
     folder = tmp_path_factory.mktemp("offline")
-    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    rt = Runtime(Accelerator(cpu=True), "fp32")
     with Tracker(folder, LogConfig(wandb="offline"), rt, {"optim": {"lr": 0.5}}).open() as tracker:
         for step, recompiles in ((10, 0), (5, 2), (11, 1)):
             tracker.log_metrics(step, 20, {**METRICS, "train/loss": 1.0 / step, "compile/recompiles": recompiles})
@@ -242,61 +217,10 @@ def test_the_run_has_its_settings(offline_run: Path) -> None:
     assert {"optim": {"lr": 0.5}} in updates
 
 
-def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
-        monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is imported
-    (tmp_path / "run").mkdir()
-    check = {"name": "No recompiles", "ok": True, "found": "0", "expected": "0", "how": "records"}
-    (tmp_path / "run" / "proof.json").write_text(json.dumps({"rows": [check]}))
-    config, run_id = LogConfig(tracker="trackio", project="p"), None
-    for steps in ((10, 5), (11,)):
-        rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
-        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, step=10, run_id=run_id).open() as tracker:
-            for step in steps:
-                tracker.log_metrics(step, 20, METRICS)
-            sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
-            tracker.log_evals(steps[-1], {"val/loss": 2.0}, [sample], {"train/tokens": 100})
-            tracker.event("recompile", steps[-1], "size mismatch")
-            tracker.event("recompile", steps[-1], "size mismatch again")
-            run_id = tracker.run_id
-    assert "trackio show --project p" in capsys.readouterr().out
-    with closing(sqlite3.connect(tmp_path / "trackio" / "p.db")) as file:  # its own `with` ends a transaction alone
-        found = [
-            (step, json.loads(text)) for step, text in file.execute("SELECT step, metrics FROM metrics ORDER BY id")
-        ]
-        alerts = file.execute("SELECT title, text, level, step FROM alerts ORDER BY id").fetchall()
-        (runs,) = file.execute("SELECT COUNT(DISTINCT run_name) FROM metrics").fetchone()
-        (config,) = file.execute("SELECT config FROM configs").fetchone()
-    assert runs == 1
-    assert [step for step, values in found if "train/loss" in values] == [10, 5, 11]
-    assert [step for step, values in found if values.get("val/loss") == 2.0] == [5, 11]
-    tables = [values["samples"] for _, values in found if "samples" in values]
-    assert tables[-1]["_value"][-1] == {"step": 11, "prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
-    (proof, *_) = [values["proof"] for _, values in found if "proof" in values]
-    assert proof["_value"][0]["verdict"] == "PASS"
-    assert [values["train/tokens"] for _, values in found if "val/loss" in values] == [100, 100]
-    title = "recompile after the warm-up"
-    assert alerts == [(title, "size mismatch", "warn", 5), (title, "size mismatch", "warn", 11)]  # one a start
-    assert json.loads(config)["lr"] == 0.5
-
-
-def test_the_dashboard_is_wandb_where_it_is_installed_and_one_that_is_named_must_be(monkeypatch) -> None:
-    assert dashboard_name(LogConfig()) == "wandb"
-    assert dashboard_name(LogConfig(wandb="off")) is None
-    assert dashboard_name(LogConfig(tracker="none", wandb="online")) is None
-    assert dashboard_name(LogConfig(tracker="trackio", wandb="off")) == "trackio"
-    monkeypatch.setattr("sftkit.tracking.dashboard.remote.find_spec", lambda name: None)
-    assert dashboard_name(LogConfig()) is None
-    for named in ("wandb", "trackio"):
-        with pytest.raises(ConfigError, match=rf"log.tracker={named}: .* not installed .* log.tracker=none"):
-            dashboard_name(LogConfig(tracker=named))  # type: ignore[arg-type]
-
-
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     ids = []
     for step in (0, 1):
-        rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+        rt = Runtime(Accelerator(cpu=True), "fp32")
         with Tracker(
             tmp_path, LogConfig(wandb="offline"), rt, {}, step=step, run_id=ids[0] if ids else None
         ).open() as tracker:
@@ -392,7 +316,7 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
 
 
 def test_a_run_that_fails_is_a_failed_run_on_wandb_with_its_error_and_the_checks_so_far(tmp_path: Path) -> None:
-    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    rt = Runtime(Accelerator(cpu=True), "fp32")
     tracker = Tracker(tmp_path, LogConfig(wandb="offline"), rt, {}).open()
     tracker.log_metrics(7, 20, METRICS)
     check = {"name": "No recompiles", "ok": False, "found": "1", "expected": "0", "how": "records"}
@@ -410,7 +334,7 @@ def test_a_run_that_fails_is_a_failed_run_on_wandb_with_its_error_and_the_checks
 def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_line_does_not_count(
     tmp_path: Path,
 ) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open()
     for step, wait in enumerate([90.0, 25.0, 30.0, 5.0, 21.0, 22.0, 23.0, 24.0, 20.0], start=1):
         tracker.log_metrics(step, 20, {**METRICS, "perf/data_wait_pct": wait})
     (event,) = rows(tmp_path / "events.jsonl")
@@ -419,13 +343,13 @@ def test_waiting_for_data_in_three_lines_in_a_row_is_one_event_and_the_first_lin
 
 
 def test_events_of_a_list_that_grows_are_told_once_and_survive_a_resume(tmp_path: Path, capsys) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open()
     tracker.new_events("recompile", 5, ["a.py:1"])
     tracker.new_events("recompile", 9, ["a.py:1", "b.py:2"])
     assert capsys.readouterr().out.splitlines() == ["step 5: a.py:1", "step 9: b.py:2"]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"step": 9, "ki')  # killed in the middle
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=4).open().event("spike", 6, "step 6: high")
+    Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}, step=4).open().event("spike", 6, "step 6: high")
     assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [5, 9, 6]
     assert capsys.readouterr().out.splitlines() == ["step 6: high"]
 
@@ -443,7 +367,7 @@ def test_the_console_shows_all_values_of_a_few_and_one_of_each_of_many_tasks() -
 
 
 def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open()
     tracker.log_evals(1, {}, [{"prompt": "a\u2028b\x85c", "reference": "", "answer": "", "stop": "length"}])
     drop_rows_after(tmp_path / "samples.jsonl", 1)
     assert [row["prompt"] for row in read_metric_rows(tmp_path / "samples.jsonl")] == ["a\u2028b\x85c"]
@@ -451,7 +375,7 @@ def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path)
 
 def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:
     def names(first_step: int) -> list[str]:
-        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=first_step).open()
+        Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}, step=first_step).open()
         return sorted(path.name for path in (tmp_path / "evals").iterdir())
 
     for name in ("step-000000", "step-000004", "step-000006", "final", "mine"):
@@ -462,7 +386,7 @@ def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp
 
 
 def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog) -> None:
-    tracker = Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open()
+    tracker = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING, logger="sftkit"):
@@ -485,7 +409,7 @@ def test_a_disk_that_fills_leaves_whole_lines_and_events_wait_for_room(tmp_path:
     for name in ("metrics", "events"):  # so long that nothing else comes near the limit
         row = json.dumps({"step": 0, "text": "é" * 500_000}, ensure_ascii=False)
         (tmp_path / f"{name}.jsonl").write_text(f"{row}\n")
-    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
+    with Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open() as tracker:
         tracker.log_metrics(1, 9, METRICS)
         with full_at((tmp_path / "metrics.jsonl").stat().st_size + 100):
             tracker.log_metrics(2, 9, METRICS)
@@ -500,7 +424,7 @@ def test_a_disk_that_fills_leaves_whole_lines_and_events_wait_for_room(tmp_path:
 
 
 def test_events_that_a_full_disk_did_not_take_are_written_at_the_end(tmp_path: Path) -> None:
-    with Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}).open() as tracker:
+    with Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}).open() as tracker:
         (tmp_path / "events.jsonl").symlink_to("/dev/full")
         tracker.event("spike", 3, "a spike")
         (tmp_path / "events.jsonl").unlink()
@@ -518,7 +442,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
-rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+rt = Runtime(Accelerator(cpu=True), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="online"), rt, {}).open() as tracker:
     for step in (1, 2):
         tracker.log_metrics(step, 2, METRICS)
@@ -558,7 +482,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
-rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+rt = Runtime(Accelerator(cpu=True), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}).open() as tracker:
     for step in range(1, 41):
         tracker.log_metrics(step, 40, METRICS)
@@ -602,7 +526,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
 remote.FINISH_SECONDS = 3.0
-rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+rt = Runtime(Accelerator(cpu=True), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}).open() as tracker:
     tracker.log_metrics(1, 2000, METRICS)
     services = psutil.Process().children(recursive=True)
@@ -656,5 +580,5 @@ def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> No
         pass  # nothing is touched before the run has done a step
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert rows(tmp_path / name) == [{"step": 5}]
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=4).open()
+    Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {}, step=4).open()
     assert rows(tmp_path / name) == []

@@ -30,17 +30,16 @@ def due_by(cfg: Config, step: int) -> Due:
 @pytest.mark.parametrize(
     ("step", "due"),
     [
-        (1, Due(window=False, log=False, save=False, wait_for_save=False, evaluate=False)),
-        (3, Due(window=False, log=True, save=False, wait_for_save=False, evaluate=False)),
-        (4, Due(window=True, log=False, save=True, wait_for_save=False, evaluate=False)),
-        (5, Due(window=True, log=False, save=False, wait_for_save=False, evaluate=True)),
-        (LAST, Due(window=False, log=True, save=True, wait_for_save=True, evaluate=True)),
+        (1, Due(log=False, save=False, wait_for_save=False, evaluate=False)),
+        (3, Due(log=True, save=False, wait_for_save=False, evaluate=False)),
+        (4, Due(log=True, save=True, wait_for_save=False, evaluate=False)),
+        (5, Due(log=True, save=False, wait_for_save=False, evaluate=True)),
+        (LAST, Due(log=True, save=True, wait_for_save=True, evaluate=True)),
     ],
 )
 def test_each_follows_its_steps_and_all_the_last_one(tmp_path: Path, step: int, due: Due) -> None:
     assert due_by(recipe(tmp_path), step) == due
     assert due.keeps_weights == (step in (4, 5, LAST))
-    assert due.waits == (step != 1)
 
 
 def test_without_settings_only_the_last_step_is_saved_and_evaluated(tmp_path: Path) -> None:
@@ -49,6 +48,6 @@ def test_without_settings_only_the_last_step_is_saved_and_evaluated(tmp_path: Pa
 
 
 @pytest.mark.parametrize("step", range(1, LAST + 1))
-def test_a_stop_logs_and_saves_at_once_and_keeps_a_window_that_no_line_was_due_for(tmp_path: Path, step: int) -> None:
+def test_a_stop_logs_and_saves_at_once(tmp_path: Path, step: int) -> None:
     due = due_by(recipe(tmp_path), step).if_stopped()
-    assert astuple(due) == (step % 3 != 0 and step != LAST, True, True, True, False)
+    assert astuple(due) == (True, True, True, False)

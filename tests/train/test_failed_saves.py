@@ -70,7 +70,7 @@ def test_a_save_that_fails_is_an_event_an_alert_and_a_field_of_the_status_until_
     monkeypatch.setattr(resume_worker, "config", with_wandb)
     monkeypatch.setattr(Checkpoints, "save", on_a_small_quota)
     monkeypatch.setattr(RunStatus, "save_ended", noted)
-    rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
+    rt = Runtime(Accelerator(cpu=True), "fp32")
     rt.open_status(tmp_path / "run").open(tmp_path / "run")
     (tmp_path / "run").mkdir()
     rt.open_status(tmp_path / "run").begin({})

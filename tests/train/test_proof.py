@@ -210,7 +210,7 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     assert (values["data/dropped_rows"], values["data/truncated_rows"]) == (7, 3)
     assert values["data/unused_columns"] == 2
     assert values["data/target_pct"] == pytest.approx(100 * examples.num_targets.sum() / examples.lengths.sum())
-    assert values["perf/step_p50_seconds"] is not None
+    assert values["perf/step_seconds"] > 0
     assert (values["perf/host_syncs"], values["mem/reserved_gib"]) == (None, None), "there is no device to wait for"
 
 

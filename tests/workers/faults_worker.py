@@ -35,7 +35,6 @@ from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
-from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.end import write_summary
@@ -178,7 +177,7 @@ def main(run_dir: str, fault: str, *overrides: str) -> None:
     if fault == "differs" and os.environ["RANK"] == "1":
         overrides = (*overrides, "optim.lr=0.5")
     cfg = settings(run_dir, list(overrides))
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), page=try_report) as rt:
+    with runtime.start(cfg.run, cfg.train, page=try_report) as rt:
         run(run_dir, fault, cfg, rt)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from functools import partial
@@ -34,11 +33,9 @@ from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss, Sums
-from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.loop import train
@@ -46,7 +43,7 @@ from sftkit.train.parts import EncodedDocuments, TrainServices
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
-"The step whose loss is not finite lies in the window that the checkpoint of step 10 leaves open."
+"The step whose loss is not finite: before the checkpoint of step 10."
 
 
 def config(folder: Path, log_every: int, layout: str = "packed", batch: int = 8, micro: int = 2) -> Config:
@@ -106,19 +103,11 @@ def run(
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
-        with Tracker(folder, cfg.log, rt, {}, step=resumed["step"], open_window=is_open(resumed)) as tracker:
+        with Tracker(folder, cfg.log, rt, {}, step=resumed["step"]) as tracker:
             train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
     finally:
         ModelWithLoss.forward = forward  # type: ignore[method-assign]
     return taken
-
-
-def without_window(folder: Path, step: int) -> None:
-    """Make a checkpoint one of a version that kept no open window."""
-    file = folder / f"step-{step:06d}" / TRAINING_STATE
-    state = json.loads(file.read_text())
-    del state["window"]
-    file.write_text(json.dumps(state))
 
 
 def runs(folder: Path, tokenizer: Any, rt: Runtime) -> None:

@@ -29,8 +29,8 @@ from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep
 from sftkit.errors import ConfigError
 from sftkit.evals import results
+from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Task
 from sftkit.evals.suite import Suite
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.evals.tasks import load_task
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer

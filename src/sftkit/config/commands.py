@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,8 +133,6 @@ MAX_PATH_BYTES = 3800
 "The most bytes in its path. A path may have 4096, and the files of a checkpoint lie some levels below."
 
 WILDCARD = re.compile(r"[*?]")
-MAX_MATCHES = 1000
-"The most matches of a path with wildcards, or files of a folder, that are looked at for a hint."
 
 
 def expanded(path: str) -> str:
@@ -160,7 +157,7 @@ def similar_paths(path: str) -> str:
     if wanted.exists():
         return ""  # of another kind than was asked for
     if WILDCARD.search(path):
-        return _not_expanded(wanted)
+        return ". Wildcards are not expanded: name a folder or a file."
     try:
         # The first part that is missing is what was misspelt; what follows it is looked for below each candidate.
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
@@ -172,21 +169,6 @@ def similar_paths(path: str) -> str:
     near = [folder / name for name in there if _stem(name) in close][:3]
     found = [str(path.joinpath(*rest) if path.joinpath(*rest).exists() else path) for path in near]
     return f". Did you mean {' or '.join(found)}?" if found else ""
-
-
-def _not_expanded(pattern: Path) -> str:
-    """Return a sentence for a path with wildcards: what they match, else what is in the folder."""
-    folder = next(above for above in pattern.parents if above.is_dir() and not WILDCARD.search(str(above)))
-    try:
-        matches = sorted(islice(folder.glob(str(pattern.relative_to(folder))), MAX_MATCHES))
-        there = matches or sorted(islice(folder.iterdir(), MAX_MATCHES))
-    except (OSError, ValueError):
-        matches = there = []
-    listed = ", ".join(map(str, there[:3])) + (" and others" if len(there) > 3 else "")
-    if matches:
-        return f". Wildcards are not expanded: name a folder, such as {folder}, or a file; {listed} would match."
-    instead = f"; in {folder} there are {listed}" if there else ""
-    return f". Wildcards are not expanded, and nothing would match{instead}."
 
 
 def _stem(name: str) -> str:

@@ -7,26 +7,15 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from sftkit.config import keys as key_names
 from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
-from sftkit.config.keys import (
-    USAGE,
-    adapter,
-    explain_error,
-    help_text,
-    key_table,
-    optional_sections,
-    row_of,
-    section_classes,
-    shorten,
-)
 from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.terminal import SECRET, Level, print_text, secret_in
@@ -51,13 +40,13 @@ def read_command_line(
     None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        print_text(help_text(description or "", running()))
+        print_text(key_names.help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if "--print-config" in words:  # of a run that may be another machine's
         more = [rule for rule in more if not isinstance(rule, OfLaunch)]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
+        fail(f"usage: {running()} {key_names.USAGE}\nThe first word must be a recipe file.")
     try:
         cfg, tree = _resolve(settings[0], settings[1:], topology, more)
     except ConfigError as error:
@@ -91,7 +80,7 @@ def read_config(
     return _resolve(recipe, overrides, lambda train: Topology(num_stages(train) or 1, world_size), more)[0]
 
 
-def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
+def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] | None = None) -> str:
     """Render the whole Config as YAML that read_config reads back to an equal Config, with a comment on each line."""
     return yaml.render_yaml(json.loads(json.dumps(dataclasses.asdict(cfg))), comment)  # tuples become lists
 
@@ -119,7 +108,9 @@ def kept_settings(tree: Node) -> list[str]:
         assert isinstance(source, dict)
         kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
-            settings = " and ".join(f"{name}: {shorten(own.plain())} of {own.origin}" for name, own in kept.items())
+            settings = " and ".join(
+                f"{name}: {key_names.shorten(own.plain())} of {own.origin}" for name, own in kept.items()
+            )
             words = " ".join(f"{item}.{name}=..." for name in kept)
             notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
     return notes
@@ -143,23 +134,23 @@ def _resolve(
     if sum(map(len, words)) > yaml.MAX_RECIPE_BYTES:
         most = yaml.MAX_RECIPE_BYTES // 1024
         raise ConfigError(f"{COMMAND_LINE}: more than {most} KiB of words: put them into the recipe")
-    # Before they are parsed: the message on a value that is no YAML would quote it.
-    harmless = [word for word in words if not _secret_word(word, problems)]
+    _reject_secrets((word.partition("=")[0], word.partition("=")[2], COMMAND_LINE) for word in words)
     recipe = shipped(expanded(str(recipe)))
     tree = yaml.read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise _report(problems)  # no file: the settings that it lacks are no news
-    _reject_too_many(tree, recipe)
-    for word in harmless:
+    for word in words:
         yaml.apply_override(tree, word, problems)
-        _reject_too_many(tree, recipe)
+    _reject_secrets((dotted(keys), node.value, node.origin) for keys, node in _walk(tree, ()))
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
-    for section in section_classes().keys() - optional_sections():  # an absent or emptied section has its defaults
+    for section in (
+        key_names.section_classes().keys() - key_names.optional_sections()
+    ):  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
-    dropped = _drop_secrets(tree, problems)
+    dropped: set[KeyPath] = set()
     # Rules between settings run although values are wrong, so that one start shows all problems; those that ask for a
     # wrong value are skipped (Unusable).
     cfg = _validate(tree, str(recipe), dropped, problems)
@@ -182,12 +173,6 @@ def _resolve(
     return cfg, tree
 
 
-def _reject_too_many(tree: Node, recipe: str) -> None:
-    if any(islice(_walk(tree, ()), yaml.MAX_VALUES, None)):
-        most = f"more than {yaml.MAX_VALUES:,} values"
-        raise ConfigError(f"{recipe}: {most}, with what it extends and the {COMMAND_LINE}")
-
-
 def _report(problems: list[str]) -> ConfigError:
     lines = list(dict.fromkeys(problems))
     more = [f"... and {len(lines) - MAX_PROBLEMS:,} more problems"] if len(lines) > MAX_PROBLEMS else []
@@ -197,7 +182,7 @@ def _report(problems: list[str]) -> ConfigError:
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
     for keys, node in _walk(tree, ()):
-        key = key_table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
+        key = key_names.key_table().get(key_names.row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
                 node.value = expanded(node.value)
@@ -205,27 +190,16 @@ def _expand(tree: Node, problems: list[str]) -> None:
                 problems.append(f"{node.origin}: {dotted(keys)}: {error}")
 
 
-def _secret_word(word: str, problems: list[str]) -> bool:
-    """Return whether a word of the command line looks like a secret, and report it without its value."""
-    key = word.partition("=")[0]
-    kind = secret_in(word.partition("=")[2], key) or secret_in(key)
-    if kind:
-        shown = "" if secret_in(key) else f"{key}: "
-        problems.append(f"{COMMAND_LINE}: {shown}{SECRET.format(kind=kind)}")
-    return kind is not None
-
-
-def _drop_secrets(tree: Node, problems: list[str]) -> set[KeyPath]:
-    """Remove values that look like secrets from the tree, and report them without the value.
-    Returns the removed keys."""
-    dropped: set[KeyPath] = set()
-    for keys, node in list(_walk(tree, ())):
-        name = "" if secret_in(str(keys[-1])) else dotted(keys)
-        kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
-        if kind:
-            problems.append(f"{node.origin}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
-            dropped.add(_remove(tree, keys))
-    return dropped
+def _reject_secrets(settings: Iterable[tuple[str, object, str]]) -> None:
+    """Reject settings (key, value, origin) that look like secrets, without their value. This comes before all other
+    problems, whose messages could quote the value."""
+    problems = []
+    for key, value, origin in settings:
+        own = secret_in(key)
+        if kind := own or (secret_in(value, key) if isinstance(value, str) else None):
+            problems.append(f"{origin}: {'' if own else f'{key}: '}{SECRET.format(kind=kind)}")
+    if problems:
+        raise _report(problems)
 
 
 def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
@@ -250,7 +224,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
     """Return the Config, or None with its problems appended. Keys without a usable value are added to `dropped`, so
     that no rule asks for them."""
     try:
-        return adapter().validate_json(json.dumps(tree.plain()), strict=True)
+        return key_names.adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for i, e in enumerate(errors):
@@ -262,7 +236,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         origin = recipe if missing and not _is_item(keys) else tree.nearest(keys).origin
-        text, meant = explain_error(e, keys)
+        text, meant = key_names.explain_error(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
     # Backwards: removing an item of a list would shift the places of later items.
@@ -285,5 +259,5 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
             raise Unusable(dotted(gone))
     if (node := tree.find(keys)) is not None:
         return node.plain()
-    known = key_table().get(key)
+    known = key_names.key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have

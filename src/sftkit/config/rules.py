@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -146,9 +145,7 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved" and not _in_rounds(count, stages):
-        advice = _of_rounds(topology, rows, micro_batch_size)
-        most = 2 * stages - 1
-        yield "train.micro_batch_size", hint("uneven rounds", made=made, stages=stages, most=most, advice=advice)
+        yield "train.micro_batch_size", hint("uneven rounds", made=made, stages=stages, most=2 * stages - 1)
     elif schedule != "interleaved" and count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
         yield "train.micro_batch_size", hint("too few micro-batches", made=made, stages=stages, smaller=smaller)
@@ -158,27 +155,6 @@ def _micro_batches(rows: int, micro_batch_size: int) -> int:
     """Return in how many micro-batches a process, or a group of them, computes its rows of a step, as data.pack divides
     them: by the largest size that divides the rows, up to micro_batch_size."""
     return min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
-
-
-def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
-    """Return which settings next to these make rounds of one size of the rows of a process, for a person."""
-
-    def fits(rows: int) -> bool:
-        return _in_rounds(_micro_batches(rows, micro_batch_size), topology.stages)
-
-    # The second search ends: multiples of stages x micro_batch_size are taken. The first may find none.
-    batches = [
-        *itertools.islice(filter(fits, range(rows - 1, 0, -1)), 1),
-        next(filter(fits, itertools.count(rows + 1))),
-    ]
-    # The next smaller size that divides the rows, else the next larger one.
-    low = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
-    sizes = [n for n in (*low, *(rows // n for n in low)) if _in_rounds(rows // n, topology.stages)]
-    size = max((n for n in sizes if n < micro_batch_size), default=min(sizes))
-    return (
-        f"Set train.micro_batch_size={size}, which makes {rows // size}, or train.global_batch_size to "
-        f"{' or '.join(str(n * topology.row_ranks) for n in batches)}"
-    )
 
 
 def _in_rounds(count: int, stages: int) -> bool:

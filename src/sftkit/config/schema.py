@@ -322,7 +322,7 @@ class EvalConfig:
     at_start: bool = False
     "Also evaluate before the first step, to compare with later evaluations."
     tasks: tuple[str, ...] = ()
-    "What is measured at each evaluation besides the validation loss: families (the held-out built-in task families), mmlu, arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, truthfulqa_mc1, truthfulqa_mc2, gsm8k, humaneval, mbpp, ifeval; with backend lm_eval any task of lm-evaluation-harness."
+    "What is measured at each evaluation besides the validation loss: families (the held-out built-in task families), mmlu, arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, gsm8k, humaneval, mbpp; with backend lm_eval any task of lm-evaluation-harness."
     backend: Literal["sftkit", "lm_eval"] = "sftkit"
     "What runs the tasks: sftkit, or lm-evaluation-harness (extra eval), in one process."
     data: FilePath | None = None
@@ -357,18 +357,16 @@ class CheckpointConfig:
 
 @settings
 class LogConfig:
-    """Logging: always to metrics.jsonl and the console, and optionally to a dashboard."""
+    """Logging: always to metrics.jsonl and the console, and optionally to wandb."""
 
     every: Positive = 10
     "Steps between logged lines."
     trace_at: Annotated[int, Field(ge=2)] | None = None
     "First of three steps that torch.profiler records, in trace/; null: none."
-    tracker: Literal["wandb", "trackio", "none"] | None = None
-    "The dashboard: wandb, or trackio on this machine; null: wandb if it is installed."
     wandb: Literal["online", "offline", "off"] | None = None
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"
-    "Project on the dashboard."
+    "Project on wandb."
 
 
 @settings

@@ -19,24 +19,21 @@ CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {"chatml": ("<|im_start|>", "<|im_e
 
 TASKS = (
     *("mmlu", "arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa", "boolq"),
-    *("truthfulqa_mc1", "truthfulqa_mc2"),
-    *("gsm8k", "humaneval", "mbpp", "ifeval"),
+    *("gsm8k", "humaneval", "mbpp"),
 )
 "Published tasks, in the order in which messages list them."
 EVAL_TASKS = ("families", *TASKS)
 "Values of eval.tasks with backend sftkit; families: the held-out built-in tasks."
 CODE = ("humaneval", "mbpp")
 "Tasks that run what the model writes."
-WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
+WITHOUT_SHOTS = ("families", "humaneval")
 "Tasks that take no few-shot examples."
 TASK_METRICS: dict[str, tuple[str, ...]] = {
     "families": ("acc",),
-    **dict.fromkeys(("mmlu", "boolq", "truthfulqa_mc1"), ("acc",)),
+    **dict.fromkeys(("mmlu", "boolq"), ("acc",)),
     **dict.fromkeys(("arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa"), ("acc", "acc_norm")),
-    "truthfulqa_mc2": ("mc2",),
     "gsm8k": ("exact_match", "exact_match_flexible"),
     **dict.fromkeys(CODE, ("pass_at_1",)),
-    "ifeval": ("prompt_strict", "inst_strict", "prompt_loose", "inst_loose"),
 }
 "Task -> the metrics that it is judged by."
 METRICS_IN_CHAT = {task: ("acc",) for task, metrics in TASK_METRICS.items() if "acc" in metrics} | {

@@ -89,8 +89,6 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 MAX_RECIPE_BYTES = 64 * 1024
 "The most bytes of a recipe file with those that it extends; also of the words of the command line."
-MAX_VALUES = 5_000
-"The most values of a file, of a word, and of the recipe that they make; an alias counts as all that it stands for."
 MAX_LEVELS = 32
 MAX_CHARACTERS = 10_000
 "The most characters of one value."
@@ -100,22 +98,39 @@ MAX_FILES = 16
 "The most files that extend one another."
 
 
-_TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
-
-
 class RecipeLoader(yaml.SafeLoader):
-    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text."""
+    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text. No aliases, of which a few
+    lines could make any number of values."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
 
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node; reject an alias."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call] # of PyYAML, whose types lack it
+            problem = "an alias (*name) is not allowed: write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
+
+class RecipeDumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as something else; lists of plain values are one line."""
+
+
+def _represent_list(dumper: RecipeDumper, data: list[Plain]) -> yaml.Node:
+    flow = not any(isinstance(item, dict | list) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+RecipeDumper.add_representer(list, _represent_list)
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+", list("-+0123456789")),
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
 ):
-    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+    for _of in (RecipeLoader, RecipeDumper):
+        _of.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
 def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
@@ -125,81 +140,56 @@ def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
         name: the setting whose value the text is; empty: it is a file.
     """
     place = f"{origin}: {name}" if name else origin
-    try:
-        # An alias is one node here, so there are at most as many nodes as characters; `_Conversion` writes aliases out.
-        root = yaml.compose(text, Loader=RecipeLoader)
-        return Node(None, origin) if root is None else _Conversion(origin, place, problems).convert(root, (), ())
-    except yaml.YAMLError as error:
-        # Not str(error): it quotes the line, and the line may hold a secret.
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None and not name else ""
-        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
-    except _TooMuch as error:
-        problems.append(f"{place}: {error}")
-    except RecursionError:  # of PyYAML
-        problems.append(f"{place}: {_TOO_DEEP}")
-    return Node({}, origin)
 
+    def problem(keys: KeyPath, text: str) -> Node:
+        problems.append(": ".join(filter(None, (place, dotted(keys), text))))
+        return Node(None, origin)
 
-class _TooMuch(Exception):
-    """A text holds more than a recipe may hold."""
-
-
-class _Conversion:
-    """YAML nodes to Nodes of one place, within the limits of a recipe."""
-
-    def __init__(self, origin: str, place: str, problems: list[str]) -> None:
-        self.origin = origin
-        self.place = place
-        self.problems = problems
-        self.values = 0
-
-    def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
-        """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
-        show a circle of aliases."""
-        self.values += 1
-        if self.values > MAX_VALUES:
-            raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases written out")
+    def convert(node: yaml.Node, keys: KeyPath) -> Node:
         if len(keys) > MAX_LEVELS:
-            raise _TooMuch(_TOO_DEEP)
-        if id(node) in parents:
-            return self._problem(keys, "an alias that contains itself")
-        # The way down, not all nodes seen: the same alias twice is no circle.
-        parents = (*parents, id(node))
+            raise RecursionError
         if isinstance(node, yaml.MappingNode):
-            return Node(self._mapping(node, keys, parents), self.origin)
+            return Node(mapping(node, keys), origin)
         if isinstance(node, yaml.SequenceNode):
-            return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.origin)
+            return Node([convert(item, (*keys, i)) for i, item in enumerate(node.value)], origin)
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in ("null", "bool", "int", "float", "str"):
             tag = repr(node.tag[:MAX_KEY_CHARACTERS])
-            return self._problem(keys, f"the YAML tag {tag} is not allowed: plain values only")
+            return problem(keys, f"the YAML tag {tag} is not allowed: plain values only")
         if len(node.value) > MAX_CHARACTERS:
-            return self._problem(keys, f"{len(node.value):,} characters, and a value has {MAX_CHARACTERS:,} at most")
+            return problem(keys, f"{len(node.value):,} characters, and a value has {MAX_CHARACTERS:,} at most")
         try:
-            return Node(_scalar(kind, node.value), self.origin)
+            return Node(_scalar(kind, node.value), origin)
         except ValueError:
-            return self._problem(keys, _INVALID[kind])
+            return problem(keys, _INVALID[kind])
 
-    def _problem(self, keys: KeyPath, text: str) -> Node:
-        self.problems.append(": ".join(filter(None, (self.place, dotted(keys), text))))
-        return Node(None, self.origin)
-
-    def _mapping(self, node: yaml.MappingNode, keys: KeyPath, parents: tuple[int, ...]) -> dict[str, Node]:
+    def mapping(node: yaml.MappingNode, keys: KeyPath) -> dict[str, Node]:
         lines: dict[str, int] = {}
         values: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > MAX_KEY_CHARACTERS:
-                self._problem(keys, f"line {line}: a key must be a word of {MAX_KEY_CHARACTERS} characters at most")
+                problem(keys, f"line {line}: a key must be a word of {MAX_KEY_CHARACTERS} characters at most")
                 continue
             key = key_node.value
             if key in lines:
                 where = f"lines {lines[key]} and {line}" if line != lines[key] else f"line {line}"
-                self._problem((*keys, key), f"given twice, in {where}")
+                problem((*keys, key), f"given twice, in {where}")
             lines[key] = line
-            values[key] = self.convert(value_node, (*keys, key), parents)
+            values[key] = convert(value_node, (*keys, key))
         return values
+
+    try:
+        root = yaml.compose(text, Loader=RecipeLoader)
+        return Node(None, origin) if root is None else convert(root, ())
+    except yaml.YAMLError as error:
+        # Not str(error): it quotes the line, and the line may hold a secret.
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None and not name else ""
+        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
+    except RecursionError:  # of PyYAML, too
+        problems.append(f"{place}: nested more than {MAX_LEVELS} levels deep")
+    return Node({}, origin)
 
 
 _INVALID = {
@@ -223,10 +213,6 @@ def _scalar(kind: str, text: str) -> Scalar:
     return text.encode("utf-16", "surrogatepass").decode("utf-16")  # "\ud83d\ude00", as JSON writes a character
 
 
-ALIKE = 0.65
-"The least likeness (0 to 1) of two recipe names, or two folder names, at which one is suggested for the other."
-SIBLINGS = 0.6
-"The least likeness of two files in one folder."
 _MAX_NAMES = 8
 "The most recipes that a message lists."
 
@@ -243,33 +229,19 @@ def in_folder(folder: Path) -> str:
 
 def similar_recipes(path: Path) -> str:
     """Return a sentence that names recipes like a missing path; empty if none is like it."""
-    # The recipes next to the path, else in the folders next to its folder, and those that came with sftkit.
-    near = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
-    there = (*near, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml"))
-    score = {recipe: _alike(path, recipe) for recipe in there}
-    best = max(score.values(), default=0.0)
-    found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
-    return f". Did you mean {' or '.join(found[:_MAX_NAMES])}?" if found else ""
+    if path.parent.is_dir():
+        there = {recipe.name: recipe for recipe in path.parent.glob("*.yaml")}
+        found = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+    else:
+        known = *path.parent.parent.glob("*/*.yaml"), *map(Path, shipped_recipes())
+        there = {f"{recipe.parent.name}/{recipe.name}": recipe for recipe in known}
+        found = difflib.get_close_matches(f"{path.parent.name}/{path.name}", there, n=1, cutoff=0.75)
+    return f'. Did you mean "{there[found[0]]}"?' if found else ""
 
 
 def _shown(path: Path) -> str:
     """Return a path as it is typed; a file that came with sftkit is recipes/x/sft.yaml wherever it lies."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-
-
-def _alike(path: Path, recipe: Path) -> float:
-    """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
-
-    def ratio(one: str, other: str) -> float:
-        return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
-
-    stem = ratio(path.stem, recipe.stem)
-    parent = ratio(path.parent.name, recipe.parent.name)
-    folder = ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
-    # Three ways to miss a recipe: another file of the folder, the folder in place of the file, both misspelt.
-    sibling = stem if recipe.parent == path.parent and stem >= SIBLINGS else 0.0
-    both = (parent + stem) / 2 if min(parent, stem) >= ALIKE else 0.0
-    return max(sibling, folder if folder >= ALIKE else 0.0, both)
 
 
 def merge(base: Node, top: Node) -> Node:
@@ -393,41 +365,28 @@ def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
         node = inside[part]
 
 
-def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
+def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] | None = None) -> str:
     """Render YAML text, one line per leaf, each with its comment. It reads the same under YAML 1.1 and 1.2."""
-    lines = list(_lines(value, (), ""))
-    width = min(72, max((len(text) for text, keys in lines if keys), default=0))
-    notes = [(text, comment(keys) if keys else "") for text, keys in lines]
-    return "".join((f"{text:<{width}}  # {note}" if note else text) + "\n" for text, note in notes)
+    text = yaml.dump(value, Dumper=RecipeDumper, sort_keys=False, width=math.inf, allow_unicode=True)
+    if comment is None:
+        return text
+    lines = text.split("\n")
+    root = yaml.compose(text, Loader=RecipeLoader)
+    leaves = dict(_leaves(root, ())) if root else {}
+    width = min(72, max((len(lines[i]) for i in leaves), default=0))
+    for i, keys in leaves.items():
+        note = comment(keys)
+        lines[i] = f"{lines[i]:<{width}}  # {note}" if note else lines[i]
+    return "\n".join(lines)
 
 
-def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) -> Iterator[tuple[str, KeyPath]]:
-    """Yield (line, keys of its leaf), with () as keys of a line that only opens a block."""
-    entries: Iterable[tuple[str | int, Plain]] = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in entries:
-        here = (*keys, key)
-        lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
-        if isinstance(item, list) and not any(isinstance(entry, dict | list) for entry in item):
-            yield f"{lead} [{', '.join(map(_text, item))}]", here
-        elif item and isinstance(item, dict | list):
-            inner = list(_lines(item, here, indent + "  "))
-            if isinstance(value, dict):
-                yield lead, ()
-            else:  # the first key of a list item is written next to its dash
-                inner[0] = (lead + inner[0][0][len(lead) :], inner[0][1])
-            yield from inner
-        else:
-            yield f"{lead} {'{}' if item == {} else _text(item)}", here
-
-
-_PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
-
-
-def _text(scalar: object) -> str:
-    if isinstance(scalar, str):
-        # Plain only if both versions of YAML read it as this text; `no`, `1e3` and `12:30` are quoted.
-        same_in_1_2 = _PLAIN.fullmatch(scalar) and parse(scalar, "", []).value == scalar
-        if same_in_1_2 and isinstance(yaml.safe_load(scalar), str):  # and in YAML 1.1
-            return scalar
-        return yaml.safe_dump(scalar, default_style='"', width=math.inf, allow_unicode=True).strip()
-    return yaml.safe_dump(scalar).removesuffix("...\n").strip()
+def _leaves(node: yaml.Node, keys: KeyPath) -> Iterator[tuple[int, KeyPath]]:
+    """Yield (number of the last line, keys) of every value that has a line of its own."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for key, value in node.value:
+            yield from _leaves(value, (*keys, key.value))
+    elif isinstance(node, yaml.SequenceNode) and not node.flow_style:
+        for i, value in enumerate(node.value):
+            yield from _leaves(value, (*keys, i))
+    else:
+        yield node.end_mark.line, keys

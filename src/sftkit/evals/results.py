@@ -1,19 +1,98 @@
-"""Results of an evaluation: values with confidence intervals, and every example, as a table and as files. No torch."""
+"""The parts of a task (examples, prompts, how answers are judged) and its results: values with confidence intervals,
+and every example, as a table and as files. No torch.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
+from sftkit.data.reading.conversation import Message
 from sftkit.generation.repl import Answer
 from sftkit.rundir.files import clean, replace_text
 from sftkit.rundir.names import RESULTS, VALIDATION
+
+ExampleScores = dict[str, float]
+"Metric -> the score of one example."
+
+
+@dataclass(frozen=True)
+class Choices:
+    """An example whose answer is the continuation that the model finds most likely."""
+
+    id: str
+    prompt: str | Sequence[Message]
+    "text that is continued as it is; or messages, put through the chat template up to where the assistant begins"
+    continuations: tuple[str, ...]
+    "with the space that belongs before them, if any"
+    gold: tuple[int, ...]
+    "indices of the right ones; most tasks have one"
+    lengths: tuple[int, ...]
+    "characters of each choice that acc_norm divides its log-likelihood by"
+    group: str = ""
+    "examples of a group begin with the same few-shot text"
+    source: dict[str, Any] = field(default_factory=dict)
+    "what is kept of the row in the per-example output"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something to answer in free text, greedily."""
+
+    id: str
+    prompt: str | Sequence[Message]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    "texts that end an answer and are cut off; the end of turn and the end of sequence always do"
+    target: Any = None
+    "what the judge needs: a number, tests, rules"
+    group: str = ""
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """The likelihoods of the continuations of one `Choices`."""
+
+    sums: tuple[float, ...]
+    "log-likelihood of each continuation in nats, summed over its tokens"
+    greedy: tuple[bool, ...]
+    "whether each token of it is the most likely one"
+    tokens: tuple[int, ...]
+    "its length in tokens"
+
+
+ExampleT = TypeVar("ExampleT", Choices, Question)
+AnswerT = TypeVar("AnswerT", Likelihoods, Answer)
+Judge = Callable[[Sequence[ExampleT], Sequence[AnswerT]], list[ExampleScores]]
+"Examples, answers -> scores of every example, in order."
+
+
+@dataclass(frozen=True)
+class Task(Generic[ExampleT, AnswerT]):
+    """A named set of examples with its judge."""
+
+    name: str
+    examples: tuple[ExampleT, ...]
+    judge: Judge[ExampleT, AnswerT]
+    "called once for all examples, on one rank"
+    metric: str
+    "the main metric of the task: acc, acc_norm, exact_match, pass_at_1, ..."
+    chance: float
+    "what guessing gives in that metric"
+    settings: dict[str, Any]
+    "shots, format, files and split: what someone needs to repeat it"
+
+
+def each(judge: Callable[[ExampleT, AnswerT], ExampleScores]) -> Judge[ExampleT, AnswerT]:
+    """Make the judge of a task of a function that judges one answer."""
+    return lambda examples, answers: [judge(*pair) for pair in zip(examples, answers, strict=True)]
+
 
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."
@@ -49,13 +128,11 @@ def evaluated(
 ) -> Result:
     """Return the result of a task from the scores of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
-    # A list of scores (IFEval's instructions) counts item by item: the mean is over instructions, not over prompts.
     for example, score in zip(task.examples, scores, strict=True):
         for name, value in score.items():
-            values = list(value) if isinstance(value, Sequence) else [value]
-            flat[name] += values
+            flat[name].append(value)
             if family := example.source.get("family"):
-                flat[f"{name}/{family}"] += values
+                flat[f"{name}/{family}"].append(value)
     return Result(
         task.name,
         task.metric,
@@ -63,7 +140,7 @@ def evaluated(
         chance=task.chance,
         examples=len(task.examples),
         settings={**task.settings, **settings},
-        metrics={name: sum(values) / len(values) for name, values in flat.items() if values},
+        metrics={name: sum(values) / len(values) for name, values in flat.items()},
         records=[example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)],
     )
 

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
 from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.results import Result, example_record, interval
-from sftkit.evals.task import Choices, Likelihoods, Message, Question
+from sftkit.evals.results import Choices, Likelihoods, Message, Question, Result, example_record, interval
 from sftkit.generation.decode import ALONE, Batching, gathered, generate, longest_input, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.rope import longrope_limit
@@ -222,7 +220,7 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     best = []
     # Chunk by chunk: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
     for start in range(0, len(logits), _CHUNK):
-        log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
+        log_probs = logits[start : start + _CHUNK].float().log_softmax(dim=-1)
         best.append(log_probs.argmax(-1))
         inside = ((which[:, 0] >= start) & (which[:, 0] < start + _CHUNK)).nonzero().squeeze(1)
         values[inside] = log_probs[which[inside, 0] - start, which[inside, 1]]

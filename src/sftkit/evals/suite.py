@@ -27,9 +27,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.sources import RowTokenizer, read_source
 from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import results
-from sftkit.evals.results import Result
-from sftkit.evals.task import Choices, Likelihoods, Question, Task
+from sftkit.evals.results import Choices, Likelihoods, Question, Result, Task, evaluated, values_of, write_results
 from sftkit.generation.decode import Batching, generate, longest_input
 from sftkit.generation.repl import Answer
 from sftkit.models.kind import check_causal
@@ -152,7 +150,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
     # Errors of the recipe alone are raised before anything is read.
     tasks.check_names(config)
-    if config.shots and set(config.tasks) <= {FAMILIES_TASK, *WITHOUT_SHOTS}:
+    if config.shots and set(config.tasks) <= {*WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
@@ -256,11 +254,11 @@ class Suite:
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
                 folder = evaluation_dir(self.rt.output_dir(self.run_dir), step)
                 try:
-                    results.write_results(folder, found)
+                    write_results(folder, found)
                 except OSError as error:  # a full disk costs the details, not the run
                     log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
             # Samples last: they are only looked at.
-            return values | results.values_of(found), [*written, *self.samples()]
+            return values | values_of(found), [*written, *self.samples()]
         finally:
             # Also after an error: eager passes have gathered weights, which the next step expects as shards.
             reshard(self.orig_model)
@@ -352,7 +350,7 @@ class Suite:
         settings["prompts_cut"] = num_truncated
         # On one rank: judges may run programs, and all ranks must log the same.
         scores = self.rt.from_main(lambda: task.judge(task.examples, outputs))
-        return results.evaluated(task, outputs, scores, settings)
+        return evaluated(task, outputs, scores, settings)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], questions: Sequence[Question] = ()

@@ -16,6 +16,7 @@ from sftkit.config.load import fail
 from sftkit.config.tables import STAGE_SCRIPTS as STAGES
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
+from sftkit.runtime.script import ENDING
 
 CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
 
@@ -58,7 +59,9 @@ def main() -> None:
             # Python looks into this folder first, where a package of another project may have the same name.
             if Path("labs/__init__.py").exists() and not is_ours("labs/__init__.py"):
                 env["PYTHONSAFEPATH"] = "1"
-        os.execve(sys.executable, [sys.executable, *python_arguments(word), *words], env)
+        arguments = [sys.executable, *python_arguments(word), *words]
+        with ENDING:  # a signal that another thread has reported must not find a new program in its place
+            os.execve(sys.executable, arguments, env)
 
 
 def python_arguments(word: str) -> list[str]:

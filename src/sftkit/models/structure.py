@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -350,18 +350,6 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     heads = own.num_attention_heads
     width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # may differ from hidden size in T5
     return flops + (12.0 - 8.0 * less.encoder_layers) * width * own.num_hidden_layers * encoded * length**2
-
-
-def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) -> list[float]:
-    """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last process has the head.
-
-    Args:
-        layers: number of layers of each process. All layers are alike (parallel.stages); the final norm is counted
-            with them.
-    """
-    layer = train_flops(orig_model, replace(work, targets=0)) / sum(layers)
-    head = train_flops(orig_model, Work(0, work.targets, 0))
-    return [layer * count + head * (i == len(layers) - 1) for i, count in enumerate(layers)]
 
 
 @dataclass

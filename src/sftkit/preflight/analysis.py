@@ -29,7 +29,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model
@@ -39,7 +39,6 @@ from sftkit.preflight import costs
 from sftkit.preflight import data as facts
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import PREFLIGHT
-from sftkit.runtime.hardware import device_name
 from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime, resolve_precision
 
@@ -162,31 +161,23 @@ def analyse(
     epoch: Sequence[GlobalBatch],
     orig_model: PreTrainedModel | None = None,
     plan: MemoryPlan | None = None,
-    here: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return what preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
+    """Return what preflight.json holds: counts, shares in percent, sizes in GiB; null is unknown.
 
     Args:
         epoch: the first, of `examples` in `layout`.
         orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
         plan: of its memory.
-        here: (device name, processes), to believe only speeds measured on such; None: any.
     """
-    # The data is counted, the machine estimated; times are those that an earlier run measured.
+    # The data is counted, the machine estimated.
     end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
     template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
     sources = facts.source_facts(examples)
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
-    speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
-    for row in layouts:
-        row["tok_per_sec"] = speeds.get(row["layout"], {}).get("tok_per_sec")
-    time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
+    time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()))
     memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
-    if memory and plan and plan.setup and orig_model:
-        epoch_targets = round(lengths.sum() * targets / tokens)
-        memory["stages"] = costs.stage_facts(plan.setup, orig_model, lengths, epoch_targets, len(epoch))
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
@@ -233,7 +224,6 @@ def record_preflight(
         epoch=epoch,
         orig_model=orig_model,
         plan=plan,
-        here=(device_name(rt.device), rt.world_size),
     )
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(analysis, indent=1, ensure_ascii=False))
@@ -268,21 +258,9 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     own = own_layout(analysis)
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
-    steps, _, measured = time_text(analysis["time"]).partition("; ")
-    return [*shown, f"{'time':<10}{steps}", *([f"{'':<10}{measured}"] if measured else [])]
-
-
-def encoder_padding_text(analysis: dict[str, Any]) -> str:
-    """Return what empty places cost an encoder in each layout, which padding does not include; empty without an
-    encoder."""
-    known = [row for row in analysis["layouts"] if row.get("taken_pct") is not None]
-    taken = [f"{row['layout']} {row['taken_pct']:.1f} %" for row in known]
-    if not taken:
-        return ""
-    return (
-        f"Places for what the encoder reads that are taken: {', '.join(taken)}. An empty one costs as much encoder "
-        "work as a taken one; padding, positions, x dynamic and break-even are of the text and leave that out."
-    )
+    time = analysis["time"]
+    steps = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
+    return [*shown, f"{'time':<10}{steps}"]
 
 
 def source_text(source: dict[str, Any]) -> str:
@@ -299,18 +277,6 @@ def source_text(source: dict[str, Any]) -> str:
     happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
     return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
-
-
-def time_text(time: dict[str, Any]) -> str:
-    """Return steps and epochs, with hours if a speed was measured."""
-    text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
-    if time["hours"] is None:
-        return text
-    minutes = 60 * time["hours"]
-    short = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.2g} s"
-    hours = f"{time['hours']:.1f} h" if minutes >= 60 else short
-    measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"
-    return f"{text}; about {hours} at {measured}"
 
 
 def size_text(gib: float) -> str:
@@ -333,32 +299,18 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
     warnings = [text for source in analysis["sources"] for text in _source_warnings(source, analysis["max_length"])]
     warnings += [text for source in analysis["sources"] for text in facts.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
-        warnings.append(
-            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step's work is wasted. "
-            "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
-        )
+        warnings.append(hint("few targets", share=analysis["target_pct"]))
     share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
-        warnings.append(
-            f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not "
-            f"teach the model to stop. Raise data.max_length ({analysis['max_length']}), or drop them with "
-            "data.too_long=drop"
-        )
+        warnings.append(hint("cut answers", share=100 - share, max_length=analysis["max_length"]))
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
-        warnings.append(
-            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which gives "
-            "these more weight: remove the copies, or use repeat for a source that should have more weight"
-        )
+        warnings.append(hint("copies of documents", share=analysis["duplicate_pct"]))
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
-            warnings.append(
-                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says little "
-                "about new data. Use another split for data.val, or slices that do not overlap"
-            )
+            warnings.append(hint("validation in training", name=name, count=count))
     own = own_layout(analysis)
     if own["padding_pct"] > PADDING_PCT:
-        # The advice is by padding alone: the table shows measured speeds of other layouts.
         best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
         advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
         if best["own"]:

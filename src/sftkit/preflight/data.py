@@ -18,6 +18,7 @@ from sftkit.data.tokens.answers import HISTORY
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED
 from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
+from sftkit.errors import hint
 from sftkit.runtime.script import counted
 
 _WORDS = {
@@ -66,31 +67,17 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
         return []
     texts = []
     if answers[HISTORY]:
-        texts.append(
-            f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the "
-            "chat template renders answers differently once they are history. data.split_turns=true learns each "
-            "after its own prompt, for more tokens: inspect_data.py with that setting counts them"
-        )
+        learned = {"count": answers[HISTORY], "answers": counted(answers["answers"], "answer")}
+        texts.append(hint("answers rendered differently as history", name=name, **learned))
     if answers["reasoning_left_out"]:
-        texts.append(
-            f"source {name}: the reasoning before {counted(answers['reasoning_left_out'], 'answer')} is not in the "
-            "text that is trained on: either data.thinking=off drops it, or the chat template drops it from history "
-            "(data.split_turns=true keeps it)"
-        )
+        count = counted(answers["reasoning_left_out"], "answer")
+        texts.append(hint("reasoning that is left out", name=name, count=count))
     if answers[chat.THINKING_OFF]:
-        texts.append(
-            f"source {name}: {answers[chat.THINKING_OFF]:,} of {counted(source['rows'], 'conversation')} trained with "
-            "thinking turned off, as they have no reasoning; the chat template's default is on. Turn thinking off "
-            "when you use the model, or make that the default of chat, evaluation and servers: "
-            "model.chat_template_args.enable_thinking=false"
-        )
+        rows = counted(source["rows"], "conversation")
+        texts.append(hint("trained with thinking off", name=name, count=answers[chat.THINKING_OFF], rows=rows))
     if answers[chat.SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
         share = 100.0 * answers[chat.SPLIT_TOKENS] / source["tokens"]
-        texts.append(
-            f"source {name}: {share:.0f} % of its tokens are in separate documents for earlier answers, which the "
-            "chat template renders differently once they are history. data.split_turns=false saves them, and learns "
-            "only the last answers"
-        )
+        texts.append(hint("tokens of split turns", name=name, share=share))
     return texts
 
 

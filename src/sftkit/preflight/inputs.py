@@ -25,38 +25,21 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from sftkit.config import rules as recipe_rules
+from sftkit.config import schema
 from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
 from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
-from sftkit.config.schema import (
-    AdapterConfig,
-    Config,
-    ModelConfig,
-    SourceConfig,
-    TrainConfig,
-    num_stages,
-    one_or_several,
-    source_label,
-)
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.terminal import print_text
 from sftkit.config.topology import Topology, idle_pipeline, topology_of
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.findings import BadRows, until_broken
+from sftkit.data.reading.findings import advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.files import (
-    GATED,
-    adapter_at,
-    check_model_files,
-    check_unquantized,
-    fields_of,
-    json_object,
-    stored_sizes,
-)
+from sftkit.models import files as model_files
 from sftkit.models.trained import pattern_problem
 from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
@@ -77,7 +60,9 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
     # The names that evals.suite.validate gives values of validation sources, those of all together first.
-    prefixes = ["val", *(f"val/{source_label(SourceConfig(**one))}" for one in validation)] if validation else []
+    prefixes = (
+        ["val", *(f"val/{schema.source_label(schema.SourceConfig(**one))}" for one in validation)] if validation else []
+    )
     names = [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
     of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
     names += [] if of_others else task_metrics(tasks, get("eval.format"))
@@ -187,10 +172,12 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
             continue
         if values is None:
             return
-        yield from _as_problem(f"{part}.{i}.path", partial(_check_source, skips=skips), SourceConfig(**values), require)
+        yield from _as_problem(
+            f"{part}.{i}.path", partial(_check_source, skips=skips), schema.SourceConfig(**values), require
+        )
 
 
-def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
+def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
     """Find a source and look at its first rows. Rows that the run would skip are rejected if the source has no others,
     or if the columns of all of the first rows are wrong in the same way.
 
@@ -201,40 +188,32 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if origin is None:
         hub.check_dataset(source)
         return
-    first = None
-    bad = BadRows()
+    errors: list[DataError] = []
     seen = 0
-    for raw in until_broken(itertools.islice(origin.beginning(), source.max_rows), bad):
+    most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
+    for raw in itertools.islice(origin.beginning(), most):
         seen += 1
         try:
             row = rows.parse(raw)
             if require is not None:
                 require(row)
         except DataError as error:
-            first = first or error
-            bad.add(raw[0], error)
-        # If a bad row ends the run, others are looked for, unless no row can be used because of its columns.
-        if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
-            break
+            if not skips:
+                # To skip rows whose columns are wrong would skip all of them.
+                raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
+            errors.append(error)
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
-    if first is None:
+    if not errors or len(errors) < seen:
         return
-    if not skips and not _alike(bad, seen):
-        # If rows before the first bad one could be used, leaving out bad rows is an option.
-        raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
-    # All have the same wrong columns, or the source has fewer rows than were asked for and all are bad.
-    if not skips or bad.rows == seen < FIRST_ROWS:
-        raise first
-    if _alike(bad, seen):
-        raise DataError(f"{first}. All of the first {seen} rows are like this, so on_bad_row=skip does not skip them")
-
-
-def _alike(bad: BadRows, seen: int) -> bool:
-    """Return whether all rows that were looked at have the same wrong columns."""
-    return bad.rows == seen and len(bad.reasons) == 1 and bad.reasons[0] in rows.WRONG_COLUMNS
+    if seen < FIRST_ROWS:  # the source has no other rows
+        raise errors[0]
+    reasons = {error.reason for error in errors}
+    if len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
+        like = f"All of the first {seen} rows are like this, so on_bad_row=skip does not skip them"
+        raise DataError(f"{errors[0]}. {like}")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -250,14 +229,14 @@ def _check_model(path: str, revision: str | None) -> str | None:
     folder = Path(find_model(path, revision))
     if not folder.is_dir():
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
-            check_unquantized(json_object(Path(cached)), f"{path}: config.json")
+            model_files.check_unquantized(model_files.json_object(Path(cached)), f"{path}: config.json")
         return None
-    if (adapter := adapter_at(ModelConfig(path=path, revision=revision))) is not None:
+    if (adapter := model_files.adapter_at(schema.ModelConfig(path=path, revision=revision))) is not None:
         find_model(str(adapter.base.path), adapter.base.revision)
         return None
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
-    check_model_files(folder)
+    model_files.check_model_files(folder)
     return None
 
 
@@ -272,8 +251,10 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
     if get("model.scratch") is not None:
         yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
     elif path is not None and made is not None and not _is_made(path, made) and get("adapter.targets"):
-        config = AdapterConfig(**{**get("adapter"), "targets": tuple(one_or_several(get("adapter.targets")))})
-        model = ModelConfig(path=path, revision=get("model.revision"))
+        config = schema.AdapterConfig(
+            **{**get("adapter"), "targets": tuple(schema.one_or_several(get("adapter.targets")))}
+        )
+        model = schema.ModelConfig(path=path, revision=get("model.revision"))
         for key, problem in _as_problem("adapter", _check_adapter, model, config):
             # The file or command line that set the key is named before it.
             rank = f"adapter.rank={config.rank}: "
@@ -281,11 +262,11 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
             yield key, problem.removeprefix(rank).removeprefix("adapter.targets: ")
 
 
-def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
+def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
     from sftkit.models.adapter_files import known_shapes, target_layers
 
     try:
-        files = adapter_at(model)
+        files = model_files.adapter_at(model)
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
@@ -300,10 +281,11 @@ def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
     if get("adapter") is not None:  # then no pattern is right, and a rule says so
         return
     # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
-    if not patterns or path is None or _is_made(path, made) or _text_config(get).get("model_type") not in GATED:
+    known = _text_config(get).get("model_type") in model_files.GATED
+    if not patterns or path is None or _is_made(path, made) or not known:
         return
     with suppress(ConfigError):  # what is wrong with the files is told without this
-        sizes, tied = stored_sizes(Path(find_model(path, get("model.revision"))))
+        sizes, tied = model_files.stored_sizes(Path(find_model(path, get("model.revision"))))
         if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
             yield "train.freeze", problem
 
@@ -422,12 +404,12 @@ def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
 def _text_config(get: Get) -> Mapping[str, Any]:
     """Return the fields of the model's config, those of its text part on top; none if they cannot be read."""
     path, revision, scratch = (get(f"model.{name}") for name in ("path", "revision", "scratch"))
-    fields = fields_of(ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
+    fields = model_files.fields_of(schema.ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
     inner = fields.get("text_config")
     return {**fields, **inner} if isinstance(inner, dict) else fields
 
 
-def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
+def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     """Return the Config that the words ask for, and the flags. Prints problems and exits with code 2 if there are any.
 
     The flags are recipe, stage (None: by the recipe's name), preview (documents), html and json (files or None),
@@ -455,12 +437,12 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
 
     file = flags.config_file
 
-    def launched(train: TrainConfig) -> Topology:
-        return topology_of(file, flags.num_processes, num_stages(train)) if file else Topology()
+    def launched(train: schema.TrainConfig) -> Topology:
+        return topology_of(file, flags.num_processes, schema.num_stages(train)) if file else Topology()
 
     try:
         # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
-        launched(TrainConfig())
+        launched(schema.TrainConfig())
     except ConfigError as error:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -5,29 +5,27 @@ with their masks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.config.terminal import visible
+from sftkit.config.terminal import visible, writable
 from sftkit.data.reading.findings import finding_text
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
 from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
-from sftkit.runtime.script import VisibleConsole, counted
-
-BAR_WIDTH = 40
-
+from sftkit.runtime.script import counted
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
@@ -107,6 +105,23 @@ def preview_text(preview: Preview, *, brackets: bool) -> Text:
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
 
+class VisibleConsole(Console):
+    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself would leave
+    some control characters of a text out without a word."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print texts with their control characters written out."""
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        """Yield segments that the output's encoding can write; rich's own control segments as they are."""
+        for segment in super().render(*args, **kwargs):
+            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
+
+
 def preflight_console() -> Console:
     """Return the console of standard output, 120 columns wide if it is no terminal."""
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -117,8 +132,6 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     # A pipe or file keeps no colours, and targets must show there too.
     plain = console.no_color or not console.is_terminal
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
-    if analysis["time"]["hours"] is None:
-        costs.insert(0, f"{'':<10}hours are shown here once a run in run.dir has measured its speed")
     # Why rows of a source were left out, or are odd, and which columns are not used; a run logs these itself.
     rows = []
     for source in (*analysis["sources"], *analysis["validation"]):
@@ -127,7 +140,7 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
         console.print(line, markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print()
     console.print(layout_table(analysis))
     if samples:
         coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
@@ -159,13 +172,7 @@ def memory_text(analysis: dict[str, Any]) -> str:
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
-    stages = " + ".join(
-        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work "
-        f"({stage['flops']:.2g} FLOPs a step), "
-        f"{preflight.size_text(stage['estimated_gib'])}"
-        for stage in memory.get("stages", ())
-    )
-    return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
+    return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}"
 
 
 def disk_text(analysis: dict[str, Any]) -> str:
@@ -178,46 +185,17 @@ def disk_text(analysis: dict[str, Any]) -> str:
     return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
 
 
-def _histogram(lengths: dict[str, Any]) -> str:
-    """Return the number of documents by length, in powers of two, as bars."""
-    lines = ["document length in positions"]
-    highest = max(lengths["counts"])
-    for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
-        bar = "█" * round(BAR_WIDTH * count / highest)
-        lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
-    return "\n".join(lines)
-
-
 def layout_table(analysis: dict[str, Any]) -> Group:
-    """Return a table of the numbers of each layout on this data (padding, steps, positions, and how much faster
-    compiled steps must be for it to win), and below it, for lines of 80 characters, a table of its shapes."""
-    numbers = Table(box=None, padding=(0, 2, 0, 0))
-    shapes = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("layout", "padding", "steps", "positions", "x dynamic", "break-even", "tok/s"):
-        numbers.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
-    shapes.add_column("layout", no_wrap=True)
-    shapes.add_column("shapes (rows x positions)")
+    """Return a table of the numbers of each layout on this data."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("layout", "padding", "steps", "positions"):
+        table.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
+    table.add_column("shapes (rows x positions)")
     for row in analysis["layouts"]:
         name = f"{row['layout']} *" if row["own"] else row["layout"]
-        speed = "-" if row["tok_per_sec"] is None else f"{row['tok_per_sec']:,.0f}"
-        sizes = f"{row['steps']:,}", f"{row['positions']:,}", f"{row['x_dynamic']:.2f}", f"{row['break_even']:.2f}"
-        numbers.add_row(name, f"{row['padding_pct']:.1f} %", *sizes, speed)
-        shapes.add_row(name, row["shapes"])
-    notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
-    return Group(Text("layouts on this data (one epoch)", style="italic"), numbers, "", shapes, "", notes)
-
-
-def layout_notes(analysis: dict[str, Any]) -> str:
-    """Return the meaning of the columns, and what they leave out if there is an encoder."""
-    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(analysis)}".rstrip()
-
-
-LAYOUT_NOTES = (
-    "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest "
-    "document of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own "
-    "longest. The compiled step must be that many times faster per position for the layout to win; below 1 it wins "
-    "without any gain from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
-)
+        table.add_row(name, f"{row['padding_pct']:.1f} %", f"{row['steps']:,}", f"{row['positions']:,}", row["shapes"])
+    title = Text("layouts on this data (one epoch)", style="italic")
+    return Group(title, table, "", Text("* the recipe's own", style="dim"))
 
 
 def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:
@@ -241,8 +219,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
         tiles.append(("memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"))
     name = el("div", el("h1", title), class_="title")
     header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(tiles)))
-    small = el("p", f"Layouts: {layout_notes(analysis)}", class_="soft small")
-    parts = [section("data", "Data", details.data_tables(analysis), small)]
+    parts = [section("data", "Data", details.data_tables(analysis))]
     if samples:
         documents = [(preview_title(preview), preview.spans) for preview in samples]
         parts.append(section("samples", "Samples", macros.documents(documents)))

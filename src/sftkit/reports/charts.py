@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over steps, intervals by task, a histogram. Colours come from the page's style."""
+"""Charts as inline SVG: lines over steps, a histogram. Colours come from the page's style."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, macros, ticks
+from sftkit.reports.values import Html, axis_texts, el, format_value, join, log_ticks, macros, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -167,50 +167,6 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     return el("g", bars, lines, dots, class_=kind)
 
 
-def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 400.0) -> Html | None:
-    """Draw a row for each {"name", "value", "low", "high", "chance"} up to 1: interval, value and chance level.
-
-    The axis goes from 0 to 1, and below 0 if a value does: a centred mean may. A value above 1 is
-    no share and is left out.
-    """
-    shown = [row for row in rows if row.get("value") is not None and row["value"] <= 1]
-    if not shown:
-        return None
-    left, pitch = 150.0, 24.0  # a name of 20 letters has room
-    height = pitch * len(shown) + 30
-    lowest = min(0.0, *(row["value"] for row in shown))
-    x = Axis(lowest * 1.05, 1.0, left, width - 60)
-    grid = ticks(lowest, 1.0, 5) if lowest else [0.0, 0.25, 0.5, 0.75, 1.0]
-
-    # An interval or a chance level may reach beyond the axis; its line ends there.
-    def clamped(value: float) -> float:
-        return x(min(max(value, x.low), x.high))
-
-    # The grid, with its values below.
-    parts = []
-    for v, text in zip(grid, axis_texts(grid), strict=True):
-        parts.append(_line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"))
-        parts.append(el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"))
-    # A row for each task.
-    for index, row in enumerate(shown):
-        at = 6 + pitch * (index + 0.5)
-        name = str(row["name"])
-        short = name if len(name) <= 20 else name[:19] + "…"
-        # `arc_easy: 0.431, 95 % interval 0.401 to 0.461, chance 0.25`
-        bounds = f", 95 % interval {format_interval(row)}" if format_interval(row) else ""
-        chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
-        said = f"{name}: {row['value']:.4g}{bounds}{chance}"
-        drawn = [el("title", said), el("text", short, x=left - 8, y=at + 4, text_anchor="end")]
-        if format_interval(row):
-            drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
-        if row.get("chance") is not None:
-            drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
-        dot = el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot")
-        number = el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end")
-        parts.append(el("g", drawn, dot, number, class_="s0"))
-    return _drawing(width, height, label, parts)
-
-
 def histogram(
     edges: Sequence[float], counts: Sequence[float], marks: dict[str, float], unit: str, label: str
 ) -> Html | None:
@@ -278,9 +234,7 @@ def figure(
     last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
     lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
     label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
-    drawing = line_chart(shown, label, axis)
-    if wide:
-        drawing = macros.both_widths(line_chart(shown, label, axis, WIDE), drawing)
+    drawing = line_chart(shown, label, axis, WIDE if wide else NARROW)
     words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
     keys: list[tuple[str, Html, str | None]]
     keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]

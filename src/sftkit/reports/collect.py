@@ -1,5 +1,6 @@
 """Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and how
-they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
+they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from; and two
+runs compared: losses at steps that both have, speeds, peak memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sftkit.config.commands import first_run
@@ -18,13 +20,159 @@ from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class
 from sftkit.reports import values
-from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
-from sftkit.reports.details import load_of
-from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, on_cpu, read_json, read_rows
+from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, read_json, read_rows
 from sftkit.rundir import names
 from sftkit.rundir.files import clean
-from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
 from sftkit.rundir.status import as_killed
+
+Curves = Mapping[str, list[list[float | None]]]
+"Name -> [[step, value or null], ...], of every logged step."
+TOKENS_APART = 0.01
+"Tokens at the same step that differ by a smaller share differ only by the packing of rows."
+LOSSES = (("training loss", "train/loss", "logged"), ("validation loss", "val/loss", "evaluated"))
+
+SPEEDS = (
+    ("tokens/s", "perf/tok_per_sec", "useful tokens of all processes, median without the first line"),
+    ("s/step", "perf/step_seconds", "median without the first line"),
+    ("MFU", "perf/mfu", "0 to 1, median without the first line"),
+)
+
+
+_TARGETS = ("targets", "thinking", "split_turns", "too_long", "max_length")
+"Keys of the recipe's data section that decide which tokens are targets."
+
+
+def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return why the losses of two runs are not of the same thing, by metric; an empty list: nothing is known against
+    it.
+
+    Losses are nats per target without z-loss and label smoothing, so no setting of the loss is a reason.
+
+    Args:
+        mine, other: as collect.read_run returns them.
+    """
+    ours, its = mapping(mine["config"].get("data")), mapping(other["config"].get("data"))
+    # The script says what a run learns; it stands in the command that resumes the run.
+    commands = [str(run["status"].get("resume") or "").split() for run in (mine, other)]
+    scripts = [next((w.rpartition("/")[2] for w in words if w.endswith(".py")), None) for words in commands]
+    both = []
+    data = {"train/loss": "training", "val/loss": "validation"}
+    # Another tokenizer makes other targets of the same text; bits per byte could be compared.
+    for name, words in (("tokenizer", "another tokenizer"), ("chat_template", "another chat template")):
+        if mine["identity"].get(name, 0) != other["identity"].get(name, 0) and mine["identity"] and other["identity"]:
+            both.append(words)
+    if all(scripts) and scripts[0] != scripts[1]:
+        both.append(f"other targets ({scripts[0]} here, {scripts[1]} there)")
+    for name in _TARGETS:
+        default = "assistant" if name == "targets" else None
+        if (ours.get(name) or default) != (its.get(name) or default):
+            both.append(f"other targets (data.{name})")
+    reasons = {metric: list(both) for metric in data}
+    for metric, kind in data.items():
+        section, part = ("train", "sources") if kind == "training" else ("val", "validation")
+        counts = [
+            [(row.get("name"), row.get("documents")) for row in dicts(run["preflight"].get(part))]
+            for run in (mine, other)
+        ]
+        if ours.get(section) != its.get(section) or (all(counts) and counts[0] != counts[1]):
+            reasons[metric].append(f"other {kind} data")
+    return reasons
+
+
+def compare_curves(
+    mine: Curves,
+    other: Curves,
+    machines: Sequence[str | None] = (None, None),
+    reasons: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number or null, "notes":
+    [...]}.
+
+    Args:
+        machines: what each run ran on, by which speeds are told apart.
+        reasons: what `incomparable` returned: such losses are shown without a change.
+    """
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for name, metric, done in LOSSES:
+        a, b = known(mine, metric), known(other, metric)
+        if not a or not b:
+            if a or b:
+                notes.append(f"{name}: not compared, no step was {done} {'there' if a else 'here'}")
+            continue
+        # The last step that both have, not the last of each: a longer run would look better for its length.
+        step = max(a.keys() & b.keys(), default=None)
+        if step is None:
+            notes.append(f"{name}: not compared, no step was {done} by both (here {_steps(a)}; there {_steps(b)})")
+            continue
+        row = _row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}")
+        if why := (reasons or {}).get(metric):
+            row |= {"change": None, "how": f"not comparable: {', '.join(why)}"}
+        rows.append(row)
+        last = max(a), max(b)
+        if last != (step, step):
+            ends = " and ".join(map(values.format_value, last))
+            notes.append(f"{name}: at step {values.format_value(step)}; the runs go on to step {ends}")
+        notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
+    for name, metric, how in SPEEDS:
+        rows += _both(name, steady(mine, metric), steady(other, metric), how)
+    peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
+    rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
+    # Speeds are of all ranks. Speeds of two machines are divided too: a note names the machines.
+    speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
+    here, there = (machine or "unknown" for machine in machines)
+    if speeds[0] and speeds[1] and here != there:
+        notes.append(f"speeds are of different machines: {here} here, {there} there")
+    return {"rows": rows, "speed_up": speeds[0] / speeds[1] if speeds[0] and speeds[1] else None, "notes": notes}
+
+
+def steady(curves: Curves, metric: str) -> float | None:
+    """Return the median over the logged lines without the first, which holds one-time costs;
+    of a single line that one."""
+    values = list(known(curves, metric).values())
+    return median(values[1:] or values) if values else None
+
+
+def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
+    """Return the speed-up in words, or that a speed is not known."""
+    found = comparison["speed_up"]
+    if found is None:
+        return f"No speed-up: {mine} or {other} has logged no tokens/s."
+    return f"{mine} makes {found:.2f} times the tokens/s of {other}."
+
+
+def known(curves: Curves, metric: str) -> dict[float, float]:
+    """Return the points of a curve that have a value, step -> value."""
+    return {step: value for step, value in curves.get(metric, []) if step is not None and value is not None}
+
+
+def _steps(curve: Mapping[float, float]) -> str:
+    """Return the first three steps as text."""
+    first = ", ".join(f"{step:.0f}" for step in sorted(curve)[:3])
+    return f"{first}{', ...' if len(curve) > 3 else ''}"
+
+
+def _apart(mine: Curves, other: Curves, step: float) -> str | None:
+    """Return a note if the same step means other numbers of tokens in the two runs."""
+    a, b = known(mine, "train/tokens").get(step), known(other, "train/tokens").get(step)
+    if not a or not b or abs(a / b - 1) < TOKENS_APART:
+        return None
+    return (
+        f"equal steps are not equal tokens: {values.format_value(a)} here and {values.format_value(b)} there at step "
+        f"{values.format_value(step)}"
+    )
+
+
+def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:
+    """Return the row of a number that belongs to no step; none if a run lacks it."""
+    return [] if value is None or other is None else [_row(name, None, value, other, how)]
+
+
+def _row(name: str, step: float | None, value: float, other: float, how: str) -> dict[str, Any]:
+    """Return a row of the comparison."""
+    change = value / other - 1 if other else None
+    return {"name": name, "step": step, "value": value, "other": other, "change": change, "how": how}
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -103,7 +251,7 @@ def origin(settings: dict[str, Any]) -> str | None:
         if not isinstance(path, str):
             return None
         folder = os.path.expanduser(path)  # os.path, not pathlib: it takes any text, however long or odd
-        files = (os.path.join(folder, name) for name in (CONFIG, RECIPE))
+        files = (os.path.join(folder, name) for name in (names.CONFIG, names.RECIPE))
         recipe = next((file for file in files if os.path.isfile(file)), None)
         if recipe is None:
             local = os.path.exists(folder) or path.startswith(("runs/", ".", "~", "/"))
@@ -122,34 +270,23 @@ def hub_datasets(settings: dict[str, Any]) -> list[str]:
 EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
 _MAX_EVALUATIONS, _MAX_SAMPLES, _MAX_TEXT = 20, 10, 4000
-_BOUNDS = ("low", "high", "chance")
 _MEANS = ("centred_mean", "families")
 EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
-    """Return every evaluation of every task, by step: from evals/step-*/results.json, and evals.jsonl for what is not
-    there."""
+    """Return every evaluation of every task, by step, from evals/step-*/results.json; and the mean over tasks, which
+    evals.jsonl has."""
     table: EvaluationTable = {}
-    told: set[tuple[float, str, str]] = set()
-    for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
-        of_step = step_of(path.parent.name)
+    for path in sorted((run_dir / names.EVALUATIONS).glob(f"{names.STEP_DIRS}/{names.RESULTS}")):
+        of_step = names.step_of(path.parent.name)
         for row in dicts(read_json(path, notes)) if of_step is not None else []:
-            told |= _keep_task(table, float(of_step or 0), row)
-    # evals.jsonl has less of a value (no interval of parts, no examples), so it only fills what results.json lacks.
+            _keep_task(table, float(of_step or 0), row)
     for row in rows:
         step = drawable_number(row.get("step"))
-        for name, value in row.items():
-            prefix, _, rest = name.partition("/")
-            task, _, metric = rest.partition("/")
-            if prefix != "eval" or metric in _BOUNDS or not task or step is None or drawable_number(value) is None:
-                continue
-            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
-                continue
-            # low and high belong to a task, not to a metric: with several metrics nobody could say whose they are.
-            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
-            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
-            _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+        value = drawable_number(row.get("eval/centred_mean"))
+        if step is not None and value is not None:
+            _keep(table, step, {"task": "centred_mean", "metric": "mean", "value": value})
     return [table[key] for key in sorted(table)]
 
 
@@ -157,29 +294,27 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if it was of an
     earlier one."""
     table: EvaluationTable = {}
-    for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
-        model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
-        if step_of(Path(model).name) == last_step:
+    for row in dicts(read_json(run_dir / names.FINAL / names.RESULTS, notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or names.step_name(round(last_step)))
+        if names.step_of(Path(model).name) == last_step:
             _keep_task(table, last_step, row)
         else:
-            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
+            notes.append(
+                f"{names.FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out"
+            )
     return [row | {"final": True} for _, row in sorted(table.items())]
 
 
-def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
-    """Keep a task and its parts.
-
-    Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
-    """
+def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
+    """Keep a task and its parts."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     # The task itself counts more than a part of another one that has its name.
     evaluations.pop((step, task, metric), None)
     _keep(evaluations, step, row)
-    metrics = {name.partition("/")[::2]: value for name, value in mapping(row.get("metrics")).items()}
-    for (kind, part), value in metrics.items():
+    for name, value in mapping(row.get("metrics")).items():
+        kind, _, part = name.partition("/")
         if part and kind == metric:
             _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
-    return {(step, part or task, kind) for kind, part in metrics}
 
 
 def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
@@ -230,8 +365,6 @@ MAX_RUNS = 5
 "Maximum number of runs that a message names."
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
-RESUMED = "Resumed from a verified checkpoint"
-"Name of the check in proof.json that passes if the newest start was a resume."
 _BUCKETS = 160
 "Number of stretches that a thinned curve is divided into."
 
@@ -357,9 +490,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "status": status,
         "identity": mapping(state.get("identity")),
         "summary": _sums(summary, full, last),
-        "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
-        "headline": _headline(full, last, cpu=on_cpu(environment.get("device"))),
+        "headline": _headline(full, last, cpu=values.on_cpu(environment.get("device"))),
         "proof": dicts(proof.get("rows")),
         "logits": mapping(proof.get("logits")),
         "curves": {name: thin(points) for name, points in full.items()},
@@ -367,7 +499,6 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
         "samples": newest_samples(samples),
-        "experts": load_of(mapping(read_json(run_dir / names.EXPERTS, notes, optional=True))),
         "preflight": preflight,
         "events": events,
         "config": settings,
@@ -409,24 +540,6 @@ def model_name(settings: dict[str, Any]) -> str | None:
     if scratch := mapping(model.get("scratch")):
         return f"{scratch.get('model_type', 'model')} from scratch"
     return str(model["path"]) if model.get("path") else None
-
-
-def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, settings: dict[str, Any]) -> str | None:
-    """Return what the compile of the run's newest start costs, in steps.
-
-    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a
-    backend that makes no faster code, as those for debugging.
-    """
-    metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
-    windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
-    # If no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
-    spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
-    # Only Inductor makes faster code; nothing that an eager or debugging backend spends can pay.
-    generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
-    if summary.get("compiled", bool(inside)) is not True or not generated:
-        return None
-    resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
-    return own_words(spent, windows, hits[-1] if hits else 0, resumed=resumed)
 
 
 def _command(resume: Any) -> str | None:

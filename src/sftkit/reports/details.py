@@ -1,4 +1,4 @@
-"""Sections of the page on data, compiler, events, settings and machine, and the drawing of the load of experts."""
+"""Sections of the page on data, compiler, events, settings and machine."""
 
 from __future__ import annotations
 
@@ -9,103 +9,13 @@ from sftkit.reports import values
 from sftkit.reports.charts import histogram
 from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
 
-LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
-_MAX_TITLES = 2000
-FULL = 2.0
-"Load, in even shares, from which on a cell is as dark as it gets."
-
-
-def load_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E]; empty if it is
-    not usable."""
-    rows = content.get("load")
-    numbers = [values.plain_numbers(row) for row in rows] if isinstance(rows, list) else []
-    if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
-        return {}
-    return {"step": drawable_number(content.get("step")), "load": rows}
-
-
-def experts(report: Report) -> Html | None:
-    """Draw the load of experts, a row for each layer: which get more than an even share of the tokens, and which next
-    to none. None for a run without experts."""
-    if not (found := mapping(report.get("experts"))):
-        return None
-    # The drawing is as wide as the page, its cells no higher than they need to be.
-    rows: list[list[float]] = found["load"]
-    count = len(rows[0])
-    across = (WIDTH - LEFT) / count
-    down = min(MAX_CELL_HEIGHT, max(across, 8.0))
-    height = len(rows) * down + 22
-    # Each cell shows its value when pointed at, unless there are too many.
-    titled = count * len(rows) <= _MAX_TITLES
-    cells = []
-    for layer, row in enumerate(rows):
-        for expert, load in enumerate(row):
-            text = f"layer {layer + 1} of those with experts, expert {expert}: {format_value(load)}"
-            place = {"x": round(LEFT + expert * across, 1), "y": round(layer * down, 1)}
-            size = {"width": round(across, 1), "height": round(down, 1)}
-            opacity = round(min(load / FULL, 1.0), 2)
-            title = el("title", text) if titled else None
-            cells.append(el("rect", title, **place, **size, class_="load", fill_opacity=opacity))
-    ends = f"most {format_value(max(map(max, rows)))}, least {format_value(min(map(min, rows)))}"
-    label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
-    step = format_value(found["step"])
-    words = f"as of step {step}; a row for each layer that has some, half dark at an even share; {ends}"
-    names = [
-        el("text", layer, x=LEFT - 6, y=down * (layer - 0.5) + 4, class_="tick", text_anchor="end")
-        for layer in sorted({1, len(rows)})
-    ]
-    names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
-    drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
-    return values.macros.framed(drawing, "Load of the experts", words)
-
-
-SOURCES = {
-    "name": "source",
-    **{key: key for key in ("rows", "documents", "tokens", "targets", "truncated")},
-    "dropped_too_long": "dropped, too long",
-    "dropped_no_target": "dropped, no target",
-    "skipped_bad": "skipped, bad",
-}
-_ANSWERS = {
-    "name": "source",
-    "answers": "answers",
-    "answers_learned": "learned",
-    "answers_cut": "cut",
-    "not_learned_prompt": "in a prompt",
-    "not_learned_marked": "marked",
-    "not_learned_earlier_turn": "earlier turn",
-    "not_learned_history": "other as history",
-    "not_learned_border": "token shared with prompt",
-    "not_learned_too_long": "too long",
-    "reasoning_left_out": "reasoning left out",
-    "split_tokens": "tokens of split turns",
-    "thinking_turned_off": "thinking turned off",
-}
-FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
-FILES = {"name": "source", "files": "read and left out"}
-_LAYOUTS = {
-    "layout": "layout",
-    "shapes": "shapes",
-    "padding_pct": "padding %",
-    "steps": "steps",
-    "positions": "positions",
-    "x_dynamic": "x dynamic",
-    "break_even": "break-even",
-    "tok_per_sec": "measured tokens/s",
-}
+SOURCES = (
+    *("name", "rows", "documents", "tokens", "targets", "truncated"),
+    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+)
+FINDINGS = ("name", "kind", "rows", "reason", "first")
+LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
-_EVENTS = {
-    "recompile": "compiled after the warm-up",
-    "graph_break": "graph break",
-    "cuda_graph": "CUDA graphs recorded late",
-    "hook": "hook not run",
-    "nonfinite": "not finite",
-    "spike": "spike",
-    "checkpoint_fallback": "older checkpoint used",
-    "starvation": "waiting for data",
-}
-_UNITS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
 _MAX_EVENTS = 200
 
 
@@ -143,7 +53,8 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
     sources = [*dicts(preflight.get("sources")), *held_out]
     answers = [mapping(source["answers"]) | {"name": source.get("name")} for source in sources if source.get("answers")]
     # Most runs lose answers for one or two reasons of ten: a column of zeros for each other would hide them.
-    reasons = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in answers)}
+    keys = dict.fromkeys(key for row in answers for key in row)
+    counts = [key for key in keys if key != "name" and any(row.get(key) for row in answers)]
     findings = [row | {"name": source.get("name")} for source in sources for row in dicts(source.get("findings"))]
     layouts = [
         row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"}
@@ -154,15 +65,15 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(dicts(preflight.get("sources")), SOURCES, "Sources"),
         _table(validation, SOURCES, "Validation sources"),
-        _table([one for one in sources if one.get("files")], FILES, "Files of folders", text=(1,)),
-        _table(answers, {key: _ANSWERS[key] for key in ("name", "answers", "answers_learned")} | reasons, "Answers"),
+        _table([one for one in sources if one.get("files")], ("name", "files"), "Files of folders", text=(1,)),
+        _table(answers, ["name", *counts], "Answers"),
         _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
-        _table(layouts, _LAYOUTS, "Layouts"),
+        _table(layouts, LAYOUTS, "Layouts"),
         el("div", memory, el("div", others), class_="two"),
     ]
 
 
-def _table(rows: Rows, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
+def _table(rows: Rows, names: Sequence[str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
     """Return a table of the columns that any row has; None without rows."""
     return values.html_table(*values.columns(rows, names), caption, text) if rows else None
 
@@ -177,13 +88,11 @@ def _leaves(value: Any) -> dict[str, Any]:
 
     def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in mapping(value).items():
-            # Keys may end in units, which are words of a label: peak_gib becomes "peak GiB".
-            words = f"{name} {key}".strip().replace("_", " ").split()
-            label = " ".join(_UNITS.get(word, word) for word in words)
+            words = values.label(f"{name} {key}")
             if isinstance(item, dict):
-                yield from leaves(item, label)
+                yield from leaves(item, words)
             elif item is not None and item != []:
-                yield label, item
+                yield words, item
 
     return dict(leaves(value))
 
@@ -227,7 +136,7 @@ def compiler(report: Report) -> Html:
         values.html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
     both = el("div", facts(counts, "Graphs"), tables, class_="two")
-    return section("compile", "Compiler", both, reasons, lead=report["compiling"])
+    return section("compile", "Compiler", both, reasons)
 
 
 def events(report: Report) -> Html:
@@ -239,7 +148,7 @@ def events(report: Report) -> Html:
     cells = [
         [
             format_value(drawable_number(row.get("step"))),
-            _EVENTS.get(str(row.get("kind")), values.value_text(row.get("kind"))),
+            values.label(values.value_text(row.get("kind"))),
             values.value_text(row.get("text")),
             values.moment(row.get("time")),
         ]

@@ -18,40 +18,28 @@ from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.charts import Series, ValueAxis, figure, interval_chart
-from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, standing
-from sftkit.reports.compare import speed_words
+from sftkit.reports.charts import Series, ValueAxis, figure
+from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, speed_words, standing
 from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
+_TOKENS = {"": "useful", "target_": "targets"}
 CURVES = (
-    ("Learning rate", "", {"train/lr": "learning rate"}, 1, True),
-    ("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, 1, False),
-    (
-        "Speed",
-        "tokens/s per {rank}",
-        {"perf/tok_per_sec_per_gpu": "useful", "perf/target_tok_per_sec_per_gpu": "targets"},
-        1,
-        True,
-    ),
-    ("MFU", "% of the bf16 peak", {"perf/mfu": "MFU"}, 100, True),
-    ("Step time", "seconds", {"perf/step_p50_seconds": "median", "perf/step_p95_seconds": "95th percentile"}, 1, True),
-    ("Memory", "GiB per {rank}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}, 1, True),
-    ("Waiting for data", "% of the time", {"perf/data_wait_pct": "waiting"}, 1, True),
-    ("Padding", "% of positions", {"data/padding_pct": "padding"}, 1, True),
-    ("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, 1, False),
-    ("Entropy", "nats per target", {"train/entropy": "entropy"}, 1, False),
-    ("Auxiliary loss of routers", "experts per token at best", {"train/aux_loss": "auxiliary loss"}, 1, False),
-    (
-        "Experts with most and least",
-        "even shares",
-        {"train/expert_load_max": "most", "train/expert_load_min": "least"},
-        1,
-        True,
-    ),
+    ("Learning rate", "", {"train/lr": "learning rate"}, True),
+    ("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, False),
+    ("Speed", "tokens/s per {rank}", {f"perf/{key}tok_per_sec_per_gpu": name for key, name in _TOKENS.items()}, True),
+    ("MFU", "0 to 1, of the bf16 peak", {"perf/mfu": "MFU"}, True),
+    ("Step time", "seconds", {"perf/step_seconds": "mean"}, True),
+    ("Memory", "GiB per {rank}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}, True),
+    ("Waiting for data", "% of the time", {"perf/data_wait_pct": "waiting"}, True),
+    ("Padding", "% of positions", {"data/padding_pct": "padding"}, True),
+    ("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, False),
+    ("Entropy", "nats per target", {"train/entropy": "entropy"}, False),
+    ("Auxiliary loss of routers", "experts per token at best", {"train/aux_loss": "auxiliary loss"}, False),
+    ("Load of experts", "even shares", {f"train/expert_load_{which}": which for which in ("max", "min")}, True),
 )
-"(title, unit, {metric: label}, factor of the values, whether the axis begins at 0); {rank}: GPU or process"
+"(title, unit, {metric: label}, whether the axis begins at 0); {rank}: GPU or process"
 _LOSS = {"train/loss": "training", "val/loss": "validation"}
 _MAX_SOURCES = 6
 
@@ -79,8 +67,8 @@ def curves(report: Report) -> Html:
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     rank = "process" if any(values.on_cpu(run["device"]) for run in runs) else "GPU"
     found = [
-        figure(title, unit.format(rank=rank), _series(report, metrics, scale), ValueAxis(zero=zero))
-        for title, unit, metrics, scale, zero in CURVES
+        figure(title, unit.format(rank=rank), _series(report, metrics), ValueAxis(zero=zero))
+        for title, unit, metrics, zero in CURVES
     ]
     bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
     names = {"val/bpb": "all"}
@@ -97,19 +85,18 @@ def curves(report: Report) -> Html:
         known = [value for _, value in curve if value is not None]
         rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
     every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
-    return section("curves", "Curves", *parts, el("div", shown, class_="charts"), details.experts(report), every)
+    return section("curves", "Curves", *parts, el("div", shown, class_="charts"), every)
 
 
-def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[Series]:
-    """Return the lines of these metrics, for each run; values times `scale`."""
+def _series(report: Report, names: dict[str, str]) -> list[Series]:
+    """Return the lines of these metrics, for each run."""
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
         of_run = f", {run['run']['name']}" if report["against"] else ""
         # A style for each metric, the same number in both runs: line_class then draws the other run's dashed.
         for style, (name, label) in enumerate(names.items()):
             curve = run["curves"].get(name, [])
-            points = [(step, value * scale if value is not None else None) for step, value in curve]
-            found.append(Series(f"{label}{of_run}", points, style, other=run is not report))
+            found.append(Series(f"{label}{of_run}", curve, style, other=run is not report))
     return found
 
 
@@ -123,18 +110,8 @@ def evaluations_section(report: Report) -> Html:
     if not newest:
         lead = None if validation else "No evaluation was made."
         return section("evaluations", "Evaluations", validation, lead=lead)
-    tasks = [row["task"] for row in newest]
-    # A task with several metrics has a row for each, told apart by the metric.
-    named = [
-        row | {"name": f"{task} {row['metric']}" if tasks.count(task) > 1 else _task(task)}
-        for task, row in zip(tasks, newest, strict=True)
-    ]
-    label = "Newest value of each task with its interval and the chance level"
-    wide, narrow = (interval_chart(named, label, width) for width in (760.0, 400.0))
-    words = "line: 95 % interval; tick: chance level"
-    parts = [macros.framed(macros.both_widths(wide, narrow), "Newest values", words, class_="forest")] if wide else []
+    parts = [_evaluation_table(report, newest)]
     parts += [el("div", charts, class_="charts")] if (charts := _over_steps(report)) else []
-    parts.append(_evaluation_table(report, newest))
     cells = [
         [row["task"], part, ", ".join(f"{key} {value_text(value)}" for key, value in row[part].items())]
         for row in newest

@@ -281,10 +281,19 @@ def setting(value: Any) -> Html:
     return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+_WORDS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
+_TITLES = {"name": "source", "tok_per_sec": "tokens/s"}
+
+
+def label(key: str) -> str:
+    """Return a key of a file as words, with the units that it may end in: peak_gib as "peak GiB"."""
+    return " ".join(_WORDS.get(word, word) for word in key.replace("_", " ").split())
+
+
+def columns(rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
     """Return (titles, cells) of the columns that any row has."""
-    present = [key for key in names if any(row.get(key) is not None for row in rows)]
-    return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
+    present = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    return [_TITLES.get(key) or label(key) for key in present], [[row.get(key) for key in present] for row in rows]
 
 
 def plain_numbers(values: Any) -> list[float]:

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError, hint
-from sftkit.rundir import lock, names
+from sftkit.rundir import names
 from sftkit.rundir.files import archive, flush
-from sftkit.rundir.lock import RunLock
-from sftkit.rundir.names import ATTEMPT, EVALUATIONS, LOCK, TOKENIZER, step_dirs
+from sftkit.rundir.lock import RunLock, take_lock
 from sftkit.rundir.status import RunStatus, read_status
 
 _WATCH_SECONDS = 3.0
@@ -29,14 +28,14 @@ def real(run_dir: Path) -> Path:
 
 def has_begun(folder: Path) -> bool:
     """Return whether a run in this directory has done its first step, so that there is something to lose."""
-    return bool(step_dirs(folder)) or any(any(folder.glob(name)) for name in names.OF_STEPS)
+    return bool(names.step_dirs(folder)) or any(any(folder.glob(name)) for name in names.OF_STEPS)
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
     """Return whether a start continues the run of this directory. One of another directory's begins a
     new run."""
     if resume == "auto":
-        return bool(step_dirs(folder) or read_status(folder))
+        return bool(names.step_dirs(folder) or read_status(folder))
     return resume is not None and Path(resume).resolve().parent == folder.resolve()
 
 
@@ -47,15 +46,15 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     Raises:
         ConfigError: it could not take its place, whatever it does.
     """
-    ours = folder / ATTEMPT
+    ours = folder / names.ATTEMPT
     shutil.rmtree(ours, ignore_errors=True)  # of a start that was killed
     if not resumes:
         _check_room(folder)
     ours.mkdir()
     # Until the first step all readers of the run directory look here, also for the tokenizer that a base run has
     # trained.
-    if resumes and (folder / TOKENIZER).is_dir():
-        shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
+    if resumes and (folder / names.TOKENIZER).is_dir():
+        shutil.copytree(folder / names.TOKENIZER, ours / names.TOKENIZER)
     return ours
 
 
@@ -90,13 +89,13 @@ def put_back(folder: Path) -> None:
         ConfigError: that start is still at work.
     """
     # A start that was killed between the renames lies inside the run that it has put aside, with its lock.
-    begun = folder.parent.glob(f"{escape(folder.name)}{names.ARCHIVED}*/{ATTEMPT}/{LOCK}")
+    begun = folder.parent.glob(f"{escape(folder.name)}{names.ARCHIVED}*/{names.ATTEMPT}/{names.LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return
-    held = lock.take_lock(aside)
+    held = take_lock(aside)
     os.rename(aside, folder)
     flush(folder.parent)
-    held.path = folder / LOCK
+    held.path = folder / names.LOCK
     held.release()
 
 
@@ -121,13 +120,13 @@ def _mark(folder: Path) -> None:
 def move_into_run(folder: Path) -> None:
     """Move the files of a start over those of the run that it resumes. Folders are replaced as wholes; in EVALUATIONS,
     only those of evaluations that this start has made."""
-    ours = folder / ATTEMPT
+    ours = folder / names.ATTEMPT
     for name in (names.ERRORS, names.HEARTBEATS):  # of the ranks of an earlier start, which may have been more than now
         shutil.rmtree(folder / name, ignore_errors=True)
-    for new in [*ours.glob(f"{EVALUATIONS}/*"), *ours.iterdir()]:
+    for new in [*ours.glob(f"{names.EVALUATIONS}/*"), *ours.iterdir()]:
         target = folder / new.relative_to(ours)
         # Its folders are moved one by one, and `make_attempt_dir` has copied the tokenizer from the run itself.
-        if new == ours / EVALUATIONS or (new.name == TOKENIZER and target.exists()):
+        if new == ours / names.EVALUATIONS or (new.name == names.TOKENIZER and target.exists()):
             continue
         if new.is_dir():
             shutil.rmtree(target, ignore_errors=True)
@@ -144,21 +143,21 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
         (the lock of the new directory; the earlier run's new name)
     """
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
-    new = lock.take_lock(folder / ATTEMPT)
-    _mark(folder / ATTEMPT)
+    new = take_lock(folder / names.ATTEMPT)
+    _mark(folder / names.ATTEMPT)
     flush(folder)
     aside = archive(folder)
-    held.path = aside / LOCK
-    os.rename(aside / ATTEMPT, folder)
+    held.path = aside / names.LOCK
+    os.rename(aside / names.ATTEMPT, folder)
     flush(folder.parent)
-    new.path = folder / LOCK
+    new.path = folder / names.LOCK
     held.release()
     return new, aside
 
 
 def is_attempt(status: RunStatus) -> bool:
     """Return whether a start still writes into a folder of its own."""
-    return status.run_dir.name == ATTEMPT
+    return status.run_dir.name == names.ATTEMPT
 
 
 def leaves_nothing(status: RunStatus) -> bool:
@@ -177,5 +176,5 @@ def withdraw(status: RunStatus, held: RunLock) -> None:
         time.sleep(0.05)
     folder = status.run_dir.parent
     shutil.rmtree(status.run_dir, ignore_errors=True)
-    if held.made_folder and {path.name for path in folder.iterdir()} <= {LOCK}:
+    if held.made_folder and {path.name for path in folder.iterdir()} <= {names.LOCK}:
         shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """The lock of a run directory: only one live run writes there; the error of a second one names the first. No torch.
 
-The kernel holds it (flock), so it ends with the process, however that ends. A record next to it names the holder, for
-the message, and for file systems whose flock does not exist or does not reach other machines.
+The kernel holds it (flock), so it ends with the process, however that ends. Its content names the holder, for the
+message, and for file systems whose flock does not reach other machines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import hashlib
 import json
 import os
 import socket
@@ -27,8 +26,6 @@ from sftkit.rundir.names import LOCK
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 "File systems that one machine alone writes, so that its kernel knows every lock."
-_SETTLE_SECONDS = 0.5
-"How long a start waits for the record of a holder that has just made the file."
 _SAME_START = 2.0
 "Seconds by which two readings of a process's start may differ, on systems that count it from the time of the boot."
 
@@ -159,7 +156,8 @@ def take_lock(run_dir: Path) -> RunLock:
     """Take the lock of a run directory, which is made if need be. That of a process that is gone is taken over.
 
     Raises:
-        ConfigError: another run holds it, or may: with its process, host and time, and what to do.
+        ConfigError: another run holds it, or may: with its process, host and time, and what to do. Or the file system
+            has no flock.
     """
     path = run_dir / LOCK
     made = False
@@ -168,25 +166,22 @@ def take_lock(run_dir: Path) -> RunLock:
         made |= not run_dir.exists()
         make_folder(run_dir)
         try:
-            descriptor = _create(path)
-            lock = RunLock(path, os.open(path, os.O_RDWR) if descriptor is None else descriptor)
-        except FileNotFoundError:  # renamed by the holder that has just ended
+            # Readable by other users, for the message that names the process at work.
+            lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+        except FileNotFoundError:  # the directory was renamed by the holder that has just ended
             continue
         try:
-            by_kernel = _flock(lock._descriptor, path)
+            _flock(lock._descriptor, path)
             # The holder before may have removed or renamed the file between open and flock: then this lock guards
             # nothing.
             if lock._is_at(path):
+                _check_earlier(read_holder(path), path)
                 ours = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
                 record = json.dumps(asdict(ours)).encode()
-                if by_kernel:
-                    _check_earlier(read_holder(path), path, by_kernel=True)
-                # Without flock the process that created the file holds it.
-                if by_kernel or descriptor is not None:
-                    _write(lock._descriptor, record)
-                elif not _take_over(lock._descriptor, path, record):
-                    lock.close()
-                    continue
+                # Written in place: a file that is renamed to this path would not be the locked one.
+                os.pwrite(lock._descriptor, record, 0)
+                os.ftruncate(lock._descriptor, len(record))
+                os.fsync(lock._descriptor)
                 lock.made_folder = made
                 return lock
         except BaseException:
@@ -195,27 +190,11 @@ def take_lock(run_dir: Path) -> RunLock:
         lock.close()
 
 
-def _create(path: Path) -> int | None:
-    """Create a file that is not there and open it; None: it is there. Of several processes one creates it."""
-    with suppress(FileExistsError):
-        # Readable by other users, for the message that names the process at work.
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    return None
-
-
 def read_holder(path: Path) -> Holder | None:
     """Return the process that a lock file names; None: nothing there can be read."""
     with suppress(TypeError):
         return Holder(**read_object(path))
     return None
-
-
-def _settled_holder(path: Path) -> Holder | None:
-    """Return the process that a lock file names, once it has written its record; None: it does not write one."""
-    end = time.monotonic() + _SETTLE_SECONDS
-    while (holder := read_holder(path)) is None and time.monotonic() < end:
-        time.sleep(0.02)
-    return holder
 
 
 def at_work(run_dir: Path) -> bool | None:
@@ -271,90 +250,35 @@ def pid_scope() -> tuple[str, str, str]:
     return socket.gethostname(), boot_id(), os.readlink(namespace) if namespace.exists() else ""
 
 
-def _flock(descriptor: int, path: Path) -> bool:
-    """Take the kernel's lock. Return False where the file system knows none.
+def _flock(descriptor: int, path: Path) -> None:
+    """Take the kernel's lock.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or the file system has no such lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(_lock_message(path, _settled_holder(path))) from None
+        raise ConfigError(_lock_message(path, read_holder(path))) from None
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
-        return False
-    return True
+        raise ConfigError(hint("no flock", folder=path.parent, reason=error.strerror)) from None
 
 
-def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> None:
-    """Reject a lock whose recorded holder may still be at work.
+def _check_earlier(holder: Holder | None, path: Path) -> None:
+    """Reject a lock that the kernel gave to this process, but whose recorded holder may be at work on another machine.
 
     Raises:
         ConfigError: with the holder and what to do.
     """
-    if holder is None:
+    if holder is None or holder.machine == boot_id():
         return
-    host, machine, _ = pid_scope()
-    # The kernel's lock, or else the process table, shows whether a holder on this machine is gone.
-    if holder.machine == machine:
-        if by_kernel or (holder.is_here() and not holder.lives()):
-            return
-        raise ConfigError(_lock_message(path, holder, sure=holder.is_here()))
-    if holder.host == host and holder.since < psutil.boot_time():
+    if holder.host == socket.gethostname() and holder.since < psutil.boot_time():
         return  # this machine was started again since
     # Another machine's holder is gone for certain only where no other machine can write to this disk.
-    if not (by_kernel and _is_local(path)):
+    if not _is_local(path):
         raise ConfigError(_lock_message(path, holder, sure=False))
-
-
-def _write(descriptor: int, record: bytes) -> None:
-    # Written in place: a file that is renamed to this path would not be the locked one.
-    os.pwrite(descriptor, record, 0)
-    os.ftruncate(descriptor, len(record))
-    os.fsync(descriptor)
-
-
-def _take_over(descriptor: int, path: Path, record: bytes) -> bool:
-    """Take over the lock of a process that is gone, on a file system without flock.
-
-    Of several starts one creates the file that is named after the record of the process that is gone; the others see
-    it. A start that is killed before it has written its own record is itself a process that is gone.
-
-    Returns:
-        whether it was taken; else another start has taken it and may have ended meanwhile: look again.
-
-    Raises:
-        ConfigError: the process may still be at work.
-    """
-    gone = [(path, b"")]
-    while True:
-        file, _ = gone[-1]
-        holder = _settled_holder(file)
-        if holder is None:
-            if not file.exists():
-                return False
-            raise ConfigError(_lock_message(path, None, sure=False))
-        _check_earlier(holder, path, by_kernel=False)
-        found = json.dumps(asdict(holder)).encode()
-        gone[-1] = (file, found)
-        successor = path.with_name(f"{LOCK}.{hashlib.sha256(found).hexdigest()[:16]}")
-        if (own := _create(successor)) is not None:
-            break
-        gone.append((successor, b""))
-    try:
-        _write(own, record)
-        # A start that looked long ago finds the name free again: then the record at the path is a newer one.
-        if any(read_holder(file) != Holder(**json.loads(found)) for file, found in gone):
-            return False
-        _write(descriptor, record)
-        for file, _ in gone[1:]:
-            file.unlink(missing_ok=True)
-        return True
-    finally:
-        os.close(own)
-        successor.unlink(missing_ok=True)
 
 
 def _is_local(path: Path) -> bool:

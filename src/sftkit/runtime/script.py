@@ -1,5 +1,4 @@
-"""A script and its terminal: run main with errors as messages, show progress on the last line, print text of any origin
-through rich, and find out who ended a process that was killed.
+"""A script: run main with errors as messages, name what takes long, and find out who ended a process that was killed.
 
 Torch is imported only when main asks for it, and nothing before a Ctrl-C has a handler.
 """
@@ -10,20 +9,14 @@ import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from rich import progress
-from rich.console import Console, RenderableType
-from rich.segment import Segment
-from rich.table import Column
-
-from sftkit.config.terminal import print_text, visible, writable
+from sftkit.config.terminal import print_text
 from sftkit.rundir.files import read_text
 
 
@@ -42,104 +35,13 @@ def first_of(names: Sequence[object], most: int = 3, between: str = ", ") -> str
     return between.join(map(str, names[:most])) + more
 
 
-class VisibleConsole(Console):
-    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself would leave
-    some control characters of a text out without a word."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
-
-    def print(self, *objects: Any, **settings: Any) -> None:
-        """Print texts with their control characters written out."""
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
-
-    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
-        """Yield segments that the output's encoding can write; rich's own control segments as they are."""
-        for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
-
-    def show_cursor(self, show: bool = True) -> bool:  # noqa: FBT001, FBT002 - as rich calls it
-        """Leave the cursor as it is: a process that is killed could not bring it back."""
-        return False
-
-
-@cache
-def output_console() -> VisibleConsole:
-    """Return the console of this process's output, one for all that moves there. Long lines are the terminal's to wrap,
-    so that they can be copied."""
-    return VisibleConsole(soft_wrap=True, highlight=False)
-
-
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show what takes a while, once for the whole run: on a terminal for as long as it takes, with its
-    seconds; elsewhere as a line of stderr at its beginning."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    if not (is_main and output_console().is_interactive):
-        if is_main:
-            print_text(text, error=True)  # stdout may be an answer or a table that goes to a file
-        yield
-        return
-    spinner = progress.SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
-    description = progress.TextColumn("{task.description}", markup=False)
-    with LastLine(spinner, description, progress.TimeElapsedColumn()) as line:
-        line.add_task(visible(text), total=None)
-        yield
-
-
-class LastLine(progress.Progress):
-    """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several are
-    drawn one above the other. A terminal that is gone stops nothing."""
-
-    def __init__(self, *columns: str | progress.ProgressColumn, expand: bool = False) -> None:
-        super().__init__(
-            *columns,
-            console=output_console(),
-            transient=True,
-            expand=expand,
-            refresh_per_second=2.0,  # each takes the interpreter lock for a millisecond or two
-            # A day: rich's default of 30 s would forget the evaluations and saves between the steps.
-            speed_estimate_period=86_400.0,
-            redirect_stderr=sys.stderr.isatty(),  # else rich would bring a log file's lines here
-        )
-
-    def start(self) -> None:
-        """Start to draw."""
-        with suppress(OSError, ValueError):
-            super().start()
-
-    def stop(self) -> None:
-        """Stop drawing and clear the line."""
-        with suppress(OSError, ValueError):
-            super().stop()
-
-
-class TrainingBar(LastLine):
-    """A bar with the steps done, the newest loss and speed, and the time left by the mean time of a step, evaluations
-    and saves included.
-
-    The loop sets `step` and `newest`, and never waits: the thread that draws reads them.
-    """
-
-    def __init__(self, step: int, total_steps: int) -> None:
-        self.step = step
-        self.newest = ""
-        super().__init__(
-            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.description}", markup=False),
-            progress.TextColumn("eta"),
-            progress.TimeRemainingColumn(),
-            expand=True,
-        )
-        self.add_task("", total=total_steps, completed=step)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the line, brought up to date first."""
-        # Called by the drawing thread before each frame: the loop itself only sets two attributes.
-        for task in self.task_ids:
-            self.update(task, completed=self.step, description=self.newest)
-        yield from super().get_renderables()
+    """Name what takes a while, once for the whole run, as a line of stderr: stdout may be an answer or a table that
+    goes to a file."""
+    if os.environ.get("RANK", "0") == "0":
+        print_text(text, error=True)
+    yield
 
 
 _BY_SIGNAL = {
@@ -151,9 +53,8 @@ _BY_SIGNAL = {
 }
 
 
-OomKills = tuple[dict[str, int], float]
-"""(place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read; when they were
-counted, time.monotonic(): on Linux seconds since the boot, as in the kernel's log)"""
+OomKills = dict[str, int]
+"Place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read."
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills:
@@ -162,74 +63,45 @@ def oom_kills(root: Path = Path("/")) -> OomKills:
     Args:
         root: of the file system.
     """
-    kills = {}
+    mount = root / "sys/fs/cgroup"
+    # In a container the path that the kernel gives may be the host's, and the group's files lie at the top.
+    own = read_text(root / "proc/self/cgroup").strip().rpartition(":")[2].lstrip("/")
     # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
     # processes are counted too.
-    for place, files in (("in this control group", _group_files(root)), ("on this machine", [root / "proc/vmstat"])):
+    places = {
+        "in this control group": (mount / own / "memory.events", mount / "memory.events"),
+        "on this machine": (root / "proc/vmstat",),
+    }
+    kills = {}
+    for place, files in places.items():
         counts = (re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE) for file in files)
         if found := next(filter(None, counts), None):
             kills[place] = int(found[1])
-    return kills, time.monotonic()
+    return kills
 
 
-def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Path = Path("/dev/kmsg")) -> str:
+def likely_cause(number: int, before: OomKills, root: Path = Path("/")) -> str:
     """Return what has likely sent a signal that nobody here has sent, in words that promise no more than is known.
 
     Args:
         number: of the signal.
         before: the counts when the process that was killed was started.
         root: of the file system.
-        log: the kernel's.
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
-    before_kills, since = before
-    kills, _ = oom_kills(root)
-    logged = last_kill(log, since)
-    quoted = f" The kernel's log: {logged}." if logged else ""
+    kills = oom_kills(root)
     for place, count in kills.items():
-        if (grown := count - before_kills.get(place, count)) > 0:
+        if (grown := count - before.get(place, count)) > 0:
             sure = "likely" if place == "in this control group" else "perhaps"
             ended = f"{grown} process{'es' * (grown > 1)} {place}"
-            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start.{quoted}"
+            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start (dmesg names them)."
     if not kills:
         return "not known: no count of the kernel's OOM killer can be read here"
     return (
         "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
         "has ended nothing since the start"
     )
-
-
-def last_kill(log: Path, since: float) -> str | None:
-    """Return the kernel log's last line about a process that was killed for memory; None: there is none, or the log
-    cannot be read.
-
-    Args:
-        since: lines before this time.monotonic() do not count.
-    """
-    found = None
-    # An error is the end of what is there, or of what may be read.
-    with suppress(OSError, ValueError), open(os.open(log, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as records:
-        while record := records.read(8192):
-            for line in record.decode(errors="replace").splitlines():
-                # A record reads "priority,number,microseconds since the boot,...;text".
-                head, _, text = line.partition(";")
-                fields = head.split(",")
-                if "Killed process" in text and len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0:
-                    found = text
-    return found
-
-
-def _group_files(root: Path) -> Iterable[Path]:
-    """Yield the files that may count the kills of this process's control group: of version 2, else of version 1. In a
-    container the path that the kernel gives may be the host's, and the group's files lie at the top."""
-    mount = root / "sys/fs/cgroup"
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from (mount / path.lstrip("/") / "memory.events", mount / "memory.events")
-        elif "memory" in controllers.split(","):
-            yield from (mount / "memory" / path.lstrip("/") / "memory.oom_control", mount / "memory/memory.oom_control")
 
 
 SPINS = "1000"
@@ -283,7 +155,12 @@ def script(main: Callable[[], int | None]) -> None:
         sys.exit(code)
 
 
+ENDING = threading.RLock()
+"Held by the thread that ends this process for a signal, and by who replaces it by another program."
+
+
 def _end(number: int, exit: Callable[[int], NoReturn]) -> NoReturn:
+    ENDING.acquire()
     try:
         if os.environ.get("RANK", "0") == "0":
             os.write(2, f"\n{signal.Signals(number).name}: ended\n".encode())

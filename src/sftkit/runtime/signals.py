@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -227,7 +226,7 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
     When the ranks have ended, this process exits with 128 + the signal's number."""
     from torch.distributed.elastic.multiprocessing import api
 
-    def once(signum: int, frame: FrameType | None) -> None:
+    def once(signum: int, frame: object) -> None:
         leave_lost_terminal()
         ignore_signals(numbers)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
@@ -246,7 +245,7 @@ def exit_on_signals() -> Iterator[None]:
     """Have a signal raise SystemExit inside, so that what this process has started can be ended first, and its files
     deleted; outside, runtime/script.py ends it at once."""
 
-    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
+    def leave(signum: int, _frame: object) -> NoReturn:
         leave_lost_terminal()
         print_text(f"\n{signal.Signals(signum).name}: ended", error=True)
         sys.exit(128 + signum)
@@ -256,7 +255,7 @@ def exit_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+def handled_by(handler: Callable[[int, object], object]) -> Iterator[None]:
     """Give the signals that are heeded to this handler inside the block."""
     # Without it the thread of runtime/script.py would read the signal too, and end this process and its children.
     listening = signal.set_wakeup_fd(-1)

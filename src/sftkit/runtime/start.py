@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -323,7 +322,7 @@ class Runtime:
         """Return the names of all ranks, each once, in the same order on every rank; every rank must call it."""
         if self.topology.stages == 1:  # ranks have the same ones
             return list(names)
-        return list(dict.fromkeys(chain.from_iterable(self.gathered(list(names)))))
+        return list(dict.fromkeys(name for of_rank in self.gathered(list(names)) for name in of_rank))
 
     def gathered(self, own: T) -> list[T]:
         """Return the values of all ranks, in rank order; every rank must call it."""
@@ -438,16 +437,13 @@ def resolve_precision(wanted: str) -> str:
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
 
-def start(
-    run: RunConfig, train: TrainConfig, dashboard: str | None = None, page: Callable[[Path], None] | None = None
-) -> Runtime:
+def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | None = None) -> Runtime:
     """Join the process group, seed every generator, and return the Runtime.
 
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see
     compile/contract.py and engine/step.py.
 
     Args:
-        dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.
         page: writes the page of the run directory when the run has failed.
 
     Raises:
@@ -464,7 +460,6 @@ def start(
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
-        log_with=dashboard,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[

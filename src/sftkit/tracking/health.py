@@ -8,7 +8,6 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sftkit.config.schema import NumericsConfig
-from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, SpikeError
@@ -28,7 +25,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import Window
+from sftkit.tracking.meter import RunCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
@@ -74,7 +71,7 @@ class Spikes:
         self._history = torch.full((_WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare a step with the history, and add it unless it is skipped. No host sync.
 
         Args:
@@ -102,20 +99,20 @@ class Spikes:
         self._history.copy_(torch.where(usable & ~skipped, later, self._history))
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped
 
-    def window(self) -> Window:
+    def history(self) -> RunCounts:
         """Return the history, for a checkpoint. Waits for the device."""
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def restore_window(self, window: Window) -> None:
+    def restore(self, history: RunCounts) -> None:
         """Resume from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
-        count = min(len(window["losses"]), len(window["norms"]))
+        count = min(len(history["losses"]), len(history["norms"]))
         if count:
-            taken = torch.tensor([window["losses"][-count:], window["norms"][-count:]], dtype=torch.float64)
+            taken = torch.tensor([history["losses"][-count:], history["norms"][-count:]], dtype=torch.float64)
             self._history[-count:] = taken.T.to(self._history.device)
 
 
-def spikes_in(verdict: Tensor) -> list[Spike]:
+def spikes_in(verdict: torch.Tensor) -> list[Spike]:
     """Return the spikes of a step from the verdict of `judge`: fp32 [2, 4], on the host."""
     rows = zip(JUDGED, verdict.tolist(), strict=True)
     return [Spike(name, value, mean, deviation) for name, (value, mean, deviation, is_spike) in rows if is_spike]
@@ -158,25 +155,16 @@ class ExpertLoad:
         return {"train/expert_load_max": float(load.max()), "train/expert_load_min": float(load.min())}
 
 
-@dataclass(frozen=True)
-class RankLoss:
+class RankLoss(NamedTuple):
     """The loss of a rank in a skipped step, as it is sent to the other ranks."""
 
     loss: float
     "nats per target"
-    micro_batches: list[int]
-    "numbers, from 1, of those whose loss is not finite; for a spike the one with the largest loss per target"
     largest: float
     "largest loss per target of a micro-batch; -inf where one is not finite"
-    of: int
-    "number of micro-batches in a step"
-    documents: list[str]
-    "names of the documents in `micro_batches`"
-
-    def describe(self, rank: int) -> str:
-        """Return where these documents are, in words."""
-        numbers = ", ".join(map(str, self.micro_batches))
-        return f"rank {rank}, micro-batch {numbers} of {self.of}, with {listed(self.documents)}"
+    where: str
+    """rank, micro-batches (from 1) whose loss is not finite, for a spike the one with the largest loss per target, and
+    their documents; empty without any"""
 
 
 @dataclass(frozen=True)
@@ -200,12 +188,12 @@ class DelayedFlags:
     """The flags of steps, read without making the host wait: on a GPU two steps later, when
     they have arrived long ago."""
 
-    def __init__(self, device: torch.device, delay: int, count: Callable[[Batch], int]) -> None:
+    def __init__(self, device: torch.device, delay: int, objective: Objective) -> None:
         """Allocate the host's memory.
 
-        `delay`: steps that pass before the flags of one are read. `count`: see Objective.count.
+        `delay`: steps that pass before the flags of one are read.
         """
-        self._count = count
+        self._objective = objective
         self._cuda = device.type == "cuda"
         self._late = delay
         # A buffer may be written again when its flags were read: `read` leaves at most `delay` steps, one buffer each,
@@ -220,7 +208,7 @@ class DelayedFlags:
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
         # The micro-batches are released here: kept for two more steps they would hold their memory on the device.
-        own = [self._count(batch) for batch in step_batches.micro_batches]
+        own = [self._objective.count(batch) for batch in step_batches.micro_batches]
         launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
 
@@ -235,10 +223,6 @@ class DelayedFlags:
             found = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             records.append(launched(*found, spikes_in(flags.verdict)))
         return records
-
-
-_COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
-"Numbers of steps: not finite, skipped in a row, skipped in the window, with a spike; the same on every rank."
 
 
 class Health:
@@ -260,7 +244,7 @@ class Health:
         self._rt = rt
         self._batches = batches
         self._tracker = tracker
-        self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
+        self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "the engine calls it for each step, before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
@@ -319,7 +303,7 @@ class Health:
         )
         # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
         # status, so that the launcher reports the right one.
-        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
         self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
         raise error
@@ -330,16 +314,15 @@ class Health:
         self._in_window = self._spiked = 0
         return {f"health/{name}": count for name, count in counts.items()}
 
-    def window(self) -> Window:
+    def counts(self) -> RunCounts:
         """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
-        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
-        return {**counts, "spikes": self.spikes.window()}
+        return {"nonfinite": self._nonfinite, "in_a_row": self._in_a_row, "spikes": self.spikes.history()}
 
-    def restore_window(self, window: Window) -> None:
+    def restore(self, counts: RunCounts) -> None:
         """Resume from a checkpoint, before the first step."""
-        for name in _COUNTS:
-            setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
-        self.spikes.restore_window(window["spikes"])
+        self._nonfinite = counts.get("nonfinite", 0)  # checkpoints of earlier versions have fewer counts
+        self._in_a_row = counts.get("in_a_row", 0)
+        self.spikes.restore(counts["spikes"])
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a skipped step to a file."""
@@ -375,16 +358,13 @@ class Health:
         losses = losses_of(known)
         # A spike is finite everywhere: the micro-batch with the largest loss is the likeliest cause.
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
-        own = RankLoss(
-            loss=self._own_loss(known),
-            micro_batches=[number + 1 for number in named],
-            largest=max(losses) if known.finite else -math.inf,
-            of=len(losses),
-            documents=[
-                self._batches.examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named
-            ],
-        )
-        return self._rt.gathered(own)
+        documents = [
+            self._batches.examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named
+        ]
+        numbers = ", ".join(str(number + 1) for number in named)
+        where = f"rank {self._rt.rank}, micro-batch {numbers} of {len(losses)}, with {listed(documents)}"
+        largest = max(losses) if known.finite else -math.inf
+        return self._rt.gathered(RankLoss(self._own_loss(known), largest, where if named else ""))
 
     def _own_loss(self, known: StepRecord) -> float:
         """Return this rank's loss per target in a step. Waits for the device."""
@@ -409,7 +389,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     Args:
         norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
-    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.where]
     if not nonfinite:
         if math.isfinite(norm):
             known = "every loss is finite, and so is the gradient norm"
@@ -420,7 +400,7 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
             "at fault, or a document whose gradient explodes"
         )
-    places = "; ".join(losses_of_ranks[rank].describe(rank) for rank in nonfinite)
+    places = "; ".join(losses_of_ranks[rank].where for rank in nonfinite)
     ranks = "ranks" if len(nonfinite) > 1 else "rank"
     return f"the loss of {ranks} {', '.join(map(str, nonfinite))} is not finite ({places})"
 
@@ -428,8 +408,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
 def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
-    rank, largest = max(enumerate(losses_of_ranks), key=lambda one: one[1].largest)
-    where = f"the largest loss per target, {largest.largest:.4g}, is that of {largest.describe(rank)}"
+    worst = max(losses_of_ranks, key=lambda one: one.largest)
+    where = f"the largest loss per target, {worst.largest:.4g}, is that of {worst.where}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

@@ -1,7 +1,7 @@
 """Speed, utilisation, memory, shapes and data of the steps between two logged lines, a window. Names, units and
 formulas: docs/metrics.md.
 
-An open window is kept in checkpoints, so a resumed run logs the lines that it would have logged without the stop.
+A line is logged before every save, so no checkpoint has to keep the sums of an open window.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,83 +26,12 @@ from sftkit.objectives.objective import Objective, Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Progress, StepOutcome, progress_of
-from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
+from sftkit.tracking.trace import SyncCounter
 
-if TYPE_CHECKING:
-    from sftkit.tracking.health import Health
-
-WINDOW = "window"
-"Name of the open window in the state of a checkpoint."
-Window = dict[str, Any]
+RUN_COUNTS = "window"
+"Name, in the state of a checkpoint, of the counts of the meter and of Health, each under its name."
+RunCounts = dict[str, Any]
 "JSON values, the same on every rank."
-
-
-def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
-    """Return the values of every rank, one list each, None for what is not finite; every rank must call it.
-
-    Args:
-        own: [n], this rank's, on its device; exact as fp64.
-    """
-    # A sum of rows that are zero elsewhere gathers them exactly: x + 0 rounds nothing.
-    table = torch.zeros(rt.world_size, len(own), dtype=torch.float64, device=own.device)
-    table[rt.rank] = own
-    return [[value if math.isfinite(value) else None for value in row] for row in rt.sum(table).tolist()]
-
-
-def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool) -> torch.Tensor:
-    """Return this rank's part of what `by_rank` returned, so that the parts add up to the same: fp64 [n], on the CPU.
-
-    Args:
-        same_ranks: each takes what it had, so that sums continue bit for bit; else the main rank takes the sums over
-            ranks, which make sense only for what adds up.
-    """
-    table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
-    if same_ranks:
-        return table[rt.rank]
-    # The sums over ranks stay right with any number of ranks if one has all and the others none.
-    return table.sum(0) if rt.is_main else torch.zeros_like(table[0])
-
-
-def is_open(resumed: Mapping[str, Any]) -> bool:
-    """Return whether a stop asked for the line at the step of this checkpoint: then the next line has its steps too."""
-    return bool(resumed.get(WINDOW, {}).get("meter", {}).get("steps"))
-
-
-def resume_window(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: Runtime, log_every: int) -> str | None:
-    """Take over the counts and the open window of the checkpoint that is resumed.
-
-    Args:
-        resumed: what Checkpoints.resume returned.
-
-    Returns:
-        a line to print where the first logged line has fewer steps than it would have had.
-    """
-    # Progress by itself, as versions before open windows kept nothing else.
-    step = resumed["step"]
-    window = resumed.get(WINDOW)
-    meter.resume(progress_of(resumed))
-    since = step // log_every * log_every
-    shorter = f"the first logged line has the steps from {step + 1} on, not those from {since + 1} on"
-    if window is None:
-        return f"{shorter}: the checkpoint is of a version that kept no open window" if step > since else None
-    # The number alone is not enough: the same ranks in another mesh share other rows.
-    same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
-    # Counts of steps do not depend on the ranks, so they are restored in any case; sums of the meter may not be.
-    health.restore_window(window["health"])
-    if not meter.restore_window(window["meter"], same_ranks=same_ranks):
-        return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
-    if is_open(resumed) and len(meter.sources) > 1 and window["meter"].get("sources") != meter.sources:
-        return f"data/share: {shorter}: the sources have other names now"
-    return None
-
-
-_COUNTS = {
-    **{name: f"_{name}" for name in ("steps", "tokens", "targets", "positions", "pairs", "encoded")},
-    "left_out": "_skipped_divisor",
-    "divisor": "_divisor",
-    "skew": "_skew",
-}
-"Counts of a window, the same on every rank: name in a checkpoint -> attribute of the meter."
 
 
 class Meter:
@@ -128,7 +57,6 @@ class Meter:
             rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
-        self._clock = StepClock(rt.device)
         self._before = Progress()
         "progress before this window"
         self.total_step_seconds = 0.0
@@ -141,7 +69,7 @@ class Meter:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
         self._own_divisor = self._divisor = self._skipped_divisor = 0
-        self._wait_seconds = self._paused_seconds = self._earlier_seconds = self._skew = 0.0
+        self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
         self._grad_norm = torch.zeros((), device=self._rt.device)
@@ -150,7 +78,6 @@ class Meter:
     def start(self) -> None:
         """Begin the window now."""
         self._start = time.perf_counter()
-        self._clock.begin()
 
     @property
     def progress(self) -> Progress:
@@ -179,12 +106,10 @@ class Meter:
     def paused(self, seconds: float) -> None:
         """Add time spent in evaluation and checkpoints, which is not training time."""
         self._paused_seconds += seconds
-        self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Count a step. The sums of a skipped step are excluded here, its divisor later by `add_skipped`."""
         self._steps += 1
-        self._clock.step_ended()
         self.shapes.add(step_batches)
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
@@ -217,15 +142,14 @@ class Meter:
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._skipped_divisor)
         self.planned_targets += self._divisor
-        # Add the window to the totals of the run. Seconds that were resumed from a checkpoint are not this start's.
+        # Add the window to the totals of the run.
         seconds = self._seconds()
         self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
-        self.total_step_seconds += seconds - self._earlier_seconds
+        self.total_step_seconds += seconds
         # Rates: None where the model's FLOPs or the GPU's peak are unknown.
         work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
-        p50, p95 = percentiles(self._clock.read())
         total = max(int(self._source_tokens.sum()), 1)
         counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
         shares = {f"data/share/{name}": count / total for name, count in counts}
@@ -239,8 +163,6 @@ class Meter:
             "perf/target_tok_per_sec_per_gpu": self._targets / seconds / self._rt.world_size,
             "perf/mfu": flops / seconds / peak if peak else None,
             "perf/step_seconds": seconds / max(self._steps, 1),
-            "perf/step_p50_seconds": p50,
-            "perf/step_p95_seconds": p95,
             # Ranks meet in each step, so all wait as long as the slowest.
             "perf/data_wait_pct": 100.0 * max(waits) / seconds,
             "perf/host_syncs": self.syncs.num_syncs,
@@ -260,56 +182,26 @@ class Meter:
 
     def _seconds(self) -> float:
         """Return the training seconds of the window so far."""
-        return time.perf_counter() - self._start - self._paused_seconds + self._earlier_seconds
+        return time.perf_counter() - self._start - self._paused_seconds
 
-    def window(self) -> Window:
-        """Return the open window and the counts since the start of the run; every rank must call it.
+    def counts(self) -> RunCounts:
+        """Return the counts since the start of the run, next to `progress`, for a checkpoint."""
+        shapes = [[*shape, count] for shape, count in sorted(self.shapes.seen.items())]
+        return {"shapes": shapes, "undeclared": self.shapes.undeclared}
 
-        Waits for the device.
+    def resume(self, resumed: Mapping[str, Any]) -> None:
+        """Take over progress and counts of a checkpoint, before the first step. What was declared then may not be now:
+        micro-batches may have changed.
+
+        Args:
+            resumed: what Checkpoints.resume returned.
         """
-        vector = self._sums.vector
-        own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
-        return {
-            **{name: getattr(self, attribute) for name, attribute in _COUNTS.items()},
-            "sources": self.sources,
-            "source_tokens": self._source_tokens.tolist(),
-            "seconds": self._seconds(),
-            "step_seconds": self._clock.so_far(),
-            "sums": list(self._sums.names),
-            "by_rank": by_rank(self._rt, torch.cat([vector.double(), own])),
-            "shapes": [[*shape, count] for shape, count in sorted(self.shapes.seen.items())],
-            "undeclared": self.shapes.undeclared,
-        }
-
-    def resume(self, progress: Progress) -> None:
-        """Take over the progress of a checkpoint, before the first step and before `restore_window`."""
-        self._before = progress
-
-    def restore_window(self, window: Window, *, same_ranks: bool) -> bool:
-        """Continue the open window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
-
-        Returns:
-            False where other sums were measured: then only the shapes are taken over. Tokens of sources with other
-            names are not taken over either.
-        """
-        self.shapes.restore_window(window)
-        if window["sums"] != list(self._sums.names):
-            return False
-        for name, attribute in _COUNTS.items():
-            setattr(self, attribute, window.get(name, 0))  # checkpoints of earlier versions have no encoded
-        self._earlier_seconds = seconds = window["seconds"]
-        # `read` will add what is in the window, so it must not be in the progress yet.
-        self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)
-        if window.get("sources") == self.sources:
-            self._source_tokens += np.asarray(window["source_tokens"], np.int64)
-        self._clock.restore_window(window["step_seconds"])
-        *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
-        # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
-        # the longest wait counts.
-        self._wait_seconds = waited if same_ranks else max(row[-1] for row in window["by_rank"])
-        self._own_divisor = round(own_divisor)
-        self._sums.vector.copy_(torch.tensor(sums, dtype=torch.float64))
-        return True
+        self._before = progress_of(resumed)
+        # Checkpoints of earlier versions have no counts, or not all.
+        counts = resumed.get(RUN_COUNTS, {}).get("meter", {})
+        for rows, length, count in counts.get("shapes", ()):
+            self.shapes.seen[rows, length] += count
+        self.shapes.undeclared += counts.get("undeclared", 0)
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,
@@ -339,12 +231,6 @@ class ShapeCounts:
         self.undeclared = 0
         "micro-batches of a shape that the layout did not declare when they ran"
         self._last = (0, 0)
-
-    def restore_window(self, window: Window) -> None:
-        """Add the counts of a checkpoint. What was declared then may not be now: micro-batches may have changed."""
-        for rows, length, count in window["shapes"]:
-            self.seen[rows, length] += count
-        self.undeclared += window.get("undeclared", 0)  # checkpoints of earlier versions do not have it
 
     def add(self, step_batches: StepBatches) -> None:
         """Count the micro-batches of a step by the shapes that they have, whatever the plan says."""

@@ -155,7 +155,7 @@ _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
     ("tokens", "last"): ("train/tokens",),
     ("FLOPs", "last"): ("train/flops",),
     ("s", "last"): ("train/seconds",),
-    ("s", "mean"): ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"),
+    ("s", "mean"): ("perf/step_seconds",),
     ("tokens/s", "mean"): (
         *("perf/tok_per_sec", "perf/tok_per_sec_per_gpu"),
         *("perf/target_tok_per_sec", "perf/target_tok_per_sec_per_gpu"),

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_rows_after, read_metric_rows, read_results
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
-from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard import remote
 
@@ -62,8 +61,6 @@ TABLE_ROWS = 1000
 CONSOLE_VALUES = 8
 "The console line of an evaluation with more values has the means, and each task's main value."
 GAP = "  "
-_WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem", "graphs", "pad")
-"Columns of a step's line, the most important first."
 
 
 @dataclass(eq=False)
@@ -80,13 +77,10 @@ class Tracker:
     "that of the checkpoint that is resumed: later rows are dropped; then the newest step"
     run_id: str | None = None
     "id of the run on the dashboard, on the main rank; None without one. A run with this id is continued"
-    open_window: bool = False
-    "the line of that step is dropped, too: a stop asked for it, and the next line has its steps as well"
 
     def __post_init__(self) -> None:
         """Begin without anything written."""
         self._dashboard: remote.DashboardWriter | None = None
-        self._bar: TrainingBar | None = None
         self._lines = self._starved_lines = 0
         self._told: set[tuple[EventKind, str]] = set()
         self._unwritten_events: list[dict[str, Any]] = []
@@ -101,15 +95,14 @@ class Tracker:
         step = self.step
         # Lines after the checkpoint are of steps that are now trained again. Doing it here, not when the run starts,
         # keeps them if the warm-up fails.
-        drop_rows_after(run_dir / METRICS_FILE, step - self.open_window)
-        for name in (EVALS, SAMPLES):
+        for name in (METRICS_FILE, EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
         drop_evals_after(run_dir / EVALUATIONS, step)
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
         about = remote.identity(run_dir, self.settings)
-        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.rt.accelerator)
+        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.settings)
         if dashboard is not None:
             state = remote.begun(resumed=self.run_id is not None)
             self.run_id = dashboard.run_id
@@ -124,8 +117,6 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
         # An error that ends training comes through no `event`: here it gets to events.jsonl and becomes an alert.
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
@@ -135,27 +126,16 @@ class Tracker:
             self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
             if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
-                self.rt.print(f"{self._dashboard.dashboard.name}: {said}")
-
-    def start_progress(self, step: int, total_steps: int) -> None:
-        """Show a live bar on a terminal; elsewhere plain lines suffice."""
-        if self.rt.is_main and output_console().is_interactive:
-            self._bar = TrainingBar(step, total_steps)
-            self._bar.start()
+                self.rt.print(f"wandb: {said}")
 
     def advance(self, step: int) -> None:
         """Take a step that has been launched."""
         self.step = step
-        if self._bar is not None:
-            self._bar.step = step
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values, {})
-        console = output_console()
-        self.rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
-        if self._bar is not None:
-            self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
+        self.rt.print(train_line(step, total_steps, values))
         # One slow window is noise (a checkpoint that fills the disk's cache, say), so several in a row are asked for.
         wait = values["perf/data_wait_pct"] or 0.0
         self._lines += 1
@@ -254,33 +234,25 @@ class Tracker:
             self._dashboard.put(lambda service: service.table(step, remote.record_table(name, columns, rows)))
 
 
-def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
-    """Return the aligned console line.
-
-    Args:
-        width: characters that a terminal has for it: columns of _WANTED that do not fit are left out, the last ones
-            first; None: all columns are shown.
-    """
+def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
+    """Return the aligned console line."""
     mfu = values.get("perf/mfu")
-    columns = {
-        "step": f"step {step:>{len(str(total_steps))}}/{total_steps}",
-        "loss": f"loss {_number(values['train/loss'], '7.4f')}",
-        "grad": f"grad {_number(values['train/grad_norm'], '7.3f')}",
-        "lr": f"lr {values['train/lr']:.2e}",
-        "tok/s": f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
-        "mfu": f"mfu {100 * mfu:4.1f}%" if mfu is not None else "",
-        "s/step": f"{values['perf/step_seconds']:7.3f} s/step",
-        "wait": f"wait {values['perf/data_wait_pct']:4.1f}%",
-        "pad": f"pad {values['data/padding_pct']:4.1f}%",
-        "mem": f"mem {_number(values['mem/peak_gib'], '5.1f')} GiB",
-        "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
-    }
-    # A line that wraps would tear the live bar; a file has no width, so nothing is left out of logs.
-    room = sys.maxsize if width is None else width + len(GAP)
-    wanted = [name for name in _WANTED if columns[name]]  # the MFU is empty on hardware whose peak is unknown
-    taken = accumulate(len(columns[name]) + len(GAP) for name in wanted)
-    kept = {name for name, end in zip(wanted, taken, strict=True) if end <= room}
-    return GAP.join(text for name, text in columns.items() if name in kept)
+    left = timedelta(seconds=round((total_steps - step) * (values["perf/step_seconds"] or 0.0)))
+    columns = (
+        f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {_number(values['train/loss'], '7.4f')}",
+        f"grad {_number(values['train/grad_norm'], '7.3f')}",
+        f"lr {values['train/lr']:.2e}",
+        f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
+        f"mfu {100 * mfu:4.1f}%" if mfu is not None else "",  # unknown on hardware whose peak is
+        f"{values['perf/step_seconds']:7.3f} s/step",
+        f"wait {values['perf/data_wait_pct']:4.1f}%",
+        f"pad {values['data/padding_pct']:4.1f}%",
+        f"mem {_number(values['mem/peak_gib'], '5.1f')} GiB",
+        f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
+        f"eta {left}",
+    )
+    return GAP.join(filter(None, columns))
 
 
 def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -41,8 +41,6 @@ from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import write_run_page, write_summary
 from sftkit.train.loop import train
@@ -96,7 +94,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             resume is damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
+    with runtime.start(cfg.run, cfg.train, write_run_page) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
@@ -306,7 +304,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id, open_window=is_open(resumed)) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
         services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)

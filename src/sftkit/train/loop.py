@@ -26,9 +26,9 @@ from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import Watchdog
 from sftkit.tracking.health import ExpertLoad, Health
-from sftkit.tracking.meter import Meter, Window, resume_window
+from sftkit.tracking.meter import RUN_COUNTS, Meter, RunCounts
 from sftkit.tracking.names import Check, StepOutcome
-from sftkit.tracking.step_clock import Trace
+from sftkit.tracking.trace import Trace
 from sftkit.train import end, saves
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
@@ -74,13 +74,14 @@ class Monitor:
     """Record each step in meter, health and expert load. Every rank has an instance and calls the same methods."""
 
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
-        """Begin to measure; a resumed run restores its counts and the window of steps not logged yet."""
+        """Begin to measure; a resumed run restores its counts."""
         model = engine.model
         self.meter = Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
-        if line := resume_window(services.resumed, self.meter, self.health, rt, cfg.log.every):
-            rt.print(line)
+        self.meter.resume(services.resumed)
+        if health := services.resumed.get(RUN_COUNTS, {}).get("health"):  # checkpoints of earlier versions have none
+            self.health.restore(health)
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Add a launched step."""
@@ -100,9 +101,9 @@ class Monitor:
         self.meter.add_skipped(skipped_divisor)
         return stopped
 
-    def open_window(self) -> Window:
-        """Return the window of steps that no line has reported yet, for a checkpoint. Waits for the device."""
-        return {"meter": self.meter.window(), "health": self.health.window()}
+    def counts(self) -> RunCounts:
+        """Return the counts since the start of the run, for a checkpoint. Waits for the device."""
+        return {"meter": self.meter.counts(), "health": self.health.counts()}
 
 
 def log_window(
@@ -269,7 +270,6 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
         # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
-        tracker.start_progress(step, total_steps)
         closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
         # Exited in reverse order: on an error the checkpoint in progress is finished first, then the engine adds its
         # advice, and last the error goes into proof.json.
@@ -319,10 +319,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
 
                 # Actions after this step. All ranks see a stop request at the same step.
                 due = saves.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
-                stopped = monitor.read_flags(wait=due.waits)  # without waiting: only flags that have arrived
+                stopped = monitor.read_flags(wait=due.log)  # without waiting: only flags that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
-                open_window = monitor.open_window() if due.window else None
 
                 # Log: one line about the steps since the last line; all ranks compute it together.
                 if due.log:
@@ -345,9 +344,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = saves.LoopPosition(
-                        step_batches.epoch, total_steps, progress, open_window or monitor.open_window()
-                    )
+                    position = saves.LoopPosition(step_batches.epoch, total_steps, progress, monitor.counts())
                     state = saves.checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")

@@ -17,7 +17,7 @@ from sftkit.rundir.names import EVALS
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import WINDOW, Window
+from sftkit.tracking.meter import RUN_COUNTS, RunCounts
 from sftkit.tracking.names import PROGRESS, Progress
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.parts import Evaluate, Saves, TrainServices
@@ -27,11 +27,8 @@ from sftkit.train.parts import Evaluate, Saves, TrainServices
 class Due:
     """The actions after a step, in this order."""
 
-    window: bool
-    """keep the open window for the checkpoint: a line that is due only because of a stop would close it, but a
-    resumed run must write the same lines as an uninterrupted one
-    """
     log: bool
+    "also before every save and evaluation, so that a checkpoint ends a window"
     save: bool
     wait_for_save: bool
     "wait until the checkpoint is published"
@@ -42,23 +39,18 @@ class Due:
         """Return whether the weights of this step are saved or evaluated."""
         return self.save or self.evaluate
 
-    @property
-    def waits(self) -> bool:
-        """Return whether the host is about to wait for the device."""
-        return self.log or self.keeps_weights
-
     def if_stopped(self) -> Due:
         """Return what is due if training ends early at this step: a line and a checkpoint, no evaluation."""
-        return Due(window=not self.log, log=True, save=True, wait_for_save=True, evaluate=False)
+        return Due(log=True, save=True, wait_for_save=True, evaluate=False)
 
 
 def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, eval: EvalConfig) -> Due:
     """Return the actions after a step, according to the recipe."""
     last = step == total_steps
-    logs = last or step % log.every == 0
     saves = last or bool(checkpoint.every and step % checkpoint.every == 0)
     evaluates = evaluation_due(eval, step, total_steps)
-    return Due(window=(saves or evaluates) and not logs, log=logs, save=saves, wait_for_save=last, evaluate=evaluates)
+    logs = saves or evaluates or step % log.every == 0
+    return Due(log=logs, save=saves, wait_for_save=last, evaluate=evaluates)
 
 
 def evaluation_due(eval: EvalConfig, step: int, total_steps: int) -> bool:
@@ -147,8 +139,8 @@ class LoopPosition:
     epoch: int
     total_steps: int
     progress: Progress
-    window: Window
-    "steps that no line has reported yet"
+    counts: RunCounts
+    "Monitor.counts"
 
 
 def checkpoint_state(
@@ -168,7 +160,7 @@ def checkpoint_state(
         "stretches": [segment._asdict() for segment in batches.segments],
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),
-        WINDOW: position.window,
+        RUN_COUNTS: position.counts,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -12,16 +11,16 @@ from itertools import chain, islice
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
-from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
+from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
-from sftkit.data.types import Examples, listed
+from sftkit.data.types import Examples
 from sftkit.errors import WorkerError
-from sftkit.runtime.script import OomKills, likely_cause, oom_kills
+from sftkit.runtime.script import likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
 
 
@@ -62,10 +61,6 @@ _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
 class StepDataset(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
 
-    at_work: torch.Tensor
-    "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that the worker is "
-    "building; 0: none"
-
     def __init__(
         self,
         examples: Examples,
@@ -91,7 +86,7 @@ class StepDataset(Dataset[StepBatches]):
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
-        step, epoch, batch = item
+        _, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
         lengths = self.lengths[docs]
         names = self.examples.source_names
@@ -101,7 +96,7 @@ class StepDataset(Dataset[StepBatches]):
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=list(self._made(step, mine, shape)),
+            micro_batches=[collate(self.examples, rows, shape, self.pad_id, self.share.shard) for rows in mine],
             num_targets=int(self.num_targets[docs].sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -112,17 +107,6 @@ class StepDataset(Dataset[StepBatches]):
             source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
             document_lengths=tuple(lengths.tolist()),
         )
-
-    def _made(self, step: int, mine: list[tuple[tuple[int, ...], ...]], shape: BatchShape) -> Iterator[Batch]:
-        """Yield the micro-batches, and record in `at_work` which one this worker is building."""
-        worker = get_worker_info()
-        own = None if worker is None else self.at_work[worker.id]
-        for number, rows in enumerate(mine, start=1):
-            if own is not None:
-                own.copy_(torch.tensor([os.getpid(), step, number]))
-            yield collate(self.examples, rows, shape, self.pad_id, self.share.shard)
-        if own is not None:
-            own[1:] = 0
 
 
 class Batches:
@@ -163,8 +147,6 @@ class Batches:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
-        # Shared memory, since a worker that was killed cannot report what it was building.
-        self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
             # an item is a whole step
@@ -181,51 +163,28 @@ class Batches:
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
-        """Replace torch's error about a dead data worker, wherever it is raised, by an error that names what the worker
-        was building.
+        """Replace torch's error about a dead data worker, wherever it is raised, by an error that says why it died.
 
         Raises:
-            WorkerError: with process, cause, step, micro-batch and documents.
+            WorkerError: with process and cause.
         """
         # Counted now, to distinguish a later kill for memory from earlier ones.
         before = oom_kills()
         try:
             yield
         except RuntimeError as error:
-            died = _WORKER_DIED.search(str(error))
-            if died is None:
+            if not _WORKER_DIED.search(str(error)):
                 raise
-            raise WorkerError(self._last_words(int(died[1]), before)) from error
+            said = str(error).partition("\n")[0].strip().rstrip(".")
+            cause = likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
+            raise WorkerError(
+                f"{said}: {cause}. train.resume=auto resumes from the newest checkpoint, if there is one; fewer "
+                "workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
+            ) from error
         finally:
             # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
             # ignore signals.
             self._iterator = iter(())
-
-    def _last_words(self, pid: int, before: OomKills) -> str:
-        """Return what is known about a dead data worker."""
-        # Private: torch has no public list of its workers, and does not always report why one
-        # ended (pytorch/pytorch#48088).
-        worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
-        by = "has ended"
-        if worker is not None:
-            worker.join(5.0)
-            if (worker.exitcode or 0) < 0:
-                by_signal = signal.Signals(-worker.exitcode)
-                by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
-        # Its slot outlives it.
-        row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
-        step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
-        what = "It was idle"
-        if step:
-            _, _, batch = next(self._items(step - 1, step))
-            rows = list(batch.micro_batches(self.layout, self._dataset.share.rank))[number - 1]
-            names = [self.examples.name(i) for i in chain.from_iterable(rows)]
-            what = f"It was building step {step}, micro-batch {number}: {listed(names)}"
-        return (
-            f"a data worker (process {pid}) {by}. {what}. train.resume=auto resumes from the newest checkpoint, if "
-            "there is one; fewer workers (data.num_workers) take less memory, and with 0 the training process builds "
-            "the rows itself"
-        )
 
 
 def load_examples(

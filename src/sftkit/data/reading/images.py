@@ -15,9 +15,9 @@ from PIL import Image, ImageOps
 
 from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.reading import store
-from sftkit.data.types import SHOWN, EncoderInputs
+from sftkit.data.types import EncoderInputs
 from sftkit.errors import DataError
-from sftkit.runtime.script import first_of, working
+from sftkit.runtime.script import working
 
 _ARRAY = "pictures"
 "The array in a folder of the cache."
@@ -88,7 +88,8 @@ def read_image(name: str, size: ImageSize) -> np.ndarray:
             whole = upright.convert("L" if channels == 1 else "RGB").resize((width, height), RESAMPLE)
     except Exception as error:  # Pillow's readers raise anything on broken files: SyntaxError, struct.error, ...
         reason = str(error).rstrip(".")
-        raise DataError(f"{name}: cannot be read as a picture: {reason}", reason="not a picture") from error
+        problem = f"{name}: cannot be read as a picture: {reason}. Repair it, or remove its rows"
+        raise DataError(problem, reason="not a picture") from error
     pixels = np.asarray(whole)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
@@ -110,19 +111,8 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     """Fill the array with all pictures, and return it.
 
     Raises:
-        DataError: some files are not pictures. The message counts all of them and names the first.
+        DataError: a file is not a picture.
     """
-    # Every file is tried, so that one run reports all broken files.
-    faults = list[DataError]()
     for i, name in enumerate(names):
-        try:
-            array[i] = read_image(name, size)
-        except DataError as error:
-            faults.append(error)
-    if not faults:
-        return array
-    raise DataError(
-        f"{first_of(faults, SHOWN, '; ')}. Repair {'it' if len(faults) == 1 else 'them'}, or remove the rows: "
-        f"{len(faults)} of {len(names):,} pictures cannot be read",
-        reason="not a picture",
-    )
+        array[i] = read_image(name, size)
+    return array

@@ -1,27 +1,23 @@
 """Find where the rows of a source are: a builtin, local files, or a dataset of the Hugging Face hub. No torch.
 
-Of a folder's files, names or the README of a downloaded hub dataset decide which hold the requested split. Slices of a
-split are written as in datasets: train[:1000], train[10%:]. Without network the hub's cache is used, or the error is
-quick and clear.
+Names decide which of a folder's files hold the requested split. A downloaded hub dataset with configurations in its
+README.md is read by datasets, as on the hub. Slices of a split are written as in datasets: train[:1000], train[10%:].
+Without network the hub's cache is used, or the error is quick and clear.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
@@ -50,8 +46,8 @@ def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]
 
 
 def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
-    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the
-    first takes long."""
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the first takes
+    long."""
     start, stop = _bounds(source)
     start = "0" if start is None or start == "0%" else start
     if _is_relative(start) or int(start) > FARTHEST:
@@ -97,11 +93,6 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 "Word that begins a name -> its split: the words of datasets."
-NOT_BUILT_WITH = {"config_name", "data_files", "data_dir", "default", "version", "description", "features"} | {
-    "drop_labels",
-    "drop_metadata",
-}
-"Keys of a configuration that change nothing in how files are read here."
 NAMES_SHOWN = 5
 "Names of files in a message."
 WHOLE_BYTES = 2**29
@@ -114,8 +105,7 @@ SAMPLED_PARTS = 16
 def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
     """Return the files that hold the requested split, and in words which splits a folder has and what is left out.
 
-    A folder that is a downloaded hub dataset, with configurations in its README.md, is read by these. In any other
-    folder names give the splits (`split_of`), and `subset` keeps the files with that name in their path.
+    Names give the splits (`split_of`), and `subset` keeps the files with that name in their path.
 
     Raises:
         ConfigError, DataError: there are none, or some cannot be read.
@@ -129,8 +119,6 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
             raise ConfigError(problem)
         return [root], ""
     present = sorted(_walk(root))  # sorted: the order of documents must not depend on the file system
-    if configured := configurations(root):
-        return _configured_files(source, root, configured, present)
     files = [path for path in present if _is_data(path, root)]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
@@ -247,18 +235,10 @@ def _splits_text(splits: Mapping[Path, str], chosen: list[Path], root: Path) -> 
 def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
     """Yield what may be wrong with the files of a split, which only their owner knows."""
     relative = [path.relative_to(root) for path in chosen]
-    whole = [path for path in relative if not _SHARD.match(path.name)]
-    words = {path: re.findall(r"[a-z]+", path.name.lower().partition(".")[0]) for path in whole}
-    inside = [path for path in whole if any(SPLITS.get(word, "train") != "train" for word in words[path])]
-    if inside and split_of(inside[0]) == "train":
-        yield f"read as train, although its name has another split inside: {first_of(inside, NAMES_SHOWN)}"
     # Next to files named train, one of another name may be there by mistake: it would be trained on.
-    unnamed = [path for path in relative if _named_split(path) is None and path not in inside]
+    unnamed = [path for path in relative if _named_split(path) is None]
     if unnamed and any(_named_split(path) == "train" for path in relative):
         yield f"read as train, although its name has no split: {first_of(unnamed, NAMES_SHOWN)}"
-    stems = Counter(path.with_name(path.name.partition(".")[0]) for path in whole)
-    if twice := [stem for stem, times in stems.items() if times > 1]:
-        yield f"several files of the same name, are they copies: {first_of(twice, NAMES_SHOWN)}"
     shards: dict[tuple[Path, str, str], set[str]] = {}
     for path in relative:
         if shard := _SHARD.match(path.name):
@@ -278,109 +258,6 @@ def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
     elif ".arrow" in suffixes:
         advice = "; a dataset of save_to_disk: write it with to_parquet or to_json"
     return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{advice}"
-
-
-# ---- configurations of a hub dataset ---------------------------------------------------------------------------------
-
-
-def configurations(root: Path) -> dict[str, dict[str, Any]]:
-    """Return the configurations in the README.md of a hub dataset, by name; none in a folder without any.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    readme = root / "README.md"
-    if not readme.is_file():
-        return {}
-    content = readme.read_bytes().decode("utf-8-sig", errors="replace")
-    front = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", content, re.DOTALL | re.MULTILINE)
-    try:
-        values = yaml.safe_load(front[1]) if front else None
-        listed = values.get("configs") if isinstance(values, dict) else None
-        return {str(each["config_name"]): each for each in listed or ()}
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ConfigError(f"{readme}: its configs cannot be read: {type(error).__name__}: {error}") from error
-
-
-def configuration(source: SourceConfig, configured: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the configuration that `subset` names or, as on the hub, the default one.
-
-    Raises:
-        ConfigError: there is none of that name, or several and none is named.
-    """
-    defaults = [name for name, each in configured.items() if name == "default" or each.get("default")]
-    name = source.subset or (next(iter(configured)) if len(configured) == 1 else next(iter(defaults), ""))
-    if name not in configured or (source.subset is None and len(defaults) > 1):
-        wrong = f'no subset "{source.subset}"' if source.subset else "subset must name a configuration"
-        raise ConfigError(f"data source {source.path}: {wrong}; its README.md has {', '.join(configured)}")
-    found = configured[name]
-    if unread := found.keys() - NOT_BUILT_WITH:
-        listed = ", ".join(sorted(unread))
-        raise ConfigError(hint("configuration of datasets", path=source.path, unread=listed, name=name))
-    return found
-
-
-def _configured_files(
-    source: SourceConfig, root: Path, configured: Mapping[str, dict[str, Any]], present: list[Path]
-) -> tuple[list[Path], str]:
-    """Return the files that a configuration names for the requested split, and in words what is left out."""
-    split = base_split(source.split)
-    found = configuration(source, configured)
-    name = found["config_name"]
-    base = root / str(found.get("data_dir") or "")
-    readme = f"{root / 'README.md'}: configuration {name}"
-    patterns = _patterns(found.get("data_files"), readme)
-    if patterns is None:
-        files = [path for path in present if base in path.parents and _is_data(path, base)]
-        splits = {split_of(path.relative_to(base)) for path in files}
-        matched = {each: [path for path in files if split_of(path.relative_to(base)) == each] for each in splits}
-    else:
-        matched = {each: sorted(_matched(base, listed, readme)) for each, listed in patterns.items()}
-    if split not in matched:
-        raise ConfigError(f'data source {source.path}: no split "{split}" in {name}, but {", ".join(sorted(matched))}')
-    chosen = matched[split]
-    if missing := [path for path in chosen if not path.exists()]:
-        raise DataError(f"{missing[0]}: a link to a file that is not there. Was all of the dataset copied?")
-    if not chosen or any(suffix_of(path) is None for path in chosen):
-        bad = next((path.name for path in chosen), f"nothing that matches {', '.join((patterns or {}).get(split, []))}")
-        raise DataError(f"{readme}: split {split} has {bad}, expected files of the kinds {', '.join(SUFFIXES)}")
-    named = {path for paths in matched.values() for path in paths}
-    others = [path for path in present if suffix_of(path) is not None and path not in named and _is_data(path, root)]
-    words = [f"{each}: {len(paths)}" for each, paths in sorted(matched.items()) if each != split]
-    said = ", ".join([f"configuration {name}: {split}: {counted(len(chosen), 'file')}", *words])
-    return chosen, f"{said}; left out: {_names(others, root)}" if others else said
-
-
-def _patterns(data_files: Any, readme: str) -> dict[str, list[str]] | None:
-    """Return split -> patterns of its files; None: the names of the files decide.
-
-    Raises:
-        ConfigError: it has none of the forms that the hub knows, or leads out of the folder.
-    """
-    if data_files is None:
-        return None
-    listed = [data_files] if isinstance(data_files, str) else data_files
-    if isinstance(listed, list) and all(isinstance(each, str) for each in listed):
-        listed = [{"split": "train", "path": listed}]
-    patterns: dict[str, list[str]] = {}
-    for each in listed if isinstance(listed, list) else [None]:
-        paths = each.get("path") if isinstance(each, dict) else None
-        paths = [paths] if isinstance(paths, str) else paths
-        if not (isinstance(each, dict) and "split" in each and isinstance(paths, list) and paths):
-            raise ConfigError(f"{readme}: data_files is not a path, a list of paths, or a list of split and path")
-        if outside := [p for p in map(str, paths) if p.startswith("/") or "://" in p or ".." in Path(p).parts]:
-            raise ConfigError(f"{readme}: {outside[0]} leads out of the folder")
-        patterns.setdefault(str(each["split"]), []).extend(map(str, paths))
-    return patterns
-
-
-def _matched(base: Path, patterns: list[str], readme: str) -> set[Path]:
-    """Return the files that match patterns, as the hub matches them."""
-    try:
-        found = {Path(base, name) for each in patterns for name in glob.glob(each, root_dir=base, recursive=True)}
-    except (ValueError, re.error) as error:
-        raise ConfigError(f"{readme}: {', '.join(patterns)}: {error}") from error
-    return {path for path in found if not path.is_dir() and path.name != "README.md"}
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
@@ -417,19 +294,61 @@ def _file_identity(path: Path, *, whole: bool) -> list[object]:
     return [str(path.resolve()), stat.st_size, found.hexdigest(), None if whole else stat.st_mtime_ns]
 
 
+def has_configurations(root: Path) -> bool:
+    """Return whether a folder is a downloaded hub dataset whose README.md has configurations, which say in ways of
+    datasets' own which files are of which split."""
+    readme = root / "README.md"
+    front = readme.read_bytes().decode("utf-8-sig", "replace").split("\n---")[0] if readme.is_file() else ""
+    return front.startswith("---") and re.search(r"^configs:", front, re.MULTILINE) is not None
+
+
+def _by_configuration(source: SourceConfig, folder: Path) -> Origin:
+    """Find a source in a downloaded hub dataset with configurations; `subset` names one.
+
+    Raises:
+        ConfigError: there is no such configuration or split.
+    """
+    import datasets
+
+    try:
+        known = datasets.load_dataset_builder(str(folder), source.subset).config.data_files or {}
+    except Exception as error:  # anything that datasets may raise
+        reason = " ".join(str(error).partition("Example of usage")[0].split())
+        raise ConfigError(
+            f"data source {source.path}: subset must name a configuration of its README.md: {reason}"
+        ) from error
+    if (split := base_split(source.split)) not in known:
+        raise ConfigError(f'data source {source.path}: no split "{split}" among {", ".join(sorted(known))}')
+    return _of_datasets(source, cache(lambda: load_from_hub(source, str(folder))))
+
+
+def _of_datasets(source: SourceConfig, load: Callable[[], Any]) -> Origin:
+    """Return the origin of a datasets.Dataset, loaded when it is first asked for."""
+
+    def raw_rows() -> Iterator[RawRow]:
+        types = dict(load().features or {})
+        return ((f"{source.path}[{source.split}]:{i}", without_fill(row, types)) for i, row in enumerate(load()))
+
+    # Private, but shown in the documentation: what datasets itself names its caches by
+    # (https://huggingface.co/docs/datasets/about_cache).
+    return Origin(raw_rows, lambda: load()._fingerprint)
+
+
 # Any: datasets has no types.
-def load_from_hub(source: SourceConfig) -> Any:
-    """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
+def load_from_hub(source: SourceConfig, path: str | None = None) -> Any:
+    """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there.
+
+    Args:
+        path: of a downloaded copy; None: the source's own.
+    """
     import datasets
 
     # A switch of the whole process, which stays: our own lines report what takes long.
     datasets.disable_progress_bars()
-    connected = hub_answers()
-    if not connected:
-        _check_configuration(source)  # datasets itself would take the one that its cache has
+    connected = path is not None or hub_answers()
     try:
         with nullcontext() if connected else offline():
-            return datasets.load_dataset(source.path, source.subset, split=source.split)
+            return datasets.load_dataset(path or source.path, source.subset, split=source.split)
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
         if not connected:
             from huggingface_hub import constants
@@ -451,14 +370,14 @@ def check_dataset(source: SourceConfig) -> None:
     """
     if reason := unavailable_reason(source.path, "dataset"):
         raise _missing(source, reason)
-    if not hub_answers():
-        _check_configuration(source)
+    _in_snapshot(source)
 
 
-def _check_configuration(source: SourceConfig) -> None:
-    """Raise a ConfigError if a downloaded snapshot has configurations, and the source names none of them."""
-    if (folder := _cached_snapshot(source.path)) and (configured := configurations(folder)):
-        configuration(source, configured)
+def _in_snapshot(source: SourceConfig) -> Origin | None:
+    """Find a source in a downloaded snapshot with configurations if the hub does not answer: datasets would take the
+    configuration that its own cache has."""
+    folder = None if hub_answers() else _cached_snapshot(source.path)
+    return _by_configuration(source, folder) if folder and has_configurations(folder) else None
 
 
 def _cached_snapshot(name: str) -> Path | None:
@@ -533,18 +452,10 @@ def find_source(source: SourceConfig) -> Origin:
 
 def _on_hub(source: SourceConfig) -> Origin:
     """Find a source on the hub, or in the cache of it."""
+    if found := _in_snapshot(source):
+        return found
     dataset = load_from_hub(source)
-    if isinstance(dataset, Path):
-        return _local(source, dataset)
-    label = f"{source.path}[{source.split}]"
-    types = dict(dataset.features or {})
-
-    def raw_rows() -> Iterator[RawRow]:
-        return ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset))
-
-    # Private, but shown in the documentation: what datasets itself names its caches by
-    # (https://huggingface.co/docs/datasets/about_cache).
-    return Origin(raw_rows, lambda: dataset._fingerprint)
+    return _local(source, dataset) if isinstance(dataset, Path) else _of_datasets(source, lambda: dataset)
 
 
 def find_here(source: SourceConfig) -> Origin | None:
@@ -583,6 +494,8 @@ def _builtin(source: SourceConfig) -> Origin:
 
 def _local(source: SourceConfig, path: Path) -> Origin:
     """Find a source in a file or folder."""
+    if has_configurations(path):
+        return _by_configuration(source, path)
     files, said = files_of(source, path)
 
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:

@@ -7,12 +7,13 @@ found. The nulls that Arrow adds to rows of tables are removed.
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import IO, cast
@@ -52,7 +53,6 @@ LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
-BYTE_ORDER_MARK = codecs.BOM_UTF8
 OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark begins it
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -171,10 +171,14 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         beginning: read only the rows in the first LONGEST_RECORD bytes of a large JSON value.
     """
     kind = suffix_of(path)
-    readers = {".json": _json_beginning if beginning else _json, ".parquet": _parquet, ".csv": _delimited}
-    readers |= {".tsv": _delimited, ".jsonl": _json_lines, ".ndjson": _json_lines}
+    readers: dict[str | None, Callable[[Path], Iterator[RawRow]]] = {
+        ".json": partial(_json, beginning=beginning),
+        ".parquet": _parquet,
+        **dict.fromkeys((".csv", ".tsv"), _delimited),
+        **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    }
     try:
-        yield from readers.get(kind or "", _text)(path)
+        yield from readers.get(kind, _text)(path)
     except DataError:
         raise
     except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
@@ -229,26 +233,23 @@ def _too_long(where: str) -> DataError:
     return DataError(problem, reason="record too long to read")
 
 
-def _json(path: Path) -> Iterator[RawRow]:
+def _json(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     """Yield the objects of a list, or of {"data": [...]}. Files of JSON lines often have this suffix too."""
+    most = LONGEST_RECORD if beginning else LONGEST_JSON
     with _open(path) as file:
-        content = file.read(LONGEST_JSON + 1)
-    if len(content) > LONGEST_JSON:
-        raise DataError(f"{path}: more than {LONGEST_JSON // 2**30} GiB in one JSON value: write JSON lines (.jsonl)")
+        content = file.read(most + 1)
+    if len(content) > most:
+        if beginning:
+            return  # it would have to be read as a whole
+        raise DataError(f"{path}: more than {most // 2**30} GiB in one JSON value: write JSON lines (.jsonl)")
     if not content.strip():
         return
     try:
         value = loads(content)
     except ValueError as error:
-        # JSON lines under this suffix, or a list of which single rows are rejected: both are taken row by row, so that
-        # a bad row is one row. Anything else is an error of the file.
-        start = content.lstrip()[:1]
-        if start == b"{" and not _is_json(content):
-            yield from _json_lines(path)
-        elif start == b"[" and _is_json(content):
-            yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(content)))
-        else:
+        if content.lstrip()[:1] != b"{" or isinstance(error, DuplicateKey):
             raise json_error(str(path), error) from error
+        yield from _json_lines(path)
         return
     if isinstance(value, dict):
         lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
@@ -259,41 +260,6 @@ def _json(path: Path) -> Iterator[RawRow]:
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(value))
-
-
-def _json_beginning(path: Path) -> Iterator[RawRow]:
-    """Yield the first rows of a JSON file without reading all of a large one."""
-    with _open(path) as file:
-        head = file.read(LONGEST_RECORD + 1)
-    if len(head) <= LONGEST_RECORD:
-        yield from _json(path)
-    # Cut behind the last object that may be whole; what is not ends the list.
-    elif head.lstrip()[:1] == b"[" and json.detect_encoding(head) == "utf-8":
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(head[: head.rfind(b"}") + 1])))
-
-
-def _is_json(content: bytes) -> bool:
-    """Return whether the content is JSON by the grammar alone, without what `loads` forbids beyond it."""
-    with suppress(ValueError):
-        json.loads(content)
-        return True
-    return False
-
-
-def _elements(content: bytes) -> Iterator[bytes]:
-    """Yield the elements of a JSON list as bytes, so that one which `loads` rejects is one bad row; of a list that
-    breaks off, those that are complete."""
-    # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
-    text = content.decode(json.detect_encoding(content))
-    after_gap = re.compile(r"[^\s,]")
-    decoder = json.JSONDecoder()
-    end = text.index("[") + 1
-    while (first := after_gap.search(text, end)) and first[0] != "]":
-        try:
-            _, end = decoder.raw_decode(text, first.start())
-        except ValueError:
-            return
-        yield text[first.start() : end].encode()
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
@@ -313,115 +279,68 @@ def _parquet(path: Path) -> Iterator[RawRow]:
 
 
 def _delimited(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a CSV or TSV file with a header line, by the strict grammar of RFC 4180.
+    """Yield the rows of a CSV or TSV file with a header line, as Python's csv reads them strictly.
 
-    Python's csv would cut off cells beyond the header and read quotation marks wherever they are. A record that is
-    not by the grammar is a bad row if it ends with its line: else it is not certain where the next one begins.
+    A record that it rejects is a bad row if it is one line: else it is not certain where the next one begins.
     """
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+    csv.field_size_limit(LONGEST_RECORD)
     with _open(path) as file:
-        records = _records(file, path)
-        header = _header(*next(records, (str(path), b"")), delimiter)
-        for where, record in records:
+        records = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
+        header: list[str] = []
+        while True:
+            before = records.line_num
+            where = f"{path}:{before + 1}"
             try:
-                cells = _cells(record, where, delimiter)
-                if cells == header:
-                    raise DataError(f"{where}: the header again: remove it", reason="repeated header")
-                if len(cells) != len(header):
-                    found = counted(len(cells), "cell")
-                    mark = NAMES_OF_DELIMITERS[delimiter]
-                    raise fault(where, "wrong number of cells", cells=found, expected=len(header), mark=mark)
+                cells = next(records)
+                "".join(cells).encode(errors="surrogateescape").decode()
+                if any(cell[:1].isspace() and cell.lstrip()[:1] == '"' for cell in cells):
+                    raise csv.Error("a quotation mark after a space")
+            except StopIteration:
+                return
+            except (csv.Error, UnicodeDecodeError) as error:
+                bad = not_utf8(where, error) if isinstance(error, UnicodeDecodeError) else None
+                bad = bad or fault(where, "malformed cells", error=error)
+                if not header or records.line_num > before + 1:
+                    raise bad from error
+                yield where, bad
+                continue
+            if cells and not header:
+                header = _header(where, cells)
+            elif cells == header:
+                yield where, DataError(f"{where}: the header again: remove it", reason="repeated header")
+            elif cells and len(cells) != len(header):
+                found = counted(len(cells), "cell")
+                mark = "a tab" if delimiter == "\t" else "a comma"
+                yield where, fault(where, "wrong number of cells", cells=found, expected=len(header), mark=mark)
+            elif cells:
                 yield where, dict(zip(header, cells, strict=True))
-            except DataError as error:
-                if b"\n" in record.rstrip(b"\r\n") and error.reason == MALFORMED:
-                    raise
-                yield where, error
 
 
-MALFORMED = "malformed cells"
-NAMES_OF_DELIMITERS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a vertical bar"}
+def _lines(file: IO[bytes], path: Path) -> Iterator[str]:
+    """Yield the lines of CSV. A byte that is not UTF-8 becomes a character which marks it, for the row to be bad."""
+    for number in count(1):
+        line = file.readline(LONGEST_RECORD + 1)
+        if len(line) > LONGEST_RECORD:
+            raise _too_long(f"{path}:{number}")
+        if not line:
+            return
+        # The mark is also in a file that was appended to another.
+        yield line.removeprefix(codecs.BOM_UTF8).decode(errors="surrogateescape")
 
 
-def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (where it begins, its bytes) of each record of CSV: a line, or several if quotation marks hold line ends.
-
-    Raises:
-        DataError: a record is too long, or a quotation mark is never closed.
-    """
-    number = 0
-    while line := file.readline(LONGEST_RECORD + 1):
-        number += 1
-        where = f"{path}:{number}"
-        record = bytearray(line)
-        open_quote = line.count(b'"') % 2 == 1
-        while open_quote and len(record) <= LONGEST_RECORD and (line := file.readline(LONGEST_RECORD + 1)):
-            number += 1
-            record += line
-            open_quote ^= line.count(b'"') % 2 == 1
-        if len(record) > LONGEST_RECORD:
-            open_quote_hint = ", perhaps from a quotation mark that is not closed" if open_quote else ""
-            raise DataError(f"{where}: a record of more than {LONGEST_RECORD // 2**20} MiB{open_quote_hint}")
-        if open_quote:
-            raise fault(where, "malformed cells / open")
-        if record.strip():
-            yield where, bytes(record)
-
-
-def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
-    """Return the cells of a record.
-
-    Raises:
-        DataError: it is not UTF-8, or not by the grammar.
-    """
-    try:
-        text = record.removeprefix(BYTE_ORDER_MARK).decode()  # also of a file that was appended to another
-    except UnicodeDecodeError as error:
-        raise not_utf8(where, error) from error
-    text = text.removesuffix("\n").removesuffix("\r")
-    if "\0" in text:
-        raise DataError(f"{where}: a NUL byte, which no text has", reason=MALFORMED)
-    if '"' not in text and "\r" not in text:
-        return text.split(delimiter)
-    cell = _CELLS[delimiter]
-    cells = list[str]()
-    end = -1
-    while end < len(text):
-        match = cell.match(text, end + 1)
-        quoted, plain = match.groups() if match else (None, "")
-        cells.append(plain if quoted is None else quoted.replace('""', '"'))
-        end = match.end() if match else len(text)
-        if match is None or (end < len(text) and text[end] != delimiter):
-            raise fault(where, "malformed cells / quotation", number=len(cells))
-    return cells
-
-
-_CELLS = {d: re.compile(rf'"([^"]*(?:""[^"]*)*)"|([^"{d}\r\n]*)') for d in (",", "\t")}
-"Delimiter -> a cell with quotation marks around it, or one without any."
-
-
-def _header(where: str, record: bytes, delimiter: str) -> list[str]:
+def _header(where: str, names: list[str]) -> list[str]:
     """Return the names of the columns.
 
     Raises:
         DataError: they do not name each column once.
     """
-    if not record:
-        return []
-    names = _cells(record, where, delimiter)
     if names[0] == "" and len(names) > 1:
         names[0] = "Unnamed: 0"  # the row numbers that pandas writes, named as pandas and datasets read them
-    other = next((d for d in NAMES_OF_DELIMITERS if d != delimiter and d in names[0]), None)
-    if len(names) == 1 and other:
-        raise DataError(
-            f"{where}: the header has no {NAMES_OF_DELIMITERS[delimiter].split(maxsplit=1)[1]}, but "
-            f"{NAMES_OF_DELIMITERS[other]}: a .csv has commas between its cells, a .tsv tabs"
-        )
-    if "" in map(str.strip, names):
-        raise DataError(f"{where}: column {[*map(str.strip, names)].index('') + 1} of the header has no name")
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise DataError(f"{where}: several columns are named {', '.join(twice)}")
-    if spaced := [name for name in names if name != name.strip()]:
-        raise DataError(f"{where}: {', '.join(map(repr, spaced))} in the header has spaces around the name")
+    wrong = [name for name in names if name != name.strip() or not name or names.count(name) > 1]
+    if wrong:
+        listed = ", ".join(map(repr, dict.fromkeys(wrong)))
+        raise DataError(f"{where}: the header must name each column once, without spaces around it, not {listed}")
     return names
 
 

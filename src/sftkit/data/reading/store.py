@@ -5,12 +5,10 @@ A folder is complete or not there at all. Several processes may write the same o
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,10 +22,8 @@ from sftkit.rundir.manifest import compare_hashes, write_hashes
 
 HASHED = "hashes.json"
 "Name -> sha256 of every other file of a folder, and the stamp that the file had when it was last compared."
-WRITING = ".writing"
-"In a folder that is not complete yet: locked by the process that writes there, whose host it names."
 DEAD_SECONDS = 86_400.0
-"Age from which a temporary file or folder counts as dead if nothing else shows it."
+"Age of its newest file from which a temporary folder counts as left by a process that was killed."
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,17 +61,11 @@ def save(folder: Path, write: Callable[[Path], object], is_whole: Callable[[], b
     try:
         temporary.mkdir(parents=True)
         _sweep(folder.parent)
-        with (temporary / WRITING).open("w") as mark:
-            with suppress(OSError):  # a file system without locks: the age of the folder decides
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mark.write(f"{socket.gethostname()}\n")
-            mark.flush()
-            write(temporary)
-            (temporary / WRITING).unlink()
-            write_hashes(temporary / HASHED, sorted(temporary.iterdir()))
-            # Else a power failure could leave the name, and zeros for tokens in files of the right length.
-            flush_folder(temporary)
-            _rename(temporary, folder, is_whole)
+        write(temporary)
+        write_hashes(temporary / HASHED, sorted(temporary.iterdir()))
+        # Else a power failure could leave the name, and zeros for tokens in files of the right length.
+        flush_folder(temporary)
+        _rename(temporary, folder, is_whole)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), %s", folder, error, instead)
     finally:
@@ -100,23 +90,7 @@ def _sweep(parent: Path) -> None:
     """Remove the half-written files and folders of killed processes."""
     for path in parent.glob(".*.tmp"):
         with suppress(OSError):  # another process sweeps, too, or it is another user's
-            if _is_dead(path):
+            newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
+            if time.time() - newest > DEAD_SECONDS:
                 log.info("%s: left by a process that was killed, removed", path)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _is_dead(path: Path) -> bool:
-    if (mark := path / WRITING).exists():
-        with mark.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:
-                pass  # a file system without locks
-            else:
-                # Not every file system shows the locks of other machines.
-                if file.read().strip() == socket.gethostname():
-                    return True
-    newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
-    return time.time() - newest > DEAD_SECONDS

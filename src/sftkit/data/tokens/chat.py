@@ -19,19 +19,12 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
+from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.answers import HISTORY, AnswerLocator
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
 from sftkit.data.tokens.rendering import Span, limited
-from sftkit.data.tokens.template import (
-    Tools,
-    check_context,
-    render_conversation,
-    renders_key,
-    special_tokens_of,
-    template_of,
-    unused_arguments,
-)
+from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -92,7 +85,7 @@ def tokenize(
         counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
     locator = AnswerLocator(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
-    unused = unused_arguments(row, locator.template)
+    unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
     counts.update(skipped.values())
@@ -111,7 +104,7 @@ def tokenize(
     counts[THINKING_OFF] = int(bool(learnable) and locator.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
-    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, locator.template))
+    keys = columns.unused_keys(checked, partial(templates.renders_key, tokenizer, locator.template))
     if examples:
         odd = {**conversation.oddities(messages, row.where), **unused, **locator.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
@@ -275,13 +268,15 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     checked = replace(row, messages=conversation.validated(row, special_tokens_of(tokenizer)))
     template = template_of(tokenizer, with_tools=bool(row.tools))
 
-    def render(messages: list[Message], tools: Tools) -> str:
+    def render(messages: list[Message], tools: templates.Tools) -> str:
         one = replace(checked, messages=messages, tools=tools)
-        return render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
+        return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
 
     messages = checked.messages or []
     text = render(messages, row.tools)
-    check_context(messages, row.tools, text, render, template=template, where=row.where, args=row.template_args)
+    templates.check_context(
+        messages, row.tools, text, render, template=template, where=row.where, args=row.template_args
+    )
     return text
 
 

@@ -6,15 +6,15 @@ sandbox limits each `range`, but not two nested ranges.
 
 from __future__ import annotations
 
-import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from threading import Lock, Thread, get_ident
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from jinja2 import Template
@@ -64,31 +64,68 @@ def render(source: str, variables: dict[str, Any], *, where: str, marks: bool = 
 
 
 def limited(work: Callable[..., T], *args: object, **options: object) -> T:
-    """Return what a function that renders returns; it is ended, in any thread, if it takes too long or too much memory.
+    """Return what a function that renders returns; it is ended if it takes too long or too much memory. Only the main
+    thread has this limit: signals, which end it, reach no other.
 
     Raises:
         ConfigError: it was ended.
     """
-    thread = get_ident()
-    run = _Run()
-    # The watch sets `exceeded`, then looks whether the rendering is still in _running. Here it is taken out first, then
-    # `exceeded` is read: so one of the two notices the other, without a lock for the many that are short.
+    global _run
+    if current_thread() is not main_thread():
+        return work(*args, **options)
+    if signal.getsignal(signal.SIGVTALRM) is not _check:
+        signal.signal(signal.SIGVTALRM, _check)
     try:
-        _running[thread] = run
-        if not _watching:
-            _start_watch()
+        _run = _Run()
+        signal.setitimer(signal.ITIMER_VIRTUAL, _POLL_SECONDS, _POLL_SECONDS)
         try:
             return work(*args, **options)
         finally:
-            _running.pop(thread, None)
-            if run.exceeded:
-                _take_back(thread)
-    # The exception may come at any instruction, within the lines above too.
-    except _Ended:
-        _running.pop(thread, None)
-        _take_back(thread)
-        problem = f"the chat template does not end: {run.exceeded}. Take another template: model.chat_template"
+            _run = None
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _Ended as ended:  # raised at any instruction, within the lines above too
+        _run = None
+        problem = f"the chat template does not end: {ended}. Take another template: model.chat_template"
         raise ConfigError(problem) from None
+
+
+class _Ended(BaseException):
+    """Raised in a rendering that exceeds a limit; no template can catch it."""
+
+
+class _Run:
+    """The rendering that is going on."""
+
+    def __init__(self) -> None:
+        """Note when it began."""
+        self.started = time.thread_time()
+        self.memory: int | None = None
+        "bytes of the process when it was first looked at, so that a short rendering costs next to nothing"
+
+
+_run: _Run | None = None
+"None: nothing is rendered in the main thread."
+
+
+def _check(_signal: int, _frame: object) -> None:
+    """End a rendering that exceeds a limit."""
+    if _run is None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        return
+    # Time of this thread: neither other threads nor an overloaded machine end a rendering.
+    now = time.thread_time()
+    memory = _memory()
+    _run.memory = memory if _run.memory is None else _run.memory
+    exceeded = ""
+    if now - _run.started > MAX_SECONDS:
+        exceeded = f"after {MAX_SECONDS:g} seconds its text of one conversation is not complete"
+    elif memory - _run.memory > MAX_MEMORY:
+        exceeded = f"its text of one conversation takes more than {MAX_MEMORY / 2**30:g} GiB of memory"
+    if exceeded:
+        # Once more after as long again: an exception in a finalizer is lost.
+        _run.started = now
+        _run.memory = memory
+        raise _Ended(exceeded)
 
 
 def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
@@ -181,93 +218,8 @@ def _binary(_context: object, operator: str, left: Any, right: Any) -> object:
     return left**right if operator == "**" else left * right
 
 
-# ---- the watch -------------------------------------------------------------------------------------------------------
-
-
-class _Ended(BaseException):
-    """Raised in the thread of a rendering that exceeds a limit; no template can catch it."""
-
-
-class _Run:
-    """A rendering that is going on. The watch fills it in, so a short rendering costs next to nothing."""
-
-    started: float | None = None
-    "processor time of its thread when the watch saw it first"
-    memory = 0
-    "bytes of the process then"
-    exceeded = ""
-    "which limit it exceeds; empty: none"
-
-
-_running: dict[int, _Run] = {}
-"Thread -> its rendering."
-_watching = False
-"Whether the watch checks _running every quarter of a second. It ends when nothing is rendered."
-_lock = Lock()
-
-
-def _start_watch() -> None:
-    """Start the watch, a thread that ends renderings in others: a signal would reach the main thread only."""
-    global _watching
-    _watching = True
-    Thread(target=_watch, name="chat template limits", daemon=True).start()
-
-
-def _watch() -> None:
-    global _watching
-    while True:
-        time.sleep(_POLL_SECONDS)
-        for thread, run in list(_running.items()):
-            _check(thread, run)
-        if not _running:
-            _watching = False
-            if not _running:
-                return
-            _watching = True  # a rendering that began just now relied on this watch
-
-
-def _check(thread: int, run: _Run) -> None:
-    """End a rendering that exceeds a limit."""
-    with suppress(OSError):  # the thread is gone
-        # Processor time: a machine that sleeps or is overloaded ends no rendering. macOS has none of a thread.
-        clock = getattr(time, "pthread_getcpuclockid", None)
-        now = time.clock_gettime(clock(thread)) if clock else time.monotonic()
-        if run.started is None:
-            run.started = now
-            run.memory = _memory()
-        elif now - run.started > MAX_SECONDS:
-            run.exceeded = f"after {MAX_SECONDS:g} seconds its text of one conversation is not complete"
-        elif _memory() - run.memory > MAX_MEMORY:
-            run.exceeded = f"its text of one conversation takes more than {MAX_MEMORY / 2**30:g} GiB of memory"
-    with _lock:
-        if run.exceeded and _running.get(thread) is run:
-            _raise_in(thread, _Ended)
-
-
-def _take_back(thread: int) -> None:
-    """Take back an exception that has not been raised yet, once the watch has decided."""
-    with _lock:
-        _raise_in(thread, None)
-
-
-def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
-    """Raise an exception in another thread at its next instruction; None: take back one that was not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception and ctypes.py_object(exception))
-
-
 def _memory() -> int:
     """Return the bytes of memory of this process; 0 if the system does not report them."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _after_fork() -> None:
-    """Forget the renderings of other threads, and the watch, which a forked process does not have."""
-    global _lock, _watching
-    _lock = Lock()
-    _watching = False
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -29,7 +29,6 @@ from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import conversation, findings, readers, rows, store
-from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
@@ -178,25 +177,18 @@ ROWS_PER_CHUNK = 128
 
 
 def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
-    """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
-    and reported at the end; with "error" the first few are reported together."""
+    """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
+    reported at the end."""
     tally: findings.Tally = {}
-    bad = BadRows()
-    for raw in until_broken(find_source(source).rows(), bad):
+    for raw in find_source(source).rows():
         try:
             row = rows.parse(raw)
         except DataError as error:
             if on_bad_row == "error":
-                bad.add(raw[0], error)
-            else:
-                findings.add(tally, "skipped", error.reason, str(error))
+                raise findings.advised(error) from error
+            findings.add(tally, "skipped", error.reason, str(error))
         else:
-            if not bad:
-                yield row
-        if bad.enough(raw[0]):
-            break
-    if bad:
-        raise bad.error()
+            yield row
     findings.log_findings(source_label(source), findings.sort_findings(tally))
 
 
@@ -212,10 +204,6 @@ class _TokenizedRows:
     encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
-    bad: list[tuple[str, DataError]] = field(default_factory=list)
-    "rows that end the run: where, and why"
-    last: str = ""
-    "where the last of the rows is"
 
     def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
@@ -269,16 +257,8 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
         chunks: the source's rows, tokenized.
     """
     total = _TokenizedRows()
-    bad = BadRows()
-    for chunk_rows in until_broken(chunks, bad):
-        for where, error in chunk_rows.bad:
-            bad.add(where, error)
-        if bad.enough(chunk_rows.last):
-            break
-        if not bad:
-            total.add(chunk_rows)
-    if bad:
-        raise bad.error()
+    for chunk_rows in chunks:
+        total.add(chunk_rows)
     if not total.counts["rows"]:
         raise readers.no_rows(source)
     if not total.documents:
@@ -291,7 +271,7 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
 
 def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0])
+    part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     documents: list[TokenizedExample] = []
     for raw in chunk:
         # A bad row ends the run, or is counted and left out.
@@ -300,8 +280,7 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             result = tokenize(row)
         except DataError as error:
             if on_bad_row == "error":
-                part.bad.append((raw[0], error))
-                continue
+                raise findings.advised(error) from error
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue

@@ -10,13 +10,12 @@ from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig
 from sftkit.config.tables import CODE, EVAL_TASKS, WITHOUT_SHOTS
 from sftkit.errors import ConfigError
-from sftkit.evals.task import Task
+from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
 
 MODULES = dict.fromkeys(EVAL_TASKS, "choices") | {
     **dict.fromkeys(("families", "gsm8k"), "answers"),
     **dict.fromkeys(CODE, "code"),
-    "ifeval": "ifeval",
 }
 "Task -> module of this package; its function build(name, read, shots, format, max_examples) makes the task."
 PROMPT_FORMATS = ("completion", "chat")

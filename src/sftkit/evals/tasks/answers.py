@@ -9,7 +9,7 @@ from typing import Any
 
 from sftkit.data.demo import builtin
 from sftkit.errors import DataError
-from sftkit.evals.task import ExampleScores, Question, Task, each
+from sftkit.evals.results import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import data
 from sftkit.generation.repl import Answer
 

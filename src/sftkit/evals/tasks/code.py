@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import ExampleScores, Question, Task
+from sftkit.evals.results import ExampleScores, Question, Task
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read, conversation, settings_of
 from sftkit.generation.repl import Answer
 from sftkit_sandbox import programs

@@ -1,1 +1,1 @@
-"""What wandb and trackio get of a run, and how it is laid out there. The files of a run need none of it."""
+"""What wandb gets of a run, and how it is laid out there. The files of a run need none of it."""

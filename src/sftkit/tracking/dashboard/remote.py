@@ -1,13 +1,10 @@
-"""The dashboard of a run, on wandb or trackio.
+"""The dashboard of a run on wandb: rows, tables and numbers of proof.json and preflight.json, and how the run ended.
 
-Its contents are tables and numbers of proof.json and preflight.json, and how the run ended. The two services stand
-behind the few methods that both have. Name, group, tags and notes identify the run there. A thread of its own feeds the
-dashboard, so a service that is stuck delays nothing.
+A thread of its own feeds the dashboard, so a service that is stuck delays nothing.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import queue
@@ -15,16 +12,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
-from accelerate import Accelerator
 
-from sftkit.config.commands import install, program_path
+from sftkit.config.commands import program_path
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, DataError
@@ -84,12 +79,6 @@ TABLE_CHARACTERS = 2000
 "Maximum length of a text in a table or an alert on a dashboard; the files have all of it."
 VERDICTS = {True: "PASS", False: "FAIL", None: "not checked"}
 PROOF_COLUMNS = ("check", "verdict", "found", "expected", "how")
-SOURCE_COLUMNS = (
-    *("split", "name", "rows", "documents", "tokens", "targets", "truncated"),
-    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
-)
-LAYOUT_COLUMNS = ("layout", "own", "shapes", "padding_pct", "steps", "positions", "x_dynamic", "tok_per_sec")
-FINDING_COLUMNS = ("split", "name", "kind", "rows", "reason", "first")
 
 
 @dataclass(frozen=True)
@@ -128,6 +117,8 @@ def proof_of(run_dir: Path) -> RunFile:
 
 def preflight_of(run_dir: Path) -> RunFile:
     """Return the findings about the data before training: sources, layouts, odd rows, warnings."""
+    from sftkit.reports import details  # here, as training loads no reports when it starts
+
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
@@ -137,9 +128,9 @@ def preflight_of(run_dir: Path) -> RunFile:
     odd = [source | finding for source in sources for finding in source.get("findings", [])]
     warnings = [{"warning": text} for text in found.get("warnings", [])]
     tables = [
-        record_table("preflight/sources", SOURCE_COLUMNS, sources),
-        record_table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
-        record_table("preflight/findings", FINDING_COLUMNS, odd),
+        record_table("preflight/sources", ("split", *details.SOURCES), sources),
+        record_table("preflight/layouts", ("own", *details.LAYOUTS), found.get("layouts", [])),
+        record_table("preflight/findings", ("split", *details.FINDINGS), odd),
         record_table("preflight/warnings", ("warning",), warnings),
     ]
     # Only this run's layout stands for it; the table has the others for comparison.
@@ -179,38 +170,8 @@ SUMMARIES = {"last": None, "min": "min", "max": "max", "mean": "none"}
 Values = Mapping[str, float | None]
 
 
-class Dashboard(Protocol):
-    """A service that shows a run. Its methods are called on one thread and may raise, or never return."""
-
-    name: str
-    run_id: str
-
-    def row(self, step: int, values: Values) -> None:
-        """Add the values of a step."""
-
-    def table(self, step: int, table: LoggedTable) -> None:
-        """Add a table of a step."""
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Set values that stand for the whole run, in addition to those that follow from its rows."""
-
-    def alert(self, title: str, step: int, text: str, level: str) -> None:
-        """Tell a person of an event. `level`: INFO, WARN or ERROR."""
-
-    def finish(self, ending: Ending) -> None:
-        """Send what is left, with how the run has ended."""
-
-    def abandon(self) -> None:
-        """Give up a service that does not finish, so that the process can end."""
-
-    def where(self, *, complete: bool) -> str | None:
-        """Return how the user gets to see the run; None: nothing needs to be done."""
-
-
 class Wandb:
     """A wandb run. Rows carry their step as a value: wandb's own step never goes back, and would drop them."""
-
-    name = "wandb"
 
     def __init__(self, run: Any, mode: str) -> None:
         self._run = run
@@ -298,52 +259,6 @@ class Means:
         return found
 
 
-class Trackio:
-    """A trackio run in the SQLite file of this machine. It has no summary: the newest row stands for a run."""
-
-    name = "trackio"
-
-    def __init__(self, run: Any, project: str) -> None:
-        self._run = run
-        self._project = project
-        self.run_id = str(run.name)
-        self._alerted: dict[str, float] = {}
-
-    def row(self, step: int, values: Values) -> None:
-        """Log the values that there are."""
-        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
-
-    def table(self, step: int, table: LoggedTable) -> None:
-        """Log a table."""
-        import trackio
-
-        self._run.log({table.name: trackio.Table(columns=list(table.columns), data=table.rows)}, step=step)
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: trackio has no such values."""
-
-    def alert(self, title: str, step: int, text: str, level: str) -> None:
-        """Send an alert, at most one of a title in ALERT_SECONDS."""
-        from trackio import AlertLevel
-
-        # trackio has no least time between alerts, so it is kept here.
-        now = time.monotonic()
-        if now - self._alerted.get(title, -ALERT_SECONDS) >= ALERT_SECONDS:
-            self._alerted[title] = now
-            self._run.alert(title, text, AlertLevel[level], step=step)
-
-    def finish(self, ending: Ending) -> None:
-        """Send what is left."""
-        self._run.finish()
-
-    def abandon(self) -> None:
-        """Do nothing: its threads are daemons, so nothing keeps the process alive."""
-
-    def where(self, *, complete: bool) -> str | None:
-        """Return the command that shows the run."""
-        return f"see the run with `{program_path('trackio')} show --project {self._project}`"
-
-
 TAG_CHARACTERS = 64
 "wandb takes no longer ones."
 
@@ -351,36 +266,24 @@ ALL_RUNS = "runs"
 "The folder of all runs: what lies in it directly is in no chain."
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Identity of a run on wandb and trackio, set when it starts."""
+def identity(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of wandb.init that identify the run in a directory: name, group (the chain), job_type (the
+    stage), tags and notes. wandb's own variables for group, tags and notes come first.
 
-    name: str
-    group: str | None
-    "of the chain: its stages have it in common"
-    job_type: str | None
-    "the stage"
-    tags: tuple[str, ...]
-    notes: str
-    settings: Mapping[str, Any]
-    "the recipe by its sections, with `resolved` and `environment`: train/assemble.py"
-
-
-def identity(run_dir: Path, settings: Mapping[str, Any]) -> Identity:
-    """Return the identity of the run in a directory; wandb's own variables for group, tags and notes come first."""
+    Args:
+        settings: the recipe by its sections, with `resolved` and `environment` (train/assemble.py).
+    """
     resolved = settings.get("resolved", {})
     environment = settings.get("environment", {})
     found = (environment.get("device"), *(resolved.get(name) for name in ("topology", "attention", "layout")))
     folder = run_dir.parent.name
-    tags = dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own_tags(), *found) if tag)
-    return Identity(
-        name=run_name(run_dir),
-        group=os.environ.get("WANDB_RUN_GROUP") or (folder if folder not in ("", ALL_RUNS) else None),
-        job_type=resolved.get("stage"),
-        tags=tuple(tags),
-        notes=os.environ.get("WANDB_NOTES") or sentence(resolved, environment),
-        settings=settings,
-    )
+    return {
+        "name": run_name(run_dir),
+        "group": os.environ.get("WANDB_RUN_GROUP") or (folder if folder not in ("", ALL_RUNS) else None),
+        "job_type": resolved.get("stage"),
+        "tags": tuple(dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own_tags(), *found) if tag)),
+        "notes": os.environ.get("WANDB_NOTES") or sentence(resolved, environment),
+    }
 
 
 def own_tags() -> list[str]:
@@ -411,28 +314,8 @@ FINISH_SECONDS = 30.0
 "Time that a dashboard has at the end, for all that waits in the queue."
 QUEUE_ROWS = 1000
 "Length of the queue."
-DashboardCall = Callable[[Dashboard], None]
+DashboardCall = Callable[[Wandb], None]
 "Sends something, on the thread of the dashboard."
-
-
-def dashboard_name(config: LogConfig) -> str | None:
-    """Return "wandb", "trackio" or None: what log.tracker and log.wandb ask for.
-
-    Raises:
-        ConfigError: a dashboard is asked for by name and its package is not installed.
-    """
-    name = config.tracker or "wandb"
-    if name == "none" or (name == "wandb" and config.wandb == "off"):
-        return None
-    if find_spec(name):
-        return name
-    if config.tracker is None:
-        return None
-    raise ConfigError(
-        f"log.tracker={config.tracker}: the package {config.tracker} is not installed here; "
-        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none "
-        "(metrics.jsonl and report.html need no package)"
-    )
 
 
 def wandb_mode(setting: str | None) -> str:
@@ -454,66 +337,41 @@ def wandb_mode(setting: str | None) -> str:
 
 
 def open_dashboard(
-    config: LogConfig, run_dir: Path, run_id: str | None, about: Identity, accelerator: Accelerator
-) -> Dashboard | None:
-    """Start the dashboard of this run, through Accelerate; None without one, or, with a warning, where none starts.
+    config: LogConfig, run_dir: Path, run_id: str | None, about: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Wandb | None:
+    """Start the wandb run; None without one, or, with a warning, where none starts.
 
     Args:
         run_id: of the run that is continued; None for a new one.
+        about: what `identity` returned.
+        settings: the run's config on wandb.
     """
-    name = dashboard_name(config)
-    if name is None:
-        return None
     # Offline is tried if online fails, so that a network that is down costs no record.
-    modes = ["local"] if name == "trackio" else list(dict.fromkeys((wandb_mode(config.wandb), "offline")))
-    if modes[0] == "off":
+    modes = dict.fromkeys((wandb_mode(config.wandb), "offline"))
+    if "off" in modes:
         return None
-    start = _start_trackio if name == "trackio" else _start_wandb
     for mode in modes:
         try:
-            return start(config.project, run_dir, run_id, about, accelerator, mode)
+            import wandb
+
+            # 20 s for a start, where wandb itself waits 90; its capture of stdout is off, as it would replace the
+            # stream.
+            quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
+            # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
+            init: dict[str, Any] = {"mode": mode, **about, **({"id": run_id, "resume": "allow"} if run_id else {})}
+            run = wandb.init(project=config.project, dir=str(run_dir), settings=quiet, **init)
+            run.config.update(dict(settings), allow_val_change=True)
+            return Wandb(run, mode)
         except Exception as error:
-            log.warning("%s %s does not start (%s); metrics.jsonl is still written", name, mode, first_line(error))
+            log.warning("wandb %s does not start (%s); metrics.jsonl is still written", mode, first_line(error))
     return None
-
-
-def _start_wandb(
-    project: str, run_dir: Path, run_id: str | None, about: Identity, accelerator: Accelerator, mode: str
-) -> Dashboard:
-    """Start wandb through Accelerate."""
-    import wandb
-
-    # 20 s for a start, where wandb itself waits 90; its capture of stdout is off, as it would replace the stream that
-    # the live bar draws on.
-    quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
-    init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": about.name, "settings": quiet}
-    init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
-    # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
-    init |= {"id": run_id, "resume": "allow"} if run_id else {}
-    accelerator.trackers.clear()  # one that failed to start before would be started again
-    accelerator.init_trackers(project, dict(about.settings), {"wandb": init})
-    return Wandb(accelerator.get_tracker("wandb", unwrap=True), mode)
-
-
-def _start_trackio(
-    project: str, _: Path, run_id: str | None, about: Identity, accelerator: Accelerator, _mode: str
-) -> Dashboard:
-    """Start trackio through Accelerate."""
-    init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
-    # "never" keeps a new run from being appended to an earlier one of the same name; no widget, and no threads that
-    # log the hardware.
-    init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    with redirect_stdout(io.StringIO()):  # it prints nine lines at its start
-        accelerator.trackers.clear()
-        accelerator.init_trackers(project, {}, {"trackio": init})
-        return Trackio(accelerator.get_tracker("trackio", unwrap=True), project)
 
 
 class DashboardWriter:
     """Send logged values to a dashboard on a thread of its own. Calls that do not fit its queue are dropped and
     counted."""
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Wandb) -> None:
         """Start the thread."""
         self.dashboard = dashboard
         self.dropped = 0
@@ -523,13 +381,13 @@ class DashboardWriter:
         self._ending: Ending | None = None
         self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
         # A daemon: a service that never returns must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="wandb remote logger", daemon=True)
         self._thread.start()
 
     def record(self, step: int, read: Callable[[], RunFile]) -> None:
         """Send a file of the run directory, read when its turn comes: its tables, and its values for the whole run."""
 
-        def send(dashboard: Dashboard) -> None:
+        def send(dashboard: Wandb) -> None:
             found = read()
             for table in found.tables:
                 dashboard.table(step, table)
@@ -548,7 +406,7 @@ class DashboardWriter:
     def _lose(self, reason: str) -> None:
         """Count a call that did not get there; warn of the first."""
         if self.dropped == 0:
-            log.warning("%s %s; metrics.jsonl is still written", self.dashboard.name, reason)
+            log.warning("wandb %s; metrics.jsonl is still written", reason)
         self.dropped += 1
 
     def _work(self) -> None:
@@ -576,7 +434,7 @@ class DashboardWriter:
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._problem is not None:
             self.dropped += self._calls.qsize()  # the end in the queue counts for the row that the thread is stuck with
-            log.warning("%s does not finish: %s", self.dashboard.name, self._problem)
+            log.warning("wandb does not finish: %s", self._problem)
             self.dashboard.abandon()
         lost = f"{self.dropped} rows were not sent; metrics.jsonl has all" if self.dropped else None
         said = [lost, self.dashboard.where(complete=self._problem is None and not self.dropped)]

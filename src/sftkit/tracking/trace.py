@@ -1,5 +1,5 @@
-"""Measure how long single steps take on the device and how often the host waits for it; and trace three steps: what
-host and device did when, and how much of the communication took place next to computing.
+"""Count how often the host waits for the device; and trace three steps: what host and device did when, and how much of
+the communication took place next to computing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sftkit.rundir.names import TRACE
@@ -26,61 +23,6 @@ from sftkit.runtime.start import Runtime
 
 SYNC = "called a synchronizing CUDA operation"
 "Part of torch's warning in its sync debug mode (c10/cuda/CUDAFunctions.cpp)."
-
-
-class StepClock:
-    """Marks the end of each step without waiting for it: on a GPU by events in its stream, else by the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[torch.cuda.Event | float] = []
-        self._seconds: list[float] = []
-
-    def begin(self) -> None:
-        """Let the next step start here: at first, and after whatever was not training."""
-        self.so_far()
-        self._marks = [self._now()]
-
-    def step_ended(self) -> None:
-        """Mark the end of a step that has been launched."""
-        self._marks.append(self._now())
-
-    def read(self) -> list[float]:
-        """Return the seconds of each step since the last call. The device must have finished them."""
-        seconds = self.so_far()
-        self._seconds = []
-        return seconds
-
-    def so_far(self) -> list[float]:
-        """Return the same without starting again. Before a pause this waits for the last step, as the
-        pause itself does."""
-        for before, after in pairwise(self._marks):
-            if isinstance(after, float):
-                self._seconds.append(after - before)  # type: ignore[operator]
-            else:
-                after.synchronize()
-                self._seconds.append(before.elapsed_time(after) / 1000)  # type: ignore[union-attr]
-        self._marks = self._marks[-1:]
-        return list(self._seconds)
-
-    def restore_window(self, seconds: list[float]) -> None:
-        """Put the seconds of steps of an earlier start of the run first."""
-        self._seconds = [*seconds, *self._seconds]
-
-    def _now(self) -> torch.cuda.Event | float:
-        """Return a mark of this moment: an event in the GPU's stream, or the host's clock."""
-        if not self._cuda:
-            return time.perf_counter()
-        # Only an event with timing has an elapsed_time; without the flag it is cheaper and says nothing.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
-    """Return (median, 95th percentile); None each without a step."""
-    p50, p95 = np.percentile(seconds, [50, 95]).tolist() if seconds else (None, None)
-    return p50, p95
 
 
 class SyncCounter:
@@ -222,7 +164,7 @@ def _kernels(events: Iterable[Any]) -> list[tuple[str, float, float]]:
         (event.name, event.time_range.start, event.time_range.end)
         for event in events
         # Annotations of the user are shown on the device too, around the kernels that they name.
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
 
 
