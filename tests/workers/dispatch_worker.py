@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from sftkit.config.schema import RunConfig, TrainConfig
-from sftkit.graph.parallel.experts import added, by_all_gather
+from sftkit.graph.sharding import added, by_all_gather
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 

@@ -23,8 +23,8 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph import compat
 from sftkit.graph.graphs import blocks_tagged, buckets_of, first_names, mark_buckets
-from sftkit.graph.parallel.sharding import looked_up_in_shards
 from sftkit.graph.passes.apply import Passes, Stage
+from sftkit.graph.sharding import looked_up_in_shards
 from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator

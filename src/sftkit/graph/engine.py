@@ -25,10 +25,9 @@ from sftkit.config.tables import PASSES
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
+from sftkit.graph import sharding
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
-from sftkit.graph.parallel import sharding
-from sftkit.graph.parallel.experts import use_grouped_products
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
@@ -89,13 +88,13 @@ def distribute_for_graph(model: ModelWithLoss, source: ModelConfig | None, rt: R
         source: where the weights of an empty model come from (models.load).
     """
     if not rt.topology.sharded:
-        use_grouped_products(model.orig_model)
+        sharding.use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
     # pass that gathers weights gives them to the others, so it must be the outermost.
     every, mesh = sharding.make_graph_meshes(rt.topology, rt.device.type)
-    use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"))
+    sharding.use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"))
     if mesh is not None:
         sharding.exchange_activations(model.orig_model, mesh)
     sharding.shard_for_graph(model, sharding.weight_placement(model.orig_model, every, mesh), rt.precision)
