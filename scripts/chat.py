@@ -10,11 +10,11 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Talk to a model in the terminal."""
     from sftkit.generation.repl import parse
+    from sftkit.models.files import find_with_base
     from sftkit.rundir.names import newest_run
-    from sftkit.runtime.hub import find_model
 
     args = parse(__doc__)
-    path = find_model(args.path or newest_run())  # a missing model is rejected here, before torch is imported
+    path = find_with_base(args.path or newest_run())  # a missing model is rejected here, before torch is imported
 
     from functools import partial
 

@@ -37,6 +37,7 @@ from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.low_rank import gated_product, gated_product_backward
+from sftkit.ops.nf4 import nf4_linear, quantize
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
@@ -52,12 +53,14 @@ TESTED = {
     ("data/batches/epoch.py", "assign_rows"): 1,
     ("verify/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
-    ("graph/sharding.py", "_"): 3,
     ("models/weights.py", "fill_with_memory"): 1,
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
-    ("ops/low_rank.py", "_"): 6,
+    ("ops/grouped.py", "_"): 2,
+    ("ops/low_rank.py", "_"): 7,
+    ("ops/nf4.py", "_"): 1,
+    ("ops/nf4.py", "dense_matrix"): 1,
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
     ("ops/tensors.py", "_"): 2,
@@ -80,6 +83,7 @@ ONLY_TIMED = {
     ("labs/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,
     ("ops/attention.py", "_milliseconds"): 1,
+    ("ops/nf4.py", "quantize_layer"): 4,
     ("parallel/pipeline.py", "Pipelined._torch_stage"): 3,
 }
 "Those that take it to time it, to hold it or for its shape: nobody looks at the values."
@@ -144,6 +148,16 @@ def test_a_gated_product_with_factors_reads_no_old_memory(device: str) -> None:
         sizes = [(130, 72), (130, 72), (130, 16), (8, 72), (8, 72), (8, 72), (130, 72), (130, 8)]
         *tensors, d_h, d_down = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
         return (*gated_product(*tensors, 0.5), *gated_product_backward(d_h, d_down, *tensors, 0.5))
+
+    same_when_planted(compute)
+
+
+@every_device
+def test_a_product_with_a_matrix_in_nf4_reads_no_old_memory(device: str) -> None:
+    def compute() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight, x = (torch.randn(size, generator=generator).bfloat16().to(device) for size in ((70, 96), (5, 96)))
+        return nf4_linear(x, *quantize(weight))
 
     same_when_planted(compute)
 

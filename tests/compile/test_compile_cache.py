@@ -201,6 +201,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
         make_key(compile=CompileConfig(activation_memory_budget=0.5)),
         make_key(attention=AttentionConfig(backend="flex")),
         make_key(train=TrainConfig(memory="low")),
+        make_key(train=TrainConfig(freeze=("lm_head.*",))),
         make_key(topology=Topology(tensor=2, sharded=True)),
     ]
     monkeypatch.setattr(compile_cache, "installed_version", lambda package: "99")

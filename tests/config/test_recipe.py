@@ -216,7 +216,7 @@ def test_names_of_other_trainers_mean_settings_that_exist():
         *key_table(),
         *section_classes(),
     }
-    assert keys.hints()["takes"].keys() <= key_table().keys()
+    assert keys.hints()["takes"].keys() <= {*key_table(), *section_classes()}
 
 
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
@@ -436,6 +436,10 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["adapter.targets=[]"], "adapter.targets: is empty"),
         (["adapter.method=lokr"], 'adapter.method: "lokr" is not one of lora, dora'),
         (["adapter.r=8"], 'adapter.r: is not a known key. Did you mean "adapter.rank"?'),
+        (["adapter=true"], "adapter: must be a mapping of keys, not true: write adapter: {} in a recipe, "),
+        (["adapter=dora"], 'not "dora": write adapter: {method: dora} in a recipe, "adapter={method: dora}" on the'),
+        (["model.load_in_4bit=true"], 'Did you mean "adapter" ({} for LoRA, {base: nf4} for QLoRA)?'),
+        (["adapter.load_in_4bit=true"], 'Did you mean "adapter" ({} for LoRA, {base: nf4} for QLoRA)?'),
         ([*PIPELINE, "data.layout=bucketed"], "rows of data.layout bucketed have several: take packed or fixed"),
         ([*PIPELINE, "train.fp8=rowwise"], "train.fp8: does not go with train.engine pipeline"),
         ([*PIPELINE, "compile.mode=reduce-overhead"], "which CUDA graphs would overwrite"),

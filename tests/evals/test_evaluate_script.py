@@ -62,6 +62,28 @@ def test_arguments_of_the_script_are_checked_first(tmp_path: Path, monkeypatch: 
             check(*words)
 
 
+def test_an_adapter_whose_model_has_moved_is_rejected_before_torch_is_loaded(tmp_path: Path) -> None:
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "runs/moved"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    rejected = f"""
+import sys
+from sftkit.errors import ConfigError
+from sftkit.evals.flags import check_arguments, parse
+from sftkit.models.files import find_with_base
+sys.argv = ["evaluate.py", {str(tmp_path)!r}]
+for check in (lambda: check_arguments(parse("about")), lambda: find_with_base({str(tmp_path)!r})):
+    try:
+        check()
+    except ConfigError as error:
+        assert "runs/moved is not there" in str(error), error
+    else:
+        raise AssertionError
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", rejected], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     "config", [{"model_type": "vision-encoder-decoder"}, {"model_type": "t5", "is_encoder_decoder": True}]
 )

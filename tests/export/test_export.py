@@ -22,6 +22,7 @@ from sftkit.models.adapters import Adapters, add_adapters, peft_config_text
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
 from sftkit.models.trained import factors
+from sftkit.models.vocabulary import add_tokens
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
@@ -104,6 +105,31 @@ def test_an_adapter_alone_is_its_files_and_peft_reads_them(model: Path, tmp_path
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert "8 of 8 greedy answers are the same" in lines[1]
     assert any("--max-lora-rank 8" in line for line in lines)
+
+
+def test_an_adapter_with_rows_of_added_tokens_is_exported_alone_and_merged(model: Path, tmp_path: Path) -> None:
+    """The model under it has no rows for these tokens."""
+    source, adapter = ModelConfig(path=str(model)), tmp_path / "adapter"
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = f"{{{{ '<|new|>' }}}}{TEMPLATE}"
+    add_tokens(tokenizer, ["<|new|>"])
+    orig_model = load_model(source, tokenizer, 0, adapter=AdapterConfig(rank=4))
+    for name, factor in factors(orig_model).items():
+        if "lora_A" not in name:
+            torch.nn.init.normal_(factor, std=0.1)
+    tokenizer.save_pretrained(adapter)
+    tensors = {f"base_model.model.{name}": p.detach() for name, p in factors(orig_model).items()}
+    save_file(tensors, adapter / module.ADAPTER_WEIGHTS)
+    (adapter / module.ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
+    lines = export(str(adapter), tmp_path / "alone")
+    assert lines[1].startswith("PeftModelForCausalLM of transformers: 8 of 8 greedy answers are the same")
+    assert "load no trained rows of tokens: add --merge" in lines[-1]
+    lines = export(str(adapter), tmp_path / "merged", merge=True)
+    assert "8 of 8 greedy answers are the same" in lines[1]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    name = "model.embed_tokens"
+    row = factors(orig_model)[f"{name}.token_adapter.trainable_tokens_delta"]
+    assert torch.equal(merged.get_parameter(f"{name}.weight")[len(tokenizer) - 1 :], row)
 
 
 def test_servers_are_named_that_cannot_load_an_adapter(model: Path, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_loss_and_gradients_are_those_of_layers_one_by_one(model_type: str) -> N
 
 @pytest.mark.usefixtures("with_kernels")
 def test_blocks_are_one_graph_that_computes_the_same() -> None:
+    torch._dynamo.reset()
     model = model_with_adapters()
     expected = loss_and_gradients(model)
     join_layers(model)

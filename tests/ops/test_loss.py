@@ -182,6 +182,38 @@ def test_scaling_does_not_round_the_scale_to_bf16(device: str) -> None:
     assert not torch.equal(scaled, once * scale.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float64, "cpu"),
+        (torch.bfloat16, "cpu"),
+        *(pytest.param(d, "cuda", marks=pytest.mark.gpu) for d in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_rows_of_their_own_stand_in_for_those_of_a_frozen_head(dtype: torch.dtype, device: str, count: int) -> None:
+    hidden, head, _, targets = inputs(dtype=dtype, device=device)
+    ids = torch.tensor([4, 11, 7][:count], device=device)
+    targets[:6] = ids.repeat(6)[:6]
+    before = head.detach().clone()
+    rows = torch.randn(count, 8, dtype=torch.promote_types(dtype, torch.float32), device=device, requires_grad=True)
+    options = LossConfig(chunk_tokens=10, z_loss=0.05)
+    found = linear_nll(hidden, Head(head.detach(), own_ids=ids, own_rows=rows), targets, options)
+    whole = before.index_copy(0, ids, rows.to(dtype))
+    expected = reference(hidden, whole, targets, options, None, None)
+    error = 1e-10 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.loss.double(), expected.loss, rtol=error, atol=0)
+    # As a step: scaled, and with the rows in fp32 whatever the hidden states are.
+    scaled = torch.autograd.grad(found.loss * 0.25, (hidden, rows))
+    assert scaled[1].dtype == rows.dtype
+    for ours, theirs in zip(scaled, gradients(expected.loss * 0.25, hidden, rows), strict=True):
+        assert float((ours.double() - theirs).norm() / theirs.norm()) < error
+    assert torch.equal(head, before)
+    with pytest.raises(RuntimeError), torch.no_grad():
+        linear_nll(hidden[:, :3], Head(head.detach(), own_ids=ids, own_rows=rows), targets, options)
+    assert torch.equal(head, before), "also after an error"
+
+
 def test_only_a_backward_pass_outside_of_graphs_may_scale_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 

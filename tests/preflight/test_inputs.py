@@ -87,10 +87,46 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert "lm_head is the head, which gets no adapter" in told
     (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[]")
     assert told.startswith("adapter.targets: is empty")
+    entries["model.layers.0.mlp.experts.0.down_proj.weight"] = entries.pop("model.layers.0.mlp.up_proj.weight")
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (told,) = problems(*start, "adapter.rank=4", "adapter.dropout=0.1")
+    assert told.startswith("adapter.targets: model.layers.0.mlp.experts has an adapter only without adapter.dropout")
+    assert problems(*start, "adapter.rank=4", "adapter.dropout=0.1", "adapter.experts=false") == []
     (told,) = problems(*start, "adapter.rank=4", "train.freeze=['*']")
     assert told.startswith("train.freeze: does not go with adapter")
     (told,) = problems("adapter={}")
     assert "adapter: does not go with model.scratch" in told
+
+
+def test_settings_of_an_adapter_that_is_continued_are_compared_with_its_files_before_torch(here: Path) -> None:
+    def write(file: Path, shapes: dict[str, list[int]]) -> None:
+        entries = {
+            name: {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]} | {"shape": s} for name, s in shapes.items()
+        }
+        end = 0
+        for name, shape in shapes.items():
+            entries[name]["data_offsets"] = [end, end := end + 2 * math.prod(shape)]
+        header = json.dumps(entries).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+
+    folder = model(here / "start")
+    layers = {f"model.layers.0.{name}": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
+    write(folder / "model.safetensors", {f"{name}.weight": shape for name, shape in layers.items()})
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (here / "adapter").mkdir()
+    factors = {f"base_model.model.{name}.lora_{one}.weight": [2, 4] for name in layers for one in "AB"}
+    write(here / "adapter" / "adapter_model.safetensors", factors)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(folder)}
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    start = ("model.scratch=null", "model.path=adapter")
+    assert problems(*start, "adapter.rank=2", "adapter.alpha=4") == []
+    (told,) = problems(*start, "adapter.rank=4", "adapter.alpha=4")
+    assert told.startswith("adapter holds an adapter (lora) ")
+    assert "of rank 2 with the scale 2, and the recipe asks for lora of rank 4 with 1: set adapter.method=lora" in told
+    (told,) = problems(*start, "adapter.rank=2", "adapter.alpha=4", "adapter.targets=attention")
+    assert told.startswith("adapter.targets: model.layers.0.mlp.up_proj is only in the files of ")
 
 
 def write(path: Path, *records: object) -> Path:

@@ -26,6 +26,7 @@ STAGES, REPLICAS, SHARDS = Topology(stages=2), Topology(replicas=2), Topology(sh
 TENSOR, CONTEXT, ON_CPU = Topology(tensor=2, sharded=True), Topology(context=2, sharded=True), Topology(on_cpu=True)
 PIPELINE, GRAPH = "train.engine=pipeline", "train.engine=graph"
 CUDA_GRAPHS = "graph.passes=[cuda_graphs]"
+NF4 = ("adapter.base=nf4",)
 INTERLEAVED = "train.pipeline_schedule=interleaved"
 
 
@@ -59,6 +60,9 @@ def problem(topology: Topology, *words: str, here: bool = False) -> str:
             (GRAPH, "graph.passes=[full_inductor]", "attention.backend=flex"),
             "no backward pass of FlexAttention",
         ),
+        (SHARDS, NF4, "adapter.base: nf4 does not go with shards (fsdp2, 2 shards): start with ddp.yaml, or set bf16"),
+        (ON_CPU, NF4, "adapter.base: nf4 needs a GPU, and this run computes on the CPU: set adapter.base=bf16 here"),
+        (REPLICAS, (*NF4, "train.fp8=rowwise"), "train.fp8: does not go with adapter"),
     ],
 )
 def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
@@ -66,7 +70,9 @@ def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
 ) -> None:
     found = problem(topology, *words)
     assert message in found
-    assert found.startswith(("command line: train.", "command line: graph.")), "it names the setting and where it is"
+    assert found.startswith(("command line: train.", "command line: graph.", "command line: adapter.")), (
+        "it names the setting and where it is"
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,25 @@ def test_page_and_card_say_what_was_trained_of_a_partly_frozen_model(run: Path) 
     assert "with 500 k parameters, trained with sftkit, 6 k of them: the others are as in the start model." in card
 
 
+def test_page_and_card_name_the_settings_of_an_adapter_and_its_share_of_the_model(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "step-000300"
+    base = tmp_path / "base"
+    base.mkdir()
+    for folder, name, size in ((checkpoint, "adapter_model", 1000), (base, "model", 99_000)):
+        header = json.dumps({"w": {"dtype": "BF16", "shape": [size], "data_offsets": [0, 2 * size]}}).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(2 * size)
+        (folder / f"{name}.safetensors").write_bytes(content)
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    recipe = (run / "config.yaml").read_text()
+    assert recipe.count("adapter: null") == 1
+    (run / "config.yaml").write_text(recipe.replace("adapter: null", "adapter: {rank: 8, targets: [mlp, q_proj]}"))
+    page = read(write_report(run))
+    words = "lora adapter, rank 8, alpha 32 (standard), on mlp, q_proj"
+    assert f"({words}: 1 k parameters, 1.00% of the model's)" in page.text
+    assert f"for a language model ({words}), trained with sftkit" in (checkpoint / "README.md").read_text()
+
+
 def test_page_says_why_rows_were_skipped_or_are_odd_with_the_first_of_each(run: Path) -> None:
     page = write_report(run).read_text()
     for expected in (

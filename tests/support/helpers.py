@@ -26,7 +26,8 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.batches.pack import BatchShape, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import adapted, merged_weight
+from sftkit.models.adapters import adapted, adapted_experts, merged_weight
+from sftkit.models.expert_adapters import merged_experts
 from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import Totals
 from sftkit.ops.attention import document_boundaries, use_document_attention
@@ -191,3 +192,11 @@ def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, torch.Ten
         a, b = own["lora_A.weight"], own["lora_B.weight"]
         lengths = own.get("lora_magnitude_vector")
         yield f"{name}.weight", merged_weight(own["weight"], a, b, layer.lora_scale, lengths)
+    for name, experts in adapted_experts(orig_model).items():
+        own = {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in experts.named_parameters()}
+        for weight, pair in (("gate_up_proj", "base_layer.lora"), ("down_proj", "lora")):
+            factors = own[f"{pair}_A.weight"], own[f"{pair}_B.weight"]
+            yield (
+                f"{name}.{weight}",
+                merged_experts(own[weight], *factors, experts.lora_scale, transposed=experts.is_transposed),
+            )

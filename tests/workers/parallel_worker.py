@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from sftkit.compile.contract import compile_model, warm_up
@@ -71,6 +72,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
 STEPS = 6
 
 
@@ -79,9 +81,11 @@ def frozen(model: PreTrainedModel, *patterns: str) -> PreTrainedModel:
     return model
 
 
-def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
-    """B moved, so that A has gradients from the first step on."""
-    add_adapters(model, Adapters(AdapterConfig(rank=3, **settings), 0, ModelConfig(path="x"), ""))
+def with_adapters(model: PreTrainedModel, *tables: str, **settings: Any) -> PreTrainedModel:
+    """B moved, so that A has gradients from the first step on. `tables`: embedding and head, with trained rows."""
+    tokens = dict.fromkeys(tables, (3, 9, 40))
+    config = AdapterConfig(rank=3, **settings)
+    add_adapters(model, Adapters(config, 0, ModelConfig(path="x"), "", tokens=tokens, known=50 if tables else None))
     with torch.no_grad():
         for name, factor in factors(model).items():
             if ".lora_B." in name:
@@ -92,7 +96,12 @@ def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
 
 MODELS = {
     "llama": tiny_llama,
-    "lora": lambda: with_adapters(tiny_llama()),
+    "lora": lambda: with_adapters(tiny_llama(), "model.embed_tokens", "lm_head"),
+    "tied_lora": lambda: with_adapters(
+        small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)), "model.embed_tokens"
+    ),
+    "qlora": lambda: with_adapters(tiny_llama(), base="nf4"),
+    "lora_experts": lambda: with_adapters(small(Qwen3MoeConfig(**SIZES, **EXPERTS))),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -106,7 +115,9 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = {"lora": 3e-4, "deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
+LEARNING_RATES = dict.fromkeys(
+    ("lora", "tied_lora", "qlora", "lora_experts", "deep", "deeper", "tied", "tied_qwen2"), 3e-4
+)
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -121,7 +132,11 @@ TWO_RANKS = {
     "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
+    "qlora ddp": ("qlora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lora_experts ddp": ("lora_experts", Topology(replicas=2), Sharding(), "adamw"),
+    "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),

@@ -52,8 +52,15 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     parts = {
         "model": [plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
-        "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
-        "adapter": None if cfg.adapter is None else asdict(cfg.adapter),
+        "settings": [
+            compile,
+            asdict(cfg.attention),
+            asdict(cfg.loss),
+            cfg.train.fp8,
+            cfg.train.memory,
+            cfg.train.freeze,
+        ],
+        "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
         "padding": padding_rows(orig_model),
         "precision": rt.precision,

@@ -183,9 +183,12 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
 
 def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     """Return how to write a single value, or several with commas, as the list that is wanted; empty where it is none,
-    or its items are mappings."""
+    or its items are mappings; of an adapter, as what others switch on."""
     key = key_table().get(row_of(keys))
     value = error["input"]
+    if keys == ("adapter",):
+        method = f"{{method: {value}}}" if value in ("lora", "dora") else "{}"
+        return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
         return ""
     listed = f"[{value}]"

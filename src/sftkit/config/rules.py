@@ -102,6 +102,8 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
         yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: take blocks"
     elif topology.tensor > 1:
         yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
+    if get("adapter.base") == "nf4" and topology.sharded:
+        yield "adapter.base", f"nf4 does not go with shards ({topology.describe()}): start with ddp.yaml, or set bf16"
     if get("optim.name") not in ("auto", DEFAULT):
         yield (
             "optim.name",

@@ -252,6 +252,8 @@ class AdapterConfig:
     "lora: share of an adapter's inputs that is dropped in training."
     method: Literal["lora", "dora"] = "lora"
     "lora: add the product of the factors to a weight; dora: also scale each row of the sum to a trained length, which costs speed."
+    base: Literal["bf16", "nf4"] = "bf16"
+    "How the frozen layers of the blocks are stored: in the precision of the run, or in 4 bits (QLoRA), which saves memory and costs speed."
     lr_ratio_b: Annotated[float, Field(gt=0.0)] = 1.0
     "Learning rate of the second factor, B, over optim.lr (LoRA+ suggests up to 16)."
 

@@ -22,10 +22,9 @@ from sftkit.data.reading import origin
 from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.models.files import CAUSAL, auto_class, not_causal
+from sftkit.models.files import CAUSAL, auto_class, find_with_base, not_causal
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import CONFIG, newest_run, step_of
-from sftkit.runtime.hub import find_model
 
 FLAGS: dict[str, dict[str, Any]] = {
     "backend": {"choices": ("sftkit", "lm_eval"), "help": "who runs the tasks; default: sftkit"},
@@ -107,7 +106,7 @@ def check_arguments(args: Namespace) -> None:
         args.own, args.val = own
     with flags_named():
         tasks.check_names(eval_config(args))
-    args.path = find_model(args.path)
+    args.path = find_with_base(args.path)
     config = read_object(Path(args.path) / "config.json")
     if config and auto_class(config) != CAUSAL:  # whatever data it is given
         raise ConfigError(not_causal(str(config.get("model_type")), "scripts/evaluate.py"))

@@ -191,8 +191,13 @@ def _adapter_commands(out: Path, files: AdapterFiles) -> list[str]:
     folder = shlex.quote(str(out))
     base = shlex.quote(str(files.base.path))
     merge = "add --merge, and serve that folder"
-    if files.dora:
-        return [f"vLLM and llama.cpp load no DoRA: {merge}"]
+    kinds = {
+        "DoRA": files.dora,
+        "adapters of experts in this form": files.experts,
+        "trained rows of tokens": files.tokens,
+    }
+    if no := [name for name, has in kinds.items() if has]:
+        return [f"vLLM and llama.cpp load no {no[0]}: {merge}"]
     rank = next((one for one in RANKS if one >= files.rank), None)
     lines = [f"vLLM takes ranks up to {RANKS[-1]}, and this one has {files.rank}: {merge}"]
     if rank is not None:

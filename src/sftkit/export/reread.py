@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from sftkit.rundir.names import ADAPTER_CONFIG
+
 QUESTIONS = (
     "What day comes after Monday?",
     "Say hello in French.",
@@ -97,8 +99,12 @@ def main() -> None:
     folder, path = sys.argv[1:]
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    config = Path(folder, ADAPTER_CONFIG)
+    opened: Any = AutoModelForCausalLM
+    if config.is_file() and json.loads(config.read_text()).get("trainable_token_indices"):
+        from peft import AutoPeftModelForCausalLM as opened  # makes room for the tokens in the model
+    model = opened.from_pretrained(folder)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     print(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
 
 

@@ -145,6 +145,7 @@ def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -
         frozen=known.frozen if known else 0,
         frozen_ends=known.frozen_ends if known else 0,
         frozen_matrices=known.frozen - known.frozen_ends if known else 0,
+        nf4=known.nf4 if known else 0,
     )
 
 
@@ -260,6 +261,8 @@ def _may_run(setup: EstimateInputs, cfg: Config, asked: _Asked) -> bool:
     t = setup.topology
     # A pipeline of 1f1b has as many micro-batches in flight as stages, and trains all parameters.
     pipeline = setup.layout.accumulation >= t.stages and not cfg.train.freeze
+    if asked.shape.nf4 and t.partial:  # its matrices are not sharded
+        return False
     return (t.stages == 1 or pipeline) and (asked.shardable or t.ranks_per_row * t.stages == 1)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sftkit.config.tables import BYTES, OPTIMIZERS
 from sftkit.config.topology import Sharding, Topology
 from sftkit.data.batches.pack import Layout
-from sftkit.models.files import GIB
+from sftkit.models.files import GIB, NF4_BYTES
 
 CONTEXT_BYTES = int(0.7 * GIB)
 """CUDA context, loaded kernels and workspaces of libraries; the allocator does not count them, since they are
@@ -52,6 +52,8 @@ class Shape:
     "of the parameters: without gradients and states"
     frozen_ends: int = 0
     frozen_matrices: int = 0
+    nf4: int = 0
+    "of the frozen matrices: in 4 bits"
     frozen_head: bool = False
     forward_blocks: int = 0
     "first blocks that no backward pass goes through: they keep no activations"
@@ -167,7 +169,6 @@ def estimate(s: EstimateInputs) -> Estimate:
     if s.topology.sharded:
         return _sharded(s, tokens)
     # DDP allocates all its buckets at the start, before any gradient exists.
-    weights = width * m.parameters
     gradients = width * m.trained
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.trained * earlier_gradient_width(s.layout, s.precision)
@@ -176,8 +177,9 @@ def estimate(s: EstimateInputs) -> Estimate:
     head = 0 if m.frozen_head else width * m.vocab * m.hidden
     # The head's gradient is the first of a backward pass, and stays during the backward pass of the blocks.
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
+    block += width * m.hidden * m.inner if m.nf4 else 0  # the largest matrix, dequantized
     at_start = Estimate(
-        weights,
+        _weight_bytes(s),
         _state_bytes(s),
         gradients=buckets + earlier - sums,
         gradient_sums=sums,
@@ -220,7 +222,12 @@ def held_bytes(s: EstimateInputs) -> int:
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
     # A gradient is as wide as its weight.
     shards = s.topology.shards * s.topology.ranks_per_row if s.topology.sharded else 1
-    return (BYTES[s.precision] * (s.shape.parameters + s.shape.trained) + _state_bytes(s)) // shards
+    return (_weight_bytes(s) + BYTES[s.precision] * s.shape.trained + _state_bytes(s)) // shards
+
+
+def _weight_bytes(s: EstimateInputs) -> int:
+    """Return the bytes of all weights."""
+    return BYTES[s.precision] * (s.shape.parameters - s.shape.nf4) + int(NF4_BYTES * s.shape.nf4)
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:

@@ -33,7 +33,7 @@ from sftkit.memory.estimate import (
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
 from sftkit.models import structure
 from sftkit.models.kind import kind_of
-from sftkit.models.trained import adapters_of, factors
+from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.stages import layers_of_stages
@@ -80,17 +80,17 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
     # A list with one size for each layer is not a size that the estimate can use.
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
-    parameters = sum(p.numel() for p in orig_model.parameters())
+    parameters = sum(logical_elements(p) for p in orig_model.parameters())
     in_blocks = [p for b in structure.decoder_blocks(orig_model) for p in b.parameters()]
-    frozen = sum(p.numel() for p in orig_model.parameters() if not p.requires_grad)
+    frozen = sum(logical_elements(p) for p in orig_model.parameters() if not p.requires_grad)
     of_blocks = {id(p) for p in in_blocks}
     own = [
         inputs for p, inputs, module in structure.backward_parts(orig_model) if module is part and id(p[0]) in of_blocks
     ]
     return Shape(
         parameters=parameters,
-        ends=parameters - sum(p.numel() for p in in_blocks),
-        matrices=sum(p.numel() for p in in_blocks if p.ndim == 2),
+        ends=parameters - sum(logical_elements(p) for p in in_blocks),
+        matrices=sum(logical_elements(p) for p in in_blocks if p.ndim == 2),
         blocks=blocks,
         hidden=hidden,
         query=heads * head_dim,
@@ -99,8 +99,9 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
         head_dim=head_dim,
         vocab=structure.vocab_size(orig_model),
         frozen=frozen,
-        frozen_ends=frozen - sum(p.numel() for p in in_blocks if not p.requires_grad),
-        frozen_matrices=sum(p.numel() for p in in_blocks if p.ndim == 2 and not p.requires_grad),
+        frozen_ends=frozen - sum(logical_elements(p) for p in in_blocks if not p.requires_grad),
+        frozen_matrices=sum(logical_elements(p) for p in in_blocks if p.ndim == 2 and not p.requires_grad),
+        nf4=sum(logical_elements(p) for p in in_blocks if not p.is_floating_point()),
         frozen_head=not structure.output_projection(orig_model).weight.requires_grad,
         forward_blocks=sum(not inputs for inputs in own),
     )

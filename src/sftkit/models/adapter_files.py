@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
@@ -15,30 +16,45 @@ from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, 
 from sftkit.rundir.manifest import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
+PEFT_PREFIX = "base_model.model."
+"What peft puts in front of the name of a parameter."
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+"What peft puts behind the name of a table that has trained rows."
 _ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *("layer_replication", "alora_invocation_tokens"),
     # LoRA's relatives: they compute something else with the same two factors.
     *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
+_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
+"Architectures whose files have the names of the live model, but a matrix for each expert."
 
 
-def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, head: str = "lm_head") -> list[str]:
+def target_layers(
+    shapes: Mapping[str, tuple[int, int]],
+    config: AdapterConfig,
+    head: str = "lm_head",
+    experts: Collection[str] = (),
+) -> list[str]:
     """Return the names of the layers that get an adapter, in the order of the model.
 
     Args:
         shapes: name of each linear layer in the model's blocks -> its outputs and inputs.
         head: name of the output projection.
+        experts: which of the names are experts of a mixture, all those of a block.
 
     Raises:
-        ConfigError: a target is no such layer, or smaller than the rank.
+        ConfigError: a target is no such layer, or smaller than the rank; or a method that experts do not have.
     """
-    common = [name for name in shapes if not _ROUTER.search(name)]
+    common = [name for name in shapes if not ROUTER.search(name) and (config.experts or name not in experts)]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":
@@ -51,6 +67,12 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
             raise _no_target(target, shapes, head)
         found |= {*chosen}
     ordered = [name for name in shapes if name in found]
+    without = {"adapter.dropout": config.dropout, "adapter.method=dora": config.method == "dora"}
+    if (wrong := [key for key, given in without.items() if given]) and (adapted := found & {*experts}):
+        raise ConfigError(
+            f"adapter.targets: {min(adapted)} has an adapter only without {wrong[0]}: set adapter.experts=false, which "
+            "adapts the other layers, or leave that setting out"
+        )
     small = min(ordered, key=lambda name: min(shapes[name]))
     if config.rank > min(shapes[small]):
         outputs, inputs = shapes[small]
@@ -72,17 +94,24 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
-def known_shapes(model: ModelConfig) -> dict[str, tuple[int, int]] | None:
-    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files; None:
-    not known before it is loaded."""
+def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[str]] | None:
+    """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files, and
+    which of the names are experts; None: not known before it is loaded."""
     fields = fields_of(model)
     path = resolve(model.path or "")
-    if fields is None or fields.get("model_type") not in GATED or not Path(path).is_dir():
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or not Path(path).is_dir():
         return None
     headers = {file: header_of(file) for file in {*files_of_weights(Path(path)).values()}}
     shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
-    found = {match["layer"]: tuple(shapes[name]) for name in shapes if (match := _IN_BLOCK.match(name))}
-    return {name: shape for name, shape in found.items() if len(shape) == 2} or None
+    found: dict[str, tuple[int, int]] = {}
+    experts: set[str] = set()
+    for name, shape in shapes.items():
+        if (expert := _EXPERT.match(name)) is not None:
+            found[expert["layer"]] = (shape[0], shape[1])
+            experts.add(expert["layer"])
+        elif (layer := _IN_BLOCK.match(name)) is not None and len(shape) == 2 and ".experts." not in name:
+            found[layer["layer"]] = (shape[0], shape[1])
+    return (found, experts) if found else None
 
 
 @dataclass(frozen=True)
@@ -98,6 +127,10 @@ class AdapterFiles:
     dora: bool
     digest: str | None
     "of the weights of its model, as our manifest has it; None: not known"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    "name of embedding or head -> tokens whose rows are trained (models/token_rows.py)"
+    experts: bool = False
+    "whether experts of a mixture have adapters too"
 
 
 def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | None:
@@ -116,13 +149,17 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
+    parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
     kind = str(found.get("peft_type"))
-    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"Merge it: {merge_command(folder)}"
     if kind != "LORA":
         raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
     odd = {
         "bias": found.get("bias", "none") != "none",
         **{name: bool(found.get(name)) for name in _NOT_LOADED},
+        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name. The
+        # weight of a linear layer has the factors that the layer has.
+        "target_parameters": parameters - {"weight"} not in (set(), {*EXPERT_WEIGHTS}),
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.
         "init_lora_weights": found.get("init_lora_weights", True) not in _KEEPS_WEIGHTS,
     }
@@ -147,9 +184,83 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         scale,
         bool(found.get("use_dora")),
         read_base_digest(folder),
+        _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
+        parameters >= {*EXPERT_WEIGHTS},
     )
 
 
+def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
+    """Return name of embedding or head -> the tokens whose rows an adapter holds.
+
+    Args:
+        given: what adapter_config.json says: ids of the embedding's tokens, or the last parts of names -> ids.
+
+    Raises:
+        ConfigError: the files do not fit each other.
+    """
+    if not given:
+        return {}
+    header = header_of(file)
+    names = {n: n.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    found = {}
+    for key, name in names.items():
+        lists = [ids for last, ids in given.items() if name.endswith(last)] if isinstance(given, dict) else [given]
+        ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
+        if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
+            raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
+        found[name] = ids
+    if not found:
+        raise ConfigError(f"{file}: the rows of trainable_token_indices={given!r} are not in it. {COPY_AGAIN}")
+    return found
+
+
 def base_digest(folder: Path) -> str:
-    """Return the digest of the weights of a model's folder."""
-    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))
+    """Return the digest of the weights of a model's folder.
+
+    Raises:
+        ConfigError: it has none that are known here.
+    """
+    files = weight_files(folder) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise ConfigError(f"{folder}: no weights in it (safetensors or .bin), so adapters could not name their model")
+    return digest_of_files(folder, files)
+
+
+def merge_command(folder: Path) -> str:
+    """Return the command that merges an adapter into its model with peft, in a folder beside it."""
+    code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
+    return f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}" and name {folder}-merged'
+
+
+def scale_of(config: AdapterConfig) -> float:
+    """Return the factor of what an adapter adds."""
+    return config.alpha / (math.sqrt(config.rank) if config.scaling == "rslora" else config.rank)
+
+
+def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collection[str] | None = None) -> None:
+    """Reject settings that are not those of the adapter which training continues.
+
+    Args:
+        layers: names of the layers that get an adapter; None: not known yet.
+    """
+    method = "dora" if files.dora else "lora"
+    if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
+        raise ConfigError(
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {scale_of(config):g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
+        )
+    names = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
+    if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
+        where = "only in the files" if odd[0] in there else "not in the files"
+        raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")
+
+
+def adapter_words(adapter: Mapping[str, Any]) -> str:
+    """Return an adapter's settings in words; those that a file lacks are the defaults."""
+    own = asdict(AdapterConfig()) | {**adapter}
+    targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
+    base = " over layers in NF4" if own["base"] == "nf4" else ""
+    return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}{base}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,27 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.adapter_files import (
+    EXPERT_WEIGHTS,
+    PEFT_PREFIX,
+    ROUTER,
+    TRAINED_ROWS,
+    AdapterFiles,
+    merge_command,
+    scale_of,
+    target_layers,
+)
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
-from sftkit.models.trained import ADAPTERS, adapters_of, factors
+from sftkit.models.structure import EXPERT_COUNTS, decoder_blocks, embedding_of, output_projection
+from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
+from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
+from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
-
-PEFT_PREFIX = "base_model.model."
-"What peft puts in front of the name of a parameter."
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,15 @@ class Adapters:
     "folder of the adapter that training continues; None: new factors"
     modules: tuple[str, ...] = ()
     "names of the layers that have one"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    "name of embedding or head -> tokens whose rows are trained too (models/token_rows.py)"
+    known: int | None = None
+    "number of known rows, as whose mean the trained rows begin; None: they are in the files at `start`"
 
     @property
     def scale(self) -> float:
         """Return the factor of what an adapter adds."""
-        rank = self.config.rank
-        return self.config.alpha / (math.sqrt(rank) if self.config.scaling == "rslora" else rank)
+        return scale_of(self.config)
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
@@ -66,6 +78,7 @@ class Adapters:
             "rank": self.config.rank,
             "scale": self.scale,
             "modules": list(self.modules),
+            **({"tokens": {name: list(ids) for name, ids in self.tokens.items()}} if self.tokens else {}),
             "base": {"sha256": self.digest},
         }
 
@@ -88,13 +101,19 @@ class LoraLinear(torch.nn.Linear):
     joint: tuple[Tensor, Tensor] | None = None
     "an input, and its product with A, computed with those of other layers (models/joined_adapters.py)"
 
+    def frozen(self, x: Tensor) -> Tensor:
+        """Return W x + b."""
+        return frozen_linear(self, x, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         b = self.lora_B.weight.to(x.dtype)
         if self.joint is not None and self.joint[0] is x:
+            if not self.weight.is_floating_point():  # in NF4
+                return self.frozen(x) + self.lora_scale * linear(self.joint[1], b)
             y = adapted_linear(x, self.weight, self.joint[1], b, self.lora_scale)
             return y if self.bias is None else y + self.bias
-        y = linear(x, self.weight, self.bias)
+        y = self.frozen(x)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
 
@@ -104,20 +123,22 @@ class DoraLinear(LoraLinear):
 
     lora_magnitude_vector: torch.nn.Parameter
     "m: [out], fp32"
+    squared_rows: Tensor
+    "of W in NF4: the squared norm of each row, fp32 [out]"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         a, b = self.lora_A.weight, self.lora_B.weight
-        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
-        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        y = low_rank(frozen_linear(self, x), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach(), x.dtype)).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
-    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+    def _lengths(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
         4.3, leaves it out of the gradient."""
         weight, s = self.weight.detach(), self.lora_scale
-        squared = weight.float().square().sum(1)
-        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        squared = weight.float().square().sum(1) if weight.is_floating_point() else self.squared_rows
+        squared = squared + 2 * s * (b * frozen_linear(self, a.to(dtype)).t().float()).sum(1)
         return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
@@ -138,9 +159,17 @@ class PlainLora(LoraLinear):
 
 
 def as_written(orig_model: torch.nn.Module) -> None:
-    """Let the layers with an adapter compute as their paper writes it."""
-    for layer in adapted(orig_model).values():
-        layer.__class__ = PlainLora
+    """Let the layers with an adapter compute as their paper writes it, and all layers with a weight that is dense."""
+    for layer in orig_model.modules():
+        if isinstance(layer, LoraLinear):
+            layer.__class__ = PlainLora
+        elif isinstance(layer, Nf4Linear):
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+    for experts in adapted_experts(orig_model).values():
+        from sftkit.models.expert_adapters import PlainExperts  # most models have none
+
+        experts.__class__ = in_front(PlainExperts, type(experts).__bases__[1])
+    rows_as_written(orig_model)
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
@@ -148,17 +177,38 @@ def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+def adapted_experts(orig_model: torch.nn.Module) -> dict[str, Any]:
+    """Return the experts of mixtures that have adapters (models/expert_adapters.py), by name."""
+    return {name: module for name, module in orig_model.named_modules() if hasattr(module, "base_layer")}
+
+
+def with_factors(orig_model: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules that hold a pair of factors by name: adapted layers, and two for the experts of a block."""
+    return {name: m for name, m in orig_model.named_modules() if isinstance(getattr(m, "lora_A", None), Factor)}
+
+
+def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.device | None = None) -> Adapters:
     """Freeze the model and give its target layers adapters, with the factors that training starts from; on the meta
     device they are filled by fill_factors, once there is memory for them.
 
+    Args:
+        device: which quantizes the frozen layers, one at a time; None: the one that they are on.
+
     Raises:
-        ConfigError: a target that is no layer of the model, or a rank above a layer's size.
+        ConfigError: a target that is no layer of the model, a rank above a layer's size, or a model that cannot be
+            quantized.
     """
     config = adapters.config
     targets = _targets(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
+    if config.base == "nf4":
+        _quantize_layers(orig_model, device)
     for layer in targets.values():
+        if not isinstance(layer, torch.nn.Linear):
+            from sftkit.models.expert_adapters import adapt  # most models have none
+
+            adapt(layer, config.rank, adapters.scale)
+            continue
         layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
         layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
@@ -168,37 +218,72 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         if isinstance(layer, DoraLinear):
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
+            if (matrix := matrix_of(layer)) is not None:
+                squared = torch.zeros(layer.out_features)
+                if not matrix.packed.is_meta:
+                    there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
+                    squared = dequantize(there, torch.float32).square().sum(1).to(lengths.device)
+                layer.register_buffer("squared_rows", squared, persistent=False)
         layer.train(orig_model.training)
-    found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
+    add_token_rows(orig_model, adapters.tokens)
+    found = replace(adapters, modules=tuple(targets))
     setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
     return found
 
 
-def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
-    """Return the layers that get an adapter, by name.
+def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
+    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+    for name, module in orig_model.named_modules():
+        if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"adapter.base: the experts {name} have three-dimensional weights, most of the model, which would stay "
+                "as they are: set adapter.base=bf16"
+            )
+    for name, layer in _linears(orig_model).items():
+        if layer.in_features % 2:
+            raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
+        if not ROUTER.search(name):
+            quantize_layer(layer, device)
+
+
+def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of the blocks by name: torch's own and no subclass, which may compute something else."""
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+
+
+def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
+    """Return the linear layers and the experts that get an adapter, by name.
 
     Raises:
-        ConfigError: as target_layers; or the model has experts, which get no adapters here.
+        ConfigError: as target_layers; or the model has experts of a form that gets no adapters here.
     """
-    # Experts whose weights lie in one tensor are no layers of torch: they would be left out in silence.
-    stacked = [
-        name
-        for name, module in orig_model.named_modules()
-        if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
-    ]
-    if stacked and config.experts and {"all-linear", "mlp"} & {*config.targets}:
-        raise ConfigError(
-            f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
-            "yet: set adapter.experts=false, which adapts the other layers"
-        )
-    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    # torch's own Linear and no subclass, which may compute something else.
-    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
+    linears = _linears(orig_model)
+    found: dict[str, torch.nn.Module] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    experts: set[str] = set()
+    for name, module in orig_model.named_modules():
+        if name in linears:
+            assert isinstance(module, torch.nn.Linear)
+            shapes[name] = (module.out_features, module.in_features)
+        elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts"):
+            from sftkit.models.expert_adapters import can_be_adapted, sizes  # most models have none
+
+            if can_be_adapted(module):
+                shapes[name] = sizes(module, "down_proj")  # has the smallest of all sizes: I is smaller than 2 I
+                experts.add(name)
+            # They are no layers of torch: they would be left out in silence.
+            elif config.experts and {"all-linear", "mlp"} & {*config.targets}:
+                raise ConfigError(
+                    f"adapter.targets: the experts {name} ({type(module).__name__}) have a form that gets no adapters: "
+                    "set adapter.experts=false, which adapts the other layers"
+                )
+        if name in shapes:
+            found[name] = module
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
-    return {name: linears[name] for name in target_layers(shapes, config, head)}
+    return {name: found[name] for name in target_layers(shapes, config, head, experts)}
 
 
 def fill_factors(orig_model: PreTrainedModel) -> None:
@@ -209,37 +294,45 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
     """
     adapters = adapters_of(orig_model)
     assert adapters is not None
+    if adapters.known is not None:
+        fill_token_rows(orig_model, adapters.known)
     if adapters.start is not None:
-        load_factors(orig_model, adapters.start)
+        load_factors(orig_model, adapters.start, with_rows=adapters.known is None)
         return
     with torch.no_grad():
-        for name, layer in adapted(orig_model).items():
+        for name, layer in with_factors(orig_model).items():
             generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
             # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
-            bound = 1 / math.sqrt(layer.in_features)
+            bound = 1 / math.sqrt(layer.lora_A.weight.shape[1])
             drawn = bound * (2 * torch.rand(layer.lora_A.weight.shape, generator=generator) - 1)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
-            if isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
+            if isinstance(layer, DoraLinear) and not layer.weight.is_floating_point():
+                layer.lora_magnitude_vector.copy_(layer.squared_rows.sqrt())
+            elif isinstance(layer, DoraLinear):  # shards are of rows; on the host, so that any device gets these bits
                 local(layer.lora_magnitude_vector).copy_(local(layer.weight).cpu().float().norm(dim=1))
 
 
 @torch.no_grad()
-def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
+def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool = True) -> None:
     """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
+
+    Args:
+        with_rows: whether the folder has rows of tokens too, if the model has some.
 
     Raises:
         ConfigError: the files hold other adapters than the model has.
     """
     path = folder / ADAPTER_WEIGHTS
-    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+    named = {name: p for name, p in factors(orig_model).items() if with_rows or TOKEN_ADAPTER not in name}
+    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in named.items()}
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
             raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
-                "it into its model first and start from that"
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or leave "
+                "adapter out, which merges it at the start"
             )
         for name, parameter in own.items():
             source = file.get_slice(name)
@@ -257,9 +350,9 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Afterwards B has its bits back, in the same memory.
     """
-    held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    held = {name: layer.lora_B.weight for name, layer in with_factors(orig_model).items()}
     # As large as A at its start, so that the gradients of A are about as large as those of B.
-    inputs = {name: layer.in_features for name, layer in adapted(orig_model).items()}
+    inputs = {name: layer.lora_A.weight.shape[1] for name, layer in with_factors(orig_model).items()}
     before = {name: local(weight).detach().clone() for name, weight in held.items()}
     try:
         with torch.no_grad():
@@ -278,14 +371,14 @@ def adapters_in(files: AdapterFiles) -> Adapters:
     """Return the adapters that a model gets which computes with those of a folder, not merged."""
     path = files.folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys()]  # noqa: SIM118
+        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
-        targets=tuple(dict.fromkeys(keys)),
+        targets=tuple(dict.fromkeys(key.removesuffix(".base_layer") for key in keys)),
         method="dora" if files.dora else "lora",
     )
-    return Adapters(config, 0, files.base, files.digest or "", files.folder)
+    return Adapters(config, 0, files.base, files.digest or "", files.folder, tokens=files.tokens)
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
@@ -310,15 +403,24 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     Raises:
         ConfigError: the folder's adapters are those of another model.
     """
+    from sftkit.models.expert_adapters import expert_weights, merged_experts
+
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
+    of_experts = expert_weights(orig_model) if files.experts else {}
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
-    cure = "merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
+    cure = f"merge it: {merge_command(files.folder)}"
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        for name, ids in files.tokens.items():
+            make_room_for(orig_model, ids)
+            merge_token_rows(orig_model, name, ids, file.get_tensor(f"{PEFT_PREFIX}{name}{TRAINED_ROWS}"))
+            set_new_rows(orig_model, None)
         there: dict[str, set[str]] = {}
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
+            if key.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) in files.tokens:
+                continue
             name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            if not isinstance(owners.get(name), torch.nn.Linear):
+            if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
                 raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
             there.setdefault(name, set()).add(factor)
         if not there:
@@ -327,20 +429,24 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
             if different := sorted(found ^ wanted):
                 word = "not loaded here" if different[0] in found else "missing"
                 raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
-            layer = owners[name]
-            assert isinstance(layer, torch.nn.Linear)
-            if layer.weight is embedding_of(orig_model):
+            weight = of_experts[name] if name in of_experts else owners[name].weight
+            assert isinstance(weight, torch.nn.Parameter)
+            if weight is embedding_of(orig_model):
                 raise ConfigError(
                     f"{path}: {name} shares its weight with the embedding, which the adapter would change too: merge "
                     "it with peft into a copy of the model that has tie_word_embeddings false, and name that folder"
                 )
             own = {one: file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}") for one in wanted}
             factors_of = own["A.weight"], own["B.weight"]
-            merged = merged_weight(layer.weight, *factors_of, files.scale, own.get("magnitude_vector"))
-            if isinstance(layer.weight, DTensor):
-                layer.weight.to_local().copy_(merged)
+            if name in of_experts:
+                transposed = owners[name.removesuffix(".base_layer")].is_transposed
+                merged = merged_experts(weight, *factors_of, files.scale, transposed=bool(transposed))
+            else:
+                merged = merged_weight(weight, *factors_of, files.scale, own.get("magnitude_vector"))
+            if isinstance(weight, DTensor):
+                weight.to_local().copy_(merged)
             else:  # not in place: the weights of files that are mapped into memory stay as they are
-                layer.weight.data = merged
+                weight.data = merged
 
 
 def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
@@ -348,6 +454,13 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
     adapters = adapters_of(orig_model)
     assert adapters is not None
     config = adapters.config
+    experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
+    # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
+    mixture = any(getattr(orig_model.config.get_text_config(), name, None) for name in EXPERT_COUNTS)
+    taken = ("gate_proj", "up_proj", "down_proj") * mixture
+    mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
+    parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
+    parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -358,8 +471,10 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
         "lora_alpha": adapters.scale * config.rank,
         "use_rslora": False,
         "use_dora": config.method == "dora",
-        "target_modules": _suffixes(orig_model, adapters.modules),
-        "lora_dropout": config.dropout,
+        "target_modules": _suffixes(orig_model, {*adapters.modules} - {*experts, *mistaken}),
+        "target_parameters": parameters or None,
+        "trainable_token_indices": {name: list(ids) for name, ids in adapters.tokens.items()} or None,
+        "lora_dropout": 0.0 if parameters else config.dropout,  # peft has none for parameters
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -369,11 +484,12 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
-    """Return the last parts of names, if they name these modules and no others; else the names themselves."""
+def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str]:
+    """Return the last parts of names, if they name these modules and no others with weights; else the names
+    themselves."""
     last = {name.rpartition(".")[2] for name in modules}
     named = {
-        n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last
+        n for n, m in orig_model.named_modules() if n.rpartition(".")[2] in last and [*m.parameters(recurse=False)]
     }
     return sorted(last) if named == set(modules) else sorted(modules)
 

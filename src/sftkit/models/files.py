@@ -21,7 +21,7 @@ from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
 from sftkit.models.trained import frozen_names
 from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
-from sftkit.runtime.hub import hub_answers
+from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
@@ -163,8 +163,9 @@ def _method(found: Any) -> str:
 def _quantized(where: str, method: str) -> str:
     return (
         f"{where}: the weights are quantized ({method}), and only plain bf16, fp16 or fp32 weights are trained. "
-        "Start from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit), "
-        "or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use it"
+        "Start from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit); "
+        "for QLoRA set adapter.base=nf4, which quantizes it while loading. "
+        "Or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use it"
     )
 
 
@@ -273,8 +274,22 @@ def adapter_at(model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | 
     return adapter_in(Path(resolve(model.path)), model, with_base=with_base)
 
 
+def find_with_base(path: str) -> str:
+    """Return what `find_model` finds; under an adapter there must be its model.
+
+    Raises:
+        ConfigError: a model is not there.
+    """
+    found = find_model(path)
+    if (files := adapter_at(ModelConfig(path=found))) is not None:
+        find_model(str(files.base.path), files.base.revision)
+    return found
+
+
 T = TypeVar("T")
 GIB = 2**30
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"Bytes per element of a matrix in NF4 (ops/nf4.py), with those of its scales."
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "Factor for the rest of a step's memory, at least a quarter more: activations, logits, communication buffers."
@@ -297,6 +312,8 @@ class ModelSize(NamedTuple):
     frozen: int = 0
     "parameters without gradients and states; 0 if the names in the files are unknown"
     frozen_ends: int = 0
+    nf4: int = 0
+    "of the frozen ones: in 4 bits"
 
 
 @dataclass(frozen=True)
@@ -346,7 +363,8 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     )
     weight = BYTES[precision]
     frozen = (in_blocks - weight) * (size.frozen - size.frozen_ends) + (elsewhere - weight) * size.frozen_ends
-    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
+    smaller = int((weight - NF4_BYTES) * size.nf4)
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen - smaller
 
 
 def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSize | None:
@@ -363,7 +381,8 @@ def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConf
         return of_fields(_scratch_fields(model))
     size = _read(model, _of_folder)
     if size is not None and adapter is not None:
-        return size._replace(frozen=size.parameters, frozen_ends=size.ends)
+        nf4 = size.parameters - size.ends if adapter.base == "nf4" else 0
+        return size._replace(frozen=size.parameters, frozen_ends=size.ends, nf4=nf4)
     frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
     if size is None or frozen is None:
         return size

@@ -7,7 +7,6 @@ Without gradients they compute layer by layer, so evaluation gives the bits of t
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.models.adapters import LoraLinear
+from sftkit.models.token_rows import in_front
 from sftkit.ops.low_rank import gated_mlp
 
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
@@ -32,9 +32,9 @@ def join_layers(orig_model: PreTrainedModel) -> None:
         own: Any = type(module)
         if is_gated_mlp(module) and all(has_plain_adapter(module, name) for name in MLP):
             if getattr(module, MLP[0]).lora_A.weight.shape[0] <= LARGEST_RANK:
-                module.__class__ = _in_front(JoinedMlp, own)
+                module.__class__ = in_front(JoinedMlp, own)
         elif all(has_plain_adapter(module, name) for name in QUERIES_KEYS_VALUES):
-            module.__class__ = _in_front(JoinedAttention, own)
+            module.__class__ = in_front(JoinedAttention, own)
 
 
 def has_plain_adapter(module: torch.nn.Module, name: str) -> bool:
@@ -56,12 +56,6 @@ def is_gated_mlp(module: torch.nn.Module) -> bool:
     )
 
 
-@lru_cache
-def _in_front(front: type, own: type) -> type:
-    """Return a class that computes as `front` says and is `own` in all else."""
-    return type(own.__name__, (front, own), {})
-
-
 def has_kernel(x: Tensor) -> bool:
     """Return whether the kernels of ops/low_rank.py are for this input."""
     return x.is_cuda and x.dtype == torch.bfloat16
@@ -77,7 +71,7 @@ class JoinedMlp(torch.nn.Module):
         layers: list[Any] = [getattr(self, name) for name in MLP]
         a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
         b = tuple(layer.lora_B.weight.to(x.dtype) for layer in layers)
-        return gated_mlp(x, tuple(layer.weight for layer in layers), a, b, layers[0].lora_scale)
+        return gated_mlp(x, tuple(layer.frozen for layer in layers), a, b, layers[0].lora_scale)
 
 
 class JoinedAttention(torch.nn.Module):

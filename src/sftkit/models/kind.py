@@ -117,7 +117,9 @@ class ModelKind(Protocol):
     def head(self, orig_model: PreTrainedModel) -> Head:
         """Return the output projection and the soft cap of its logits; the sharding code gathers its weights."""
         projection = output_projection(orig_model)
-        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
+        # Trained rows of a frozen head (models/token_rows.py).
+        own: Any = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
+        return Head(projection.weight, projection.bias, logit_softcap(orig_model), None, *own)
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return a function that generates texts token by token, one text for each encoder input.

@@ -28,9 +28,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
+from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
 from sftkit.models.files import (
     adapter_at,
     auto_class,
@@ -43,7 +45,7 @@ from sftkit.models.files import (
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.rope import use_document_lengths
 from sftkit.models.structure import vocab_size
-from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows, pad_vocabulary
+from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
@@ -51,7 +53,6 @@ from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
 if TYPE_CHECKING:
-    from sftkit.models.adapter_files import AdapterFiles
     from sftkit.models.adapters import Adapters
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def load_model(
     *,
     empty: bool = False,
     adapter: AdapterConfig | None = None,
+    rounded: bool = True,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -118,6 +121,9 @@ def load_model(
             and each rank then reads only its own shards (models/weights.py).
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
+        rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
+            model to the tokens of the tokenizer.
+        device: which quantizes the weights under adapters; they stay on the host. None: the host.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -138,10 +144,13 @@ def load_model(
             from sftkit.models.adapters import merge_files
 
             merge_files(orig_model, files)
+        elif files is not None:
+            for ids in files.tokens.values():
+                make_room_for(orig_model, ids)
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
-        make_rows(orig_model, tokenizer)
+        make_rows(orig_model, tokenizer, 64 if rounded and adapter is None else 1)
     if model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
@@ -154,7 +163,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, device)
     return orig_model
 
 
@@ -172,12 +181,11 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():
-            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one first")
+            cure = f"{invocation('scripts/export.py', path, '--merge --out DIR')}, and name DIR there"
+            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
         check_model_files(Path(path))
     if files is not None and files.digest is not None:
-        from sftkit.models.adapter_files import base_digest
-
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
             raise ConfigError(
@@ -195,6 +203,7 @@ def _adapt(
     seed: int,
     model: ModelConfig,
     files: AdapterFiles | None,
+    device: torch.device | None,
 ) -> None:
     """Give the model its adapters.
 
@@ -204,20 +213,14 @@ def _adapt(
     Raises:
         ConfigError: adapters that the model cannot have, or other ones than those of the files.
     """
-    from sftkit.models.adapter_files import base_digest
     from sftkit.models.adapters import Adapters, add_adapters
     from sftkit.models.joined_adapters import join_layers
+    from sftkit.models.token_rows import tokens_to_train
 
     if model.path is None:
         raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(f"adapter: {not_causal(orig_model.config.model_type, 'an adapter')}")
-    if added := added_tokens(tokenizer):
-        raise ConfigError(
-            f"adapter: {first_of(added.tokens)} would get rows of embedding and head, which stay frozen: they would "
-            "never be learned. Use the model's own chat template (model.chat_template=null), a Jinja file that writes "
-            "tokens of this tokenizer, or a model whose tokenizer has these tokens"
-        )
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
@@ -229,17 +232,15 @@ def _adapt(
         )
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
-    base = replace(base, path=path)
-    adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
-    method = "dora" if files is not None and files.dora else "lora"
-    if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
-        raise ConfigError(
-            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
-            f"and the recipe asks for {config.method} of rank {config.rank} with {adapters.scale:g}: set "
-            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
-            "adapter.scaling=standard to continue it, or merge it into its model first"
-        )
-    add_adapters(orig_model, adapters)
+    # Absolute: other programs read the files of the adapter in other folders.
+    base = replace(base, path=str(Path(path).absolute()) if os.path.isdir(path) else path)
+    tokens, known = tokens_to_train(orig_model, tokenizer, files)
+    start = None if files is None else files.folder
+    adapters = Adapters(config, seed, base, digest, start, tokens=tokens, known=known)
+    if files is not None:
+        check_continued(files, config)
+    with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
+        add_adapters(orig_model, adapters, device)
     join_layers(orig_model)
 
 
@@ -356,6 +357,7 @@ def model_of_files(
     checkpoint: Path | None = None,
     adapters: Adapters | None = None,
     precision: str = "auto",
+    device: torch.device | None = None,
 ) -> PreTrainedModel | None:
     """Load the run's start files as transformers does, on the host and in their own precision, so that they are
     mapped into memory. None for model.scratch, which has no files.
@@ -366,6 +368,7 @@ def model_of_files(
         adapters: adapters of the trained model, which this model gets too, filled from the files; None: an adapter in
             the files is merged.
         precision: of the run, in which it read the weights that an adapter was merged into, or whose lengths it took.
+        device: which quantizes the weights under adapters.
 
     Raises:
         ConfigError: the files cannot be loaded.
@@ -385,7 +388,8 @@ def model_of_files(
     from sftkit.models.adapters import add_adapters, merge_files
 
     if adapters is not None:
-        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder))
+        known = adapters.known if checkpoint is None else None  # a checkpoint has the rows of tokens
+        add_adapters(orig_model, replace(adapters, start=None if files is None else files.folder, known=known), device)
     elif files is not None:
         merge_files(orig_model, files)
     return orig_model

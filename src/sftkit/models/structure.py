@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
+from sftkit.models.trained import TOKEN_ADAPTER, logical_elements
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
@@ -167,6 +168,10 @@ class ParameterCount:
     "trained parameters of the total"
     unneeded: Unneeded
 
+    def describe(self) -> str:
+        """Return how much of the model is trained, in words."""
+        return f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%})"
+
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Count the parameters by their work per token.
@@ -175,16 +180,17 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     not counted.
     """
     # All parameters without the padding of the vocabulary, then those of the head.
-    projection = list(output_projection(orig_model).parameters())
+    projection = list(output_projection(orig_model).parameters(recurse=False))
+    own_rows = {id(p): p.numel() for name, p in orig_model.named_parameters() if TOKEN_ADAPTER in name}
     share = vocab_size(orig_model) / embedding_of(orig_model).shape[0]
     padded = {id(p) for p in (*projection, embedding_of(orig_model))}
-    numel = {id(p): round(p.numel() * share) if id(p) in padded else p.numel() for p in orig_model.parameters()}
+    numel = {id(p): round(logical_elements(p) * (share if id(p) in padded else 1)) for p in orig_model.parameters()}
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
     # Tables are looked up, not multiplied.
     embeddings = [m for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)]
     tables = {id(embedding_of(orig_model)), *(id(p) for m in embeddings for p in m.parameters())}
-    tables |= {id(p) for p in orig_model.parameters() if is_table(p)}
+    tables |= {id(p) for p in orig_model.parameters() if is_table(p)} | own_rows.keys()
     head = set(map(id, projection))
     body = total - in_head - sum(numel[p] for p in tables - head)  # a tied embedding is multiplied as the head
     # An embedding shared by encoder and decoder counts as the head.
@@ -206,6 +212,9 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}
     frozen = any(not p.requires_grad for p in orig_model.parameters() if id(p) in met)
     unneeded = _unneeded(orig_model, met, set(encoding)) if frozen else Unneeded()
+    # Rows of their own stand in for some of the head, whose only further product is their gradient.
+    if hasattr(output_projection(orig_model), "own_rows"):
+        unneeded = unneeded._replace(head=unneeded.head - [*own_rows.values()][-1])
     return ParameterCount(total, body, in_head, in_encoder, trained, unneeded)
 
 
@@ -237,7 +246,7 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
         encoding: ids of those that are multiplied with an encoder's positions.
     """
     parts = backward_parts(orig_model)
-    head = list(output_projection(orig_model).parameters())
+    head = list(output_projection(orig_model).parameters(recurse=False))
     in_head = set(map(id, head))
     decoder_module = called(orig_model)[-1]
     encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ADAPTERS = "sftkit_adapters"
 "Attribute of a model that has adapters (models/adapters.py)."
+TOKEN_ADAPTER = ".token_adapter."
+"In the names of trained rows of a frozen vocabulary (models/token_rows.py)."
 
 
 def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
@@ -31,7 +33,13 @@ def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of the adapters by name."""
     if adapters_of(orig_model) is None:
         return {}
-    return {name: parameter for name, parameter in orig_model.named_parameters() if ".lora_" in name}
+    named = orig_model.named_parameters()
+    return {name: parameter for name, parameter in named if ".lora_" in name or TOKEN_ADAPTER in name}
+
+
+def logical_elements(parameter: torch.Tensor) -> int:
+    """Return the number of elements of a parameter: the bytes of a frozen matrix in NF4 hold two each."""
+    return parameter.numel() if parameter.is_floating_point() else 2 * parameter.numel()
 
 
 def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:

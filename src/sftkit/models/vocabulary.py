@@ -20,8 +20,6 @@ from sftkit.errors import ConfigError
 from sftkit.models.structure import TOKEN_ROWS, embedding_of, output_projection, vocab_size
 from sftkit.ops.tensors import local, local_region
 
-_MULTIPLE = 64
-"A vocabulary that grows gets a multiple of this number of rows, which suits tensor cores."
 MEAN_ROWS = 1024
 "Number of rows that the mean reads at a time."
 
@@ -119,10 +117,10 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, multiple: int = 64) -> None:
     """Make rows of embedding and head for the tokens added to the tokenizer.
 
-    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row
+    Spare rows of the model are used first; a model that must grow grows to a multiple of some rows. Each new row
     is the mean of the rows of known tokens. A model on the meta device gets the new rows when its weights are
     read (models/weights.py).
 
@@ -134,15 +132,37 @@ def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         return
     before = vocab_size(orig_model)
     if max(added.ids) >= before:
-        resize(orig_model, -(-(max(added.ids) + 1) // _MULTIPLE) * _MULTIPLE)
-    new = NewRows(before, min(added.known, before), added.ids)
+        resize(orig_model, -(-(max(added.ids) + 1) // multiple) * multiple)
+    _make(orig_model, NewRows(before, min(added.known, before), added.ids))
+
+
+def make_room_for(orig_model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Make rows of embedding and head for tokens whose rows an adapter holds; nothing if the model has them.
+
+    Raises:
+        ConfigError: the model would get other rows too, which no file holds.
+    """
+    before = vocab_size(orig_model)
+    new = tuple(i for i in sorted(ids) if i >= before)
+    if not new:
+        return
+    if absent := set(range(before, new[-1])) - {*new}:
+        raise ConfigError(
+            f"adapter: it has a row for token {new[-1]}, the model {before} rows, and no file has row {min(absent)}: "
+            "use the model that the adapter was trained on"
+        )
+    resize(orig_model, new[-1] + 1)
+    _make(orig_model, NewRows(before, before, new))
+
+
+def _make(orig_model: PreTrainedModel, new: NewRows) -> None:
     set_new_rows(orig_model, new)
     for tensor in vocabulary_of(orig_model):
         if not tensor.is_meta:
             fill(tensor, tensor, new)
 
 
-def set_new_rows(orig_model: PreTrainedModel, new: NewRows) -> None:
+def set_new_rows(orig_model: PreTrainedModel, new: NewRows | None) -> None:
     """Record for new_rows which rows the model's files lack."""
     setattr(orig_model, _NEW_ROWS, new)
 
@@ -182,11 +202,11 @@ def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
         shard[:there].copy_(source[(slice(start, start + there), *others)])
     rows = new.among(start, size)
     if rows:
-        shard[rows] = _mean(source, new.known, others, shard.dtype).to(shard)
+        shard[rows] = mean_row(source, new.known, shard.dtype, others).to(shard)
     shard[new.padding(start, size) :] = 0
 
 
-def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+def mean_row(source: Any, rows: int, dtype: torch.dtype, columns: tuple[slice, ...] = ()) -> Tensor:
     """Return the mean of the first rows, rounded to the run's precision, as fp64 summed in fp64: the same on
     every rank.
     """

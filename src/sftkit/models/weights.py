@@ -73,7 +73,14 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
         path = checked_folder(model, files)
         folder = local_folder(path, load_options(path, model if files is None else files.base))
         check_model_files(folder)
-        load_weights(orig_model, folder, new_rows(orig_model))
+        new = new_rows(orig_model)
+        of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
+        if of_files and adapters_of(orig_model) is None and new is not None and (more := {*new.ids} - of_files):
+            raise ConfigError(
+                f"{model.path}: an adapter with trained rows is merged, the chat template adds another ({min(more)}), "
+                "which is not done in shards: set model.chat_template=null, or start on one GPU or with ddp.yaml"
+            )
+        load_weights(orig_model, folder, new)
         if adapters_of(orig_model) is not None or files is not None:
             from sftkit.models.adapters import fill_factors, merge_files
 

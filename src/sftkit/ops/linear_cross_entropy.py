@@ -8,8 +8,8 @@ Letters: N rows of hidden states, H their width, V the vocabulary.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,10 @@ class Head(NamedTuple):
     tokens: int | None = None
     """rows of the vocabulary that belong to tokens: those behind them are padding (models/vocabulary.py), which is in
     the products, gets no probability and has gradient 0; None: all of them. `ModelKind.head` leaves it None"""
+    own_ids: Tensor | None = None
+    "[n]: tokens whose rows of a frozen weight are not used, but `own_rows`"
+    own_rows: Tensor | None = None
+    "fp32 [n, H], trained"
 
 
 class LossSums(NamedTuple):
@@ -72,11 +76,28 @@ def linear_nll(hidden: Tensor, head: Head, targets: Tensor, options: LossConfig)
         targets: int64 [N], in [0, V) or IGNORE: such rows add nothing, and their gradient is 0.
     """
     assert hidden.dtype == head.weight.dtype, f"hidden states are {hidden.dtype}, the head is {head.weight.dtype}"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias)):
-        return LossSums(*_LinearNLL.apply(hidden, *head, targets, options))
-    with torch.no_grad():
-        sums, *_ = _sums_and_gradients(hidden, head, targets, options, (False, False, False))
-    return LossSums(*sums)
+    with _rows_written(head):
+        differentiable = (hidden, head.weight, head.bias, head.own_rows)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+            return LossSums(*_LinearNLL.apply(hidden, *head, targets, options))
+        with torch.no_grad():
+            sums, *_ = _sums_and_gradients(hidden, head, targets, options, (False,) * 4)
+        return LossSums(*sums)
+
+
+@contextmanager
+def _rows_written(head: Head) -> Iterator[None]:
+    """Put the head's own rows into its weight within the context: a copy of the weight would take its memory again."""
+    if head.own_ids is None or head.own_rows is None:
+        yield
+        return
+    weight = head.weight.detach()
+    before = weight[head.own_ids]
+    weight.index_copy_(0, head.own_ids, head.own_rows.detach().to(weight.dtype))
+    try:
+        yield
+    finally:
+        weight.index_copy_(0, head.own_ids, before)
 
 
 class _LinearNLL(torch.autograd.Function):
@@ -86,7 +107,7 @@ class _LinearNLL(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, *given: Any) -> tuple[Tensor, ...]:
         """Compute the sums and, where wanted, the gradients of their loss. `given`: Head, targets and options."""
         *head, targets, options = given
-        wanted = ctx.needs_input_grad[:3]
+        wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[6])
         # The gradients are made here, with the logits at hand, and kept instead of them.
         compute = _called_as_operator if _operator else _sums_and_gradients
         ctx.traced = _operator
@@ -100,8 +121,11 @@ class _LinearNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Scale the gradients by the incoming one."""
-        scaled = (_scaled(gradient, scale, ctx.dtype, traced=ctx.traced) for gradient in ctx.saved_tensors)
-        return *scaled, None, None, None, None
+        *whole, own = ctx.saved_tensors
+        scaled = (_scaled(gradient, scale, ctx.dtype, traced=ctx.traced) for gradient in whole)
+        # Of rows in fp32, whatever the hidden states are.
+        of_rows = None if own is None else _scaled(own, scale, own.dtype, traced=ctx.traced)
+        return *scaled, None, None, None, of_rows, None, None
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
@@ -137,13 +161,14 @@ def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
 
 def _called_as_operator(
     hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """Compute `_sums_and_gradients` as one node of a graph."""
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None, None]:
+    """Compute `_sums_and_gradients` as one node of a graph; a head there has no rows of its own."""
+    wanted = wanted[:3]
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
     sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
     gradients = iter(found)
     d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
-    return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias
+    return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias, None
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, traced: bool) -> Tensor | None:
@@ -163,12 +188,12 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, trace
 
 def _sums_and_gradients(
     hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
-    """Return (the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return (the sums of LossSums, gradients of the loss by hidden, head, bias and own rows where wanted).
 
-    The gradients of head and bias add up over chunks, so they are at least fp32; that of hidden has its dtype.
+    The gradients of head, bias and rows add up over chunks, so they are at least fp32; that of hidden has its dtype.
     """
-    weight, bias, softcap, tokens = head
+    weight, bias, softcap, tokens, own_ids, own_rows = head
     # Where sums and gradients go.
     num_rows = len(hidden)
     chunk = options.chunk_tokens
@@ -178,6 +203,7 @@ def _sums_and_gradients(
     new = torch.empty if num_rows else torch.zeros  # the first chunk overwrites
     d_head = new(weight.shape, dtype=exact, device=weight.device) if wanted[1] else None
     d_bias = torch.zeros(len(weight), dtype=exact, device=weight.device) if wanted[2] else None
+    d_rows = None if own_rows is None or not wanted[3] else new(own_rows.shape, dtype=exact, device=weight.device)
     buffer = _logits_buffer(min(chunk, num_rows), len(weight), hidden)
     # A chunk at a time: its logits, their sums and gradient in place, and what that adds to the gradients.
     for start in range(0, num_rows, chunk):
@@ -195,7 +221,9 @@ def _sums_and_gradients(
             _add_product_(d_head, logits.t(), hidden[rows], first=start == 0)
         if d_bias is not None:
             d_bias += logits.sum(0, dtype=exact)
-    return tuple(row.sum() for row in sums), d_hidden, d_head, d_bias
+        if d_rows is not None:
+            _add_product_(d_rows, logits[:, own_ids].t(), hidden[rows], first=start == 0)
+    return tuple(row.sum() for row in sums), d_hidden, d_head, d_bias, d_rows
 
 
 def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:

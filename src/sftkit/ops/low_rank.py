@@ -9,12 +9,15 @@ gate's and up's factors in registers, and multiply the result with A of down on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import register_flop_formula
+
+Product = Callable[[Tensor], Tensor]
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -68,20 +71,20 @@ def _linear_flops(x: Any, weight: Any, u: Any, b: Any, *_: Any, **__: Any) -> in
 
 
 def gated_mlp(
-    x: Tensor, weights: tuple[Tensor, ...], a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float
+    x: Tensor, frozen: tuple[Product, ...], a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float
 ) -> Tensor:
     """Return down(silu(gate(x)) * up(x)), each layer W x + scale * B A x.
 
     Args:
         x: [..., H].
-        weights: of gate and up, [F, H], and of down, [H, F].
+        frozen: products with W of gate and up, [F, H], and of down, [H, F].
         a: three factors [rank, H], [rank, H], [rank, F] in the dtype of x; b: [F, rank], [F, rank], [H, rank].
     """
     flat = x.reshape(-1, x.shape[-1])
     u = linear(flat, torch.cat(a[:2]))
     transposed = b[0].t().contiguous(), b[1].t().contiguous()
-    gated, u_down = gated_product(linear(flat, weights[0]), linear(flat, weights[1]), u, *transposed, a[2], scale)
-    return (linear(gated, weights[2]) + scale * linear(u_down, b[2])).view(x.shape)
+    gated, u_down = gated_product(frozen[0](flat), frozen[1](flat), u, *transposed, a[2], scale)
+    return (frozen[2](gated) + scale * linear(u_down, b[2])).view(x.shape)
 
 
 @torch.library.custom_op("sftkit::gated_product", mutates_args=())

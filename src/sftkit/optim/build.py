@@ -14,7 +14,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
-from sftkit.models.trained import adapters_of
+from sftkit.models.trained import TOKEN_ADAPTER, adapters_of
 from sftkit.optim.protocol import Build, Groups, Optimizer
 
 
@@ -68,7 +68,7 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         ConfigError: the optimizer needs block matrices, and no block that transformers names has one.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    embeddings |= {id(p) for p in model.parameters() if is_table(p)}
+    embeddings |= {id(p) for name, p in model.named_parameters() if is_table(p) or TOKEN_ADAPTER in name}
     trained = [p for p in model.parameters() if p.requires_grad]
     # Embeddings are matrices too, but their rows are looked up: decay would shrink the rows of rare tokens.
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, hint
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
+from sftkit.models.adapter_files import adapter_words
+from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
+from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.preflight import costs
@@ -74,7 +78,7 @@ def meta_model(
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            orig_model = load_model(model, tokenizer, 0, precision, empty=True)
+            orig_model = load_model(model, tokenizer, 0, precision, empty=True, rounded=adapter is None)
     except ConfigError as error:
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
@@ -82,8 +86,10 @@ def meta_model(
     freeze(orig_model, patterns)
     if adapter is not None:
         from sftkit.models.adapters import Adapters, add_adapters
+        from sftkit.models.token_rows import tokens_to_train
 
-        add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
+        tokens, _ = tokens_to_train(orig_model, tokenizer, adapter_at(model))
+        add_adapters(orig_model, Adapters(adapter, 0, model, digest="", tokens=tokens))
     return orig_model
 
 
@@ -183,6 +189,8 @@ def analyse(
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
+        "adapter": cfg.adapter
+        and adapter_words(asdict(cfg.adapter)) + (f": {count_parameters(orig_model).describe()}" if orig_model else ""),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,

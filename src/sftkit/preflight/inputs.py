@@ -259,19 +259,21 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
             # The file or command line that set the key is named before it.
             rank = f"adapter.rank={config.rank}: "
             key = "adapter.rank" if problem.startswith(rank) else "adapter.targets"
-            yield key, problem.removeprefix(rank).removeprefix("adapter.targets: ")
+            key = "adapter" if problem.startswith("adapter: ") else key
+            yield key, problem.removeprefix(rank).removeprefix(f"{key}: ")
 
 
 def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
-    from sftkit.models.adapter_files import known_shapes, target_layers
+    from sftkit.models.adapter_files import check_continued, known_shapes, target_layers
 
     try:
         files = model_files.adapter_at(model)
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
-    if shapes is not None:
-        target_layers(shapes, config)
+    layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
+    if files is not None:
+        check_continued(files, config, layers)
     return None
 
 
@@ -372,7 +374,17 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     Args:
         here: they are on this machine, whose GPU counts if the launcher names no device.
     """
-    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here))]
+    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
+
+
+def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
+    if get("adapter") is not None and get("adapter.base") == "nf4" and _on_cpu(topology, here=here):
+        yield "adapter.base", "nf4 needs a GPU, and this run computes on the CPU: set adapter.base=bf16 here"
+
+
+def _on_cpu(topology: Topology, *, here: bool) -> bool:
+    """Return whether a launch computes on the CPU."""
+    return topology.on_cpu or (here and not may_have_gpu())
 
 
 def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -395,7 +407,7 @@ def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
 def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
     if get("train.engine") != "graph":
         return
-    topology = replace(topology, on_cpu=topology.on_cpu or (here and not may_have_gpu()))
+    topology = replace(topology, on_cpu=_on_cpu(topology, here=here))
     if topology.on_cpu:
         yield from recipe_rules.passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
     yield from recipe_rules.graph_mesh_problems(topology)

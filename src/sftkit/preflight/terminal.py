@@ -132,6 +132,8 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     # A pipe or file keeps no colours, and targets must show there too.
     plain = console.no_color or not console.is_terminal
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
+    if analysis["adapter"]:  # a run prints it when the model is loaded
+        costs.insert(0, f"{'adapter':<10}{analysis['adapter']}")
     # Why rows of a source were left out, or are odd, and which columns are not used; a run logs these itself.
     rows = []
     for source in (*analysis["sources"], *analysis["validation"]):

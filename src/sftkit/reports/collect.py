@@ -18,6 +18,7 @@ from sftkit.config.commands import first_run
 from sftkit.config.keys import key_table
 from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import auto_class
 from sftkit.reports import values
 from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, read_json, read_rows
@@ -483,6 +484,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
+            "adapter_settings": adapter_words(mapping(settings["adapter"])) if settings.get("adapter") else None,
+            "adapter_base_parameters": values.base_parameters(folder) if folder else None,
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,

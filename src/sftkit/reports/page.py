@@ -243,7 +243,9 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
         trained = values.parameters(run["trained_parameters"])
         size = f"(trains {trained} of {values.parameters(run['parameters'])} parameters)"
     if run["adapter"] and run["parameters"]:
-        size = f"(an adapter of {values.parameters(run['parameters'])} parameters)"
+        whole = run["adapter_base_parameters"]
+        share = f", {run['parameters'] / (run['parameters'] + whole):.2%} of the model's" if whole else ""
+        size = f"({run['adapter_settings'] or 'an adapter'}: {values.parameters(run['parameters'])} parameters{share})"
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
     steps = values.drawable_number(status.get("step"))
     total = values.drawable_number(status.get("total_steps"))

@@ -22,8 +22,8 @@ from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
 from sftkit.models.files import frozen_in_files, num_elements
-from sftkit.rundir.files import clean
-from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
+from sftkit.rundir.files import clean, read_object
+from sftkit.rundir.names import ADAPTER_CONFIG, DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -117,6 +117,12 @@ def trained_parameters(folder: Path, settings: Mapping[str, Any]) -> int | None:
     with suppress(ConfigError, OSError, TypeError):
         return total - sum(frozen_in_files(folder, freeze).values()) if freeze and total else None
     return None
+
+
+def base_parameters(folder: Path) -> int | None:
+    """Return the parameters of the model under the adapter in a step directory; None: none, or it is not here."""
+    base = mapping(read_object(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
+    return stored_parameters(Path(str(base))) if base else None
 
 
 def on_cpu(device: Any) -> bool:

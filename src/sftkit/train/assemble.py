@@ -27,11 +27,12 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError
 from sftkit.models import vocabulary
+from sftkit.models.adapter_files import adapter_words
 from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
-from sftkit.models.trained import freeze
+from sftkit.models.trained import adapters_of, freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object
@@ -151,7 +152,13 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
     orig_model = load_model(
-        cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
+        cfg.model,
+        tokenizer,
+        cfg.run.seed,
+        rt.precision,
+        empty=rt.topology.partial,
+        adapter=cfg.adapter,
+        device=rt.device,
     )
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     freeze(orig_model, cfg.train.freeze)
@@ -166,9 +173,16 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         text = f"optim.lr={cfg.optim.lr:g} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
-        counted = count_parameters(orig_model)
-        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
-    if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
+        what = f"{adapter_words(asdict(cfg.adapter))}: " if cfg.adapter else ""
+        rt.print(f"{what}{count_parameters(orig_model).describe()}")
+    if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
+        rows = sum(map(len, adapters.tokens.values()))
+        rt.print(
+            f"warning: trains {rows:,} rows of added tokens with the adapter, and vLLM loads no adapter that has some: "
+            "export it with --merge (sftkit export), or train with the model's own template (model.chat_template=null)",
+            "warning",
+        )
+    elif added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
         rt.print(
             "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
         )

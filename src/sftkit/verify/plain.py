@@ -31,6 +31,7 @@ from sftkit.models.structure import decoder_blocks, stages_of
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_padding
 from sftkit.objectives.objective import ModelWithLoss
+from sftkit.ops.nf4 import SCALES, Nf4, dequantize
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.runtime.start import Runtime, replaced_in_each
 
@@ -76,13 +77,14 @@ class PlainModel:
         """
         live = model.orig_model
         self.objective, self.kind, self._device = model.objective, model.kind, device
+        self._dtype = live.dtype
         # Captured now: in a pipeline, or between two gathers, the modules temporarily hold other parameters.
         self._live = dict(live.named_parameters(remove_duplicate=False))
         self._first = {id(p): name for name, p in live.named_parameters()}
         self._rows, self._stages = without_padding(live), stages_of(live)
         adapters = adapters_of(live)
         precision = "bf16" if live.dtype == torch.bfloat16 else "fp32"
-        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters, precision)
+        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters, precision, device)
         self.has_files = files is not None
         self.orig_model = _skeleton(live, start) if files is None else files
         if adapters is not None:
@@ -96,7 +98,9 @@ class PlainModel:
         self.differing: dict[str, float] = {}
         "name of a parameter or buffer -> share of its compared elements that differ from the files, over all ranks"
         self._vocabulary = set(map(id, vocabulary_of(live)))
-        self._new = None if start is None or start.checkpoint is not None else new_rows(live)
+        # A checkpoint has these rows; that of an adapter lacks the table behind them.
+        held = start is None or (start.checkpoint is not None and adapters is None)
+        self._new = None if held else new_rows(live)
         if self.has_files:
             found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
             found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)
@@ -115,8 +119,9 @@ class PlainModel:
         _match_float8(self.orig_model, live)
         self.orig_model.train(live.training)
         self.orig_model.config.use_cache = False
-        self.gathers = self._stages is not None or any(isinstance(p, DTensor) for p in self._live.values())
-        "whether weights are gathered for each use"
+        gathered = any(isinstance(p, DTensor) or _is_nf4(p) for p in self._live.values())
+        self.gathers = self._stages is not None or gathered
+        "whether weights are gathered, or dequantized, for each use"
         self._place()
         weight = model.routing.weight if model.routing is not None else None
         self.routing = None if model.routing is None else routing_of(self.orig_model, weight)
@@ -187,6 +192,8 @@ class PlainModel:
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return a parameter's shape without padding of the vocabulary, and the dtype of the run."""
         live = self._live.get(name)
+        if live is not None and _is_nf4(live):
+            return torch.Size([live.shape[0], 2 * live.shape[1]]), self._dtype
         if live is None or (name in self._own and id(live) not in self._vocabulary):
             own = self._own[name]
             return own.shape, own.dtype if live is None else live.dtype
@@ -215,6 +222,10 @@ class PlainModel:
         them call this together.
         """
         p, own = self._live.get(name), self._own.get(name)
+        if p is not None and _is_nf4(p):
+            layer = self.orig_model.get_submodule(name.rpartition(".")[0])
+            scales = (layer.get_buffer(scale) for scale in SCALES)
+            return dequantize(Nf4((p if own is None else own).detach().to(self._device), *scales), self._dtype)
         if p is None or (own is not None and id(p) not in self._vocabulary):
             assert own is not None
             return own.to(self._device, self._shape(name)[1])
@@ -258,6 +269,10 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         ctx.plain._found(ctx.name, gradients[0])
         return None, None, None
+
+
+def _is_nf4(parameter: Tensor) -> bool:
+    return parameter.dtype == torch.uint8
 
 
 def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:

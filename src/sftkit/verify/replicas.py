@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.errors import ReplicaError
+from sftkit.models.trained import logical_elements
+from sftkit.ops.nf4 import SCALES
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer, named_states
 from sftkit.runtime.script import first_of
@@ -116,7 +118,10 @@ class FrozenWeights:
     def __init__(self, orig_model: PreTrainedModel, rt: Runtime) -> None:
         """Remember a checksum of each."""
         parameters = orig_model.named_parameters()
-        self._frozen = {name: p for name, p in parameters if not p.requires_grad and not p.is_meta}
+        self._frozen: dict[str, torch.Tensor] = {n: p for n, p in parameters if not p.requires_grad and not p.is_meta}
+        self._weights, self._size = len(self._frozen), sum(logical_elements(p) for p in self._frozen.values())
+        buffers = orig_model.named_buffers()
+        self._frozen |= {name: buffer for name, buffer in buffers if name.rpartition(".")[2] in SCALES}
         self._rt, self._before = rt, self._checksums()
         self._changed: dict[str, int] = {}
 
@@ -138,8 +143,7 @@ class FrozenWeights:
             changed |= of_rank
         if not self._frozen:
             return []
-        size = sum(p.numel() for p in self._frozen.values())
-        found = f"{len(self._frozen)} weights with {size:,} parameters"
+        found = f"{self._weights} weights with {self._size:,} parameters"
         if changed:
             found = first_of([f"{name} (seen at step {at})" for name, at in changed.items()])
         how = "a checksum of all bits of each, before the first step, at each checkpoint and at the end, on every rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.models import files
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
+from sftkit.models.trained import adapters_of
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.rundir.manifest import check_loadable
@@ -123,7 +125,9 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     finally:
         # a forward pass without a backward pass leaves gathered weights behind
         reshard(orig_model)
+    adapters = adapters_of(orig_model)
     return {
+        **({"base": "nf4"} if adapters is not None and adapters.config.base == "nf4" else {}),
         "ids": ids,
         "sha256": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
         "last": logits[-1, :8].tolist(),
@@ -157,12 +161,15 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
         model, info = getattr(transformers, name).from_pretrained(
             base, dtype=dtype, revision=revision, output_loading_info=True
         )
-        add_adapters(model, adapters_in(adapter))
+        adapters = adapters_in(adapter)
+        config = replace(adapters.config, base=recorded.get("base", "bf16"))
+        add_adapters(model, replace(adapters, config=config), torch.device(recorded["device"]))
     found = logits_of(model.to(recorded["device"]).eval())
     # Tensors that the class lacks change no logits, but then the files do not match this class.
     others = [f"{key}: {sorted(map(str, names))[0]}" for key, names in info.items() if names]
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
-    how = f"{name}.from_pretrained, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
+    loaded = f"{name}.from_pretrained" + (f" of {base} with these factors, computed by sftkit" if adapter else "")
+    how = f"{loaded}, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
     words, ok = "; ".join([words, *others]), same and not others
     return Check("Checkpoint gives the logits of the run", ok, words, "the same bits", how)
