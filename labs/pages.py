@@ -327,7 +327,11 @@ PUBLISHED = {
     "parts apart encoder max-autotune": "8.04",
 }
 "Steps per second on one A100 with torch 2.7, batches of 64 captions."
-REMOVED = {"static optimizer compiled", "static gradient addresses", "static foreach_map"}
+REMOVED = {
+    *("static optimizer compiled", "static gradient addresses", "static foreach_map"),
+    *("dynamic marked full graph", "dynamic marked full graph saved code", "dynamic marked blocks"),
+    *("dynamic marked", "dynamic marked max-autotune", "parts apart", "parts apart encoder max-autotune"),
+}
 "Runs whose setting is gone: results have them, the plan does not."
 WARM_UPS = {
     "cold": ("dynamic marked full graph", "196"),

@@ -53,7 +53,6 @@ TESTED = {
     ("data/batches/epoch.py", "assign_rows"): 1,
     ("verify/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
-    ("graph/parallel/experts.py", "_"): 3,
     ("models/weights.py", "fill_with_memory"): 1,
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,

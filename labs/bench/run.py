@@ -94,7 +94,6 @@ def measured_row(
         "step_seconds": of("perf/step_seconds"),
         "mfu": of("perf/mfu"),
         "data_wait_pct": of("perf/data_wait_pct"),
-        "pipeline_bubble_pct": last.get("perf/pipeline_bubble_pct"),
         "padding_pct": of("data/padding_pct"),
         "peak_memory_gib": max((line["mem/peak_gib"] for line in lines), default=None),
         "compile": {key.removeprefix("compile/"): last[key] for key in last if key.startswith("compile/")},

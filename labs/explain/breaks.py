@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException  # raised by fullgraph=True; it has no public name
 from torch.nn import functional as F
 
+from labs.explain.compiler_logs import artifact_of, torch_logs_to
 from labs.explain.run import refuse_torch_logs
 from labs.explain.subject import Subject
-from sftkit.compile.debug import artifact_of, torch_logs_to
 from sftkit.runtime.script import counted
 
 TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")

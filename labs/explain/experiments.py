@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from labs.explain.breaks import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue, listening
+from labs.explain.compiler_logs import compiler_logs
 from labs.explain.kernels import alternately, callers, dispatch_keys, finish, has_kernel
 from labs.validate.judge import pays_from
-from sftkit.compile.debug import compiler_logs
 from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
-from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.script import working
 
@@ -265,14 +263,13 @@ def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
     generated kernel.
     """
     layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
-    compile = CompileConfig(debug=("output_code",))
+    switches = compiler_switches(CompileConfig())
     # Otherwise the lambda's code of an earlier lab could be found again.
     torch.compiler.reset()
     folder = out / "softmax"
-    with torch.no_grad(), compiler_logs(lambda: folder, compile, 0) as write, compiler_switches(compile):
+    with torch.no_grad(), compiler_logs(folder, ["output_code"]) as write, switches:
         torch.compile(lambda y: F.softmax(layer(y), -1), dynamic=False)(x)
-        write()
-    graphs = json.loads((compile_dir(folder, 0).parent / SUMMARY).read_text())["graphs"]
+        graphs = write()
     return {
         "kernels": [kernel for graph in graphs for kernel in graph["kernels"] or []],
         "code": [f for g in graphs for f in g["files"]],

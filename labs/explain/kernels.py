@@ -4,7 +4,6 @@ step's time.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -24,14 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile traverses arguments this way
 from torch.utils._python_dispatch import TorchDispatchMode  # the only view of every operator (pytorch/pytorch#110073)
 
+from labs.explain.compiler_logs import FOLDER, compiler_logs
 from labs.explain.subject import Subject
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
-from sftkit.compile.debug import compiler_logs
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.modules import compiler_switches, has_cuda_graphs
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
-from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.script import working
 
 TRIED = "2.13"
@@ -346,10 +344,10 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
         counted, eager = dispatched(step), profiled(step, device, {})
     # Compiled in the same way as a run of the recipe, with the compiler's own logs kept.
     asked = compile or CompileConfig()
-    compile = replace(asked, enabled=True, backend="inductor", debug=("graphs", "output_code", "perf_hints"))
+    compile = replace(asked, enabled=True, backend="inductor")
     with working("Inductor writes kernels"), compiled(subject, compile, out) as watch:
         step()
-    graphs = json.loads((compile_dir(out, 0).parent / SUMMARY).read_text())["graphs"]
+    graphs = watch["graphs"]
     # The logs list the operators of a kernel, which determine its kind on a CPU.
     origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
     with working("a step compiled"):
@@ -358,7 +356,7 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
         slow, quick = alternately(run_eagerly()(step), step, device, TIMED_STEPS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
     # Written only if Inductor had any.
-    hints = compile_dir(out, 0) / "perf_hints.txt"
+    hints = out / FOLDER / "perf_hints.txt"
     return {
         "graphs": graphs,
         "profiles": {"eager": eager | {"seconds": slow.quickest}, "compiled": fast | {"seconds": quick.quickest}},
@@ -378,13 +376,13 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
 
 
 @contextmanager
-def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[dict[str, float]]:
+def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[dict[str, Any]]:
     """Compile in place as a run of the recipe does; steps within the context are compiled and logged.
 
     Yields:
-        counters, filled at the end from CompileWatch.counts
+        filled at the end: CompileWatch.counts, and the graphs of compiler_logs as "graphs"
     """
-    counts: dict[str, float] = {}
+    counts: dict[str, Any] = {}
     # Code compiled earlier in this process must not be reused: the seconds are those of a first compile.
     torch.compiler.reset()
     # Private: otherwise earlier captures would be in the summary, which lists everything that Dynamo knows.
@@ -396,12 +394,12 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
     budget = 1.0 if compile.activation_memory_budget is None else compile.activation_memory_budget
     switches = compiler_switches(compile, budget, dynamic_layout=dynamic_layout)
-    with compiler_logs(lambda: out, compile, 0) as write, switches, kernels_in_profile():
+    logs = compiler_logs(out, cuda_graphs=has_cuda_graphs(compile))
+    with logs as write, switches, kernels_in_profile():
         watch = CompileWatch()
         yield counts
-        counts |= watch.counts()
+        counts |= watch.counts() | {"graphs": write()}
         watch.close()
-        write()
 
 
 def module_step(subject: Subject) -> Step:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); to
 from transformers import PretrainedConfig, PreTrainedModel
 
 from labs.explain.run import file_of
-from sftkit.compile.modules import check_marked, check_options
+from sftkit.compile.modules import check_options
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch
 from sftkit.data.batches.pack import Layout, make_layout
@@ -134,7 +134,6 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     layout = make_layout(cfg.data, cfg.train, lengths, length, encoded=encodes)
     execution = {"compiled": cfg.compile.enabled, "captured": cfg.train.engine == "graph"}
     backend = choose_backend(cfg.attention.backend, orig_model, layout, rt, **execution).backend
-    check_marked(cfg.compile, backend)
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: like the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]

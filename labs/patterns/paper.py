@@ -1,4 +1,4 @@
-"""Apply the arithmetic of launch/layouts.py to published models, and compare it with measurements on GPUs. No torch
+"""Apply the arithmetic of patterns/speed.py to published models, and compare it with measurements on GPUs. No torch
 in this file.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 
 from labs.bench.plan import read_plan
 from labs.patterns.run import Table
+from labs.patterns.speed import DATASHEET, Machines, OnPaper, choice, on_paper, ways
 from sftkit.config.tables import DEFAULT
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
-from sftkit.launch.layouts import DATASHEET, Machines, OnPaper, choice, on_paper, shape_of_fields, ways
+from sftkit.launch.layouts import shape_of_fields
 from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape, traffic
 
 _ROW_LENGTH = 8192

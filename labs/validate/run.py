@@ -46,7 +46,7 @@ REFERENCE = [
 "Settings of the reference run: each document alone, plain fp32."
 _SWITCHED_OFF = [
     *("train.epochs=null", "train.resume=null", "log.wandb=off", "compile.cache=null"),
-    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null"),
+    *("checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]
 "Settings that a recipe may have and no run of a validation keeps."
@@ -204,7 +204,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     ]
     words += _NO_GRAPH * (graph and not compiled)
     if kind == "reference":
-        words += [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
+        words += REFERENCE
         words += _NO_PIPELINE * (cfg.train.engine == "pipeline")
     # A recompile is a finding of the validation and must not end it.
     return words + ["compile.on_recompile=warn"] * compiled

@@ -76,20 +76,10 @@ train: {max_steps: 2, engine: graph}
             "graph.dump: only goes with train.engine graph, not blocks: set graph.dump=false",
         ),
         (
-            ["train.engine=blocks", "graph.passes=[prefetching]"],
+            ["train.engine=blocks", "graph.passes=[block_bucketing]"],
             r"graph.passes: only goes with train.engine graph, not blocks: set graph.passes=\[\]",
         ),
-        (
-            ["train.engine=blocks", "graph.token_dispatcher=alltoall"],
-            "graph.token_dispatcher: only goes with train.engine graph, not blocks",
-        ),
-        (
-            ["graph.token_dispatcher=alltoall", "graph.passes=[cuda_graphs]"],
-            "graph.token_dispatcher: alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot",
-        ),
-        (["graph.token_dispatcher=all_to_all"], "graph.token_dispatcher: .*allgather"),
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
-        (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
         (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing must come before cuda_graphs"),
         (
@@ -97,24 +87,11 @@ train: {max_steps: 2, engine: graph}
             r"block_bucketing must come before regional_inductor: write \[block_bucketing, regional_inductor\]",
         ),
         (["graph.passes=[regional_inductor, full_inductor]"], "full_inductor does not go with regional_inductor"),
-        (["graph.passes=[prefetching, block_bucketing]"], "block_bucketing does not go with prefetching"),
-        (
-            ["graph.passes=[full_checkpointing, selective_checkpointing]"],
-            "selective_checkpointing does not go with full_checkpointing",
-        ),
-        (
-            ["graph.passes=[full_checkpointing]", "train.memory=low"],
-            "graph.passes: full_checkpointing says what is kept: leave train.memory",
-        ),
-        (
-            ["graph.passes=[gather_once]", "compile.on_recompile=eager"],
-            "graph.passes: gather_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
-        ),
+        (["graph.passes=[auto_bucketing, block_bucketing]"], "block_bucketing does not go with auto_bucketing"),
+        (["compile.on_recompile=eager"], 'compile.on_recompile: "eager" was removed: take warn'),
+        (["graph.passes=[full_checkpointing]"], '"full_checkpointing" was removed: train.memory=low'),
+        (["graph.token_dispatcher=alltoall"], "graph.token_dispatcher: was removed: leave it out"),
         (["graph.passes=[gather_once, cuda_graphs]"], "cuda_graphs does not go with gather_once"),
-        (
-            ["graph.passes=[reduce_once]", "compile.on_recompile=eager"],
-            "graph.passes: reduce_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
-        ),
         (["graph.passes=[reduce_once, cuda_graphs]"], "cuda_graphs does not go with reduce_once"),
         (
             ["graph.passes=[block_bucketing, reduce_once]"],

@@ -17,7 +17,7 @@ import yaml
 from sftkit.config import keys
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
-from sftkit.config.schema import AdapterConfig, CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
+from sftkit.config.schema import AdapterConfig, CompileConfig, Config, SourceConfig, source_label
 from sftkit.errors import ConfigError
 
 MINIMAL = """
@@ -335,7 +335,7 @@ def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
             "model.gradient_checkpointing=true",
             "model.gradient_checkpointing: was removed: train.memory=balanced or low",
         ),
-        ("compile.modules={a.b: {fullgraph: true}}", "a.b.fullgraph: was removed: compile.fullgraph holds for all"),
+        ("compile.modules={a.b: {mode: default}}", "compile.modules: was removed: compile.scope=block or model"),
     ],
 )
 def test_a_removed_setting_says_what_to_do_instead(recipe: Path, word: str, instead: str) -> None:
@@ -470,7 +470,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*REFERENCE, "optim.name=muon"], "train.engine: reference has torch's AdamW only: set optim.name=adamw"),
         ([*REFERENCE, "train.memory=low"], "train.memory: has no effect with train.engine reference"),
         ([*REFERENCE, "compile.cache=x"], "compile.cache: has no effect with train.engine reference"),
-        ([*REFERENCE, "compile.debug=[recompiles]"], "compile.debug: has no effect with train.engine reference"),
         ([*REFERENCE, "attention.backend=varlen"], "attention.backend: has no effect with train.engine reference"),
         (["compile.cache=x", "compile.enabled=false"], "compile.cache: only goes with compile.enabled true"),
         (["compile.mode=default", "compile.backend=eager"], "compile.mode: default only goes with compile.backend"),
@@ -665,10 +664,8 @@ def test_help_explains_every_key_in_100_columns():
 
 def test_the_table_of_keys_holds_every_field_of_the_config():
     assert list(section_classes()) == [field.name for field in dataclasses.fields(Config)]
-    own = [f"compile.modules.PATH.{f.name}" for f in dataclasses.fields(CompileModuleConfig)]
     names = [f"compile.{f.name}" for f in dataclasses.fields(CompileConfig)]
-    after = names.index("compile.modules") + 1
-    assert [k for k in key_table() if k.startswith("compile.")] == [*names[:after], *own, *names[after:]]
+    assert [k for k in key_table() if k.startswith("compile.")] == names
 
 
 @pytest.mark.parametrize(

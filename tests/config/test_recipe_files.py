@@ -26,7 +26,6 @@ EXPECTED = {
         for stage in STAGES
     ),
     *(f"graph/{name}.yaml" for names in OF_THE_GRAPH for name in names),
-    "graph/deepseek_v3/sft_alltoall.yaml",
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
     "tinyllama_1_1b/sft.yaml",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +25,6 @@ from reference_worker import train
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sftkit.compile import debug
 from sftkit.config.schema import (
     CompileConfig,
     Config,
@@ -155,22 +153,6 @@ def test_two_ranks_of_which_one_has_padding_only_compute_what_one_does(tmp_path:
     for ours, theirs in zip(found["rows"], alone, strict=True):
         for name in ("nll", "norm", "weights"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
-
-
-def test_the_compilers_settings_go_back_though_its_summary_cannot_be_written(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
-    before = torch._dynamo.config.optimize_ddp
-    cfg = recipe(tmp_path, "blocks", replace(COMPILED, debug=("recompiles",)))
-    layout = make_layout_of("packed", LENGTHS)
-    engine = make_engine(cfg, cpu_runtime(), tmp_path, Training(tiny_llama(), NextToken(cfg.loss), layout))
-    assert torch._dynamo.config.optimize_ddp is False
-    monkeypatch.setattr(debug, "replace_text", Mock(side_effect=OSError(28, "No space left on device")))
-    with caplog.at_level(logging.WARNING, logger="sftkit"):
-        engine.close()
-    assert "No space left" in caplog.text
-    assert torch._dynamo.config.optimize_ddp == before is not False
-    engine.close()
 
 
 def test_an_engine_that_cannot_be_built_leaves_the_compiler_as_it_was(tmp_path: Path, monkeypatch) -> None:

@@ -48,7 +48,6 @@ def captured(graphed: CapturedModel) -> Iterator[CapturedModel]:
     yield graphed
     graphed._graphs, graphed.stages = graphs, stages
     graphed.late.clear()
-    graphed.fallbacks.clear()
     graphed.zero_grad(set_to_none=True)
 
 
@@ -104,22 +103,19 @@ def test_another_shape_is_an_error_that_names_it_and_those_that_there_are(captur
         captured(batch_of(slots=9))
 
 
-def test_another_shape_runs_eagerly_and_is_told_or_is_captured_now_and_counted(captured) -> None:
+def test_another_shape_is_captured_now_and_counted_on_demand(captured) -> None:
     batch = batch_of(row_length=48)
     expected = captured.model(batch).loss.item()
-    with captured.contract("eager"):
-        assert captured(batch).loss.item() == pytest.approx(expected)
-    assert captured.fallbacks == ["a micro-batch of 2 x 48 positions; captured: 2 x 32"]
     with captured.contract("warn"):
         for _ in range(2):
             assert captured(batch).loss.item() == pytest.approx(expected, rel=1e-6)
-    assert captured.late == captured.fallbacks
+    assert captured.late == ["a micro-batch of 2 x 48 positions; captured: 2 x 32"]
     assert captured.num_graphs == 2
 
 
 def test_outside_the_contract_another_shape_runs_eagerly_and_nobody_is_told(captured) -> None:
     captured(batch_of(row_length=48))
-    assert captured.fallbacks == captured.late == []
+    assert captured.late == []
 
 
 def test_a_name_that_this_torch_lacks_is_an_error_that_says_which_and_what_was_run() -> None:

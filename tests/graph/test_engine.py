@@ -7,7 +7,6 @@ import re
 import tempfile
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from sftkit.train.assemble import make_engine
 
 BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"
-PREFETCHED = "deep llama; graph; reshard_after_forward,full_checkpointing,prefetching"
 WIDE = f"wide llama; graph; {BLOCKS}"
 OF_BLOCKS = f"llama; graph; {BLOCKS}"
 TENSOR = f"deepseek_v3; graph; {BLOCKS}; tp"
@@ -36,22 +34,20 @@ ONCE = "wide llama; graph; gather_once,block_bucketing"
 SUMMED = "wide llama; graph; gather_once,reduce_once,block_bucketing"
 FOUR_MICRO_BATCHES = "deepseek_v3; graph; gather_once,reduce_once,block_bucketing; tp"
 GATHERED = "uneven llama; graph; gather_once"
-TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED, ONCE, SUMMED)
-TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
-LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
+TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, ONCE, SUMMED)
+LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp"
 SLOW_TENSOR = (
     "qwen3; flex; ; tp",
     "deepseek_v3; flex; reshard_after_forward; tp",
-    "deepseek_v3; eager; ; tp alltoall",
-    TO_ALL,
+    "deepseek_v3; graph; reshard_after_forward,auto_bucketing; tp",
     LOPSIDED,
     FOUR_MICRO_BATCHES,
-    "deepseek_v3; graph; reduce_once; tp alltoall",
+    "deepseek_v3; graph; reduce_once; tp",
 )
 ORDERED = (
     "llama; graph; reshard_after_forward,full_inductor",
     f"llama; graph; {BLOCKS},full_inductor",
-    "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
+    "llama; graph; reshard_after_forward,auto_bucketing,full_inductor",
 )
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
@@ -60,20 +56,18 @@ COMPILED = (
     "qwen3; graph; gather_once,full_inductor",
 )
 COMPILED_TENSOR = (
-    f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
-    "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
+    f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp",
+    "deepseek_v3; graph; reshard_after_forward,full_inductor; tp",
     "llama; graph; gather_once,reduce_once,block_bucketing,full_inductor; tp",
 )
 AUTO = "deep llama; graph; reshard_after_forward,auto_bucketing"
 SAME_BITS = (
     "deep llama; graph; reshard_after_forward",
-    "deep llama; graph; reshard_after_forward,prefetching",
     f"deep llama; graph; {BLOCKS}",
     AUTO,
 )
 SAME_BITS_KEPT = (
     "deep llama; graph",
-    "deep llama; graph; gather_once,selective_checkpointing,prefetching",
     "deep llama; graph; gather_once,block_bucketing",
 )
 SDPA = (
@@ -149,7 +143,7 @@ def check_proved(result: dict[str, Any], shapes: int = 1) -> None:
     assert {name for name, ok in result["checks"].items() if ok} >= CHECKS - stood_in
     assert False not in result["checks"].values()
     assert result["metrics"]["compile/graphs"] == shapes
-    assert result["metrics"]["compile/recompiles"] == result["metrics"]["compile/fallbacks"] == 0
+    assert result["metrics"]["compile/recompiles"] == 0
 
 
 @pytest.mark.slow
@@ -214,7 +208,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
 FOUR_TENSOR = (
     "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     "deep llama; eager; ; tp",
-    f"deepseek_v3; flex; {BLOCKS}; tp alltoall",
+    f"deepseek_v3; flex; {BLOCKS}; tp",
     "deepseek_v3; graph; reduce_once,block_bucketing; tp",
 )
 
@@ -280,39 +274,6 @@ def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
         "reduce-scatter": weights + gathered - 1 + added_up,
     }
     assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up}
-
-
-@pytest.mark.slow
-def test_tokens_that_are_sent_to_their_experts_are_gathered_by_nobody() -> None:
-    found = collectives(LOPSIDED, ranks(2, *SLOW_TENSOR))
-    weights, gathered, added_up = 3 + 2 * 6 + 4, 3, 2 + 1  # as above, but for the experts
-    # Before the experts their numbers and the rows, behind them the results; in the backward pass no numbers.
-    assert found["joint captured"] == {
-        "all-gather": weights + gathered + added_up,
-        "reduce-scatter": weights + gathered + added_up,
-        "all-to-all": 3 + 2,
-    }
-    assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up, "all-to-all": 3}
-    assert found["backward block_bucketing"]["all-to-all"] == 2
-    again = collectives(TO_ALL, ranks(2, *SLOW_TENSOR))
-    assert again["backward split"]["all-to-all"] == 3 + 2, "computed again with the block"
-
-
-def test_prefetching_changes_the_order_alone() -> None:
-    """Of a model of two blocks: the second one's gathers start before the first one's are waited for, and in the backward pass
-    all of one block's gradients are being summed before one is waited for."""
-    stages = ranks(2, *TWO)[PREFETCHED]["stages"]
-    found = {(stage["graph"], stage["after"]): stage["counts"] for stage in stages}
-    for half in ("forward", "backward"):
-        assert found[half, "split"] == found[half, "prefetching"]
-    texts = {(stage["graph"], stage["after"]): stage["text"] for stage in stages}
-    for half, operator, weights in (
-        ("forward", "all_gather_into", 2 * 9),
-        ("backward", "all_gather_into", 2 * 9),
-        ("backward", "reduce_scatter", 9),
-    ):
-        assert max_in_flight(texts[half, "split"], operator) == 1
-        assert max_in_flight(texts[half, "prefetching"], operator) >= weights, f"{half}: a block has nine weights"
 
 
 def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
@@ -464,21 +425,6 @@ def test_inductor_computes_a_block_behind_each_reduction_of_gradients() -> None:
     assert behind == [of_block, of_block, 0, before, of_block, of_block, 0]
 
 
-def max_in_flight(text: str, operator: str) -> int:
-    """Collectives of a kind that were started and not waited for, where there are most, in the text of a graph."""
-    lines = text.splitlines()
-    started = {
-        m.group(1) for line in lines if (m := re.search(rf"(\w+):? .*= torch\.ops\._c10d_functional\.{operator}", line))
-    }
-    steps = []
-    for line in lines:
-        if f"_c10d_functional.{operator}" in line:
-            steps.append(1)
-        elif (waited := re.search(r"wait_tensor\.default\((\w+)\)", line)) and waited.group(1) in started:
-            steps.append(-1)
-    return max(accumulate(steps))
-
-
 def test_flex_attention_is_an_operator_that_gets_the_documents_of_each_step() -> None:
     texts = {stage["graph"]: stage["text"] for stage in ranks(2, *TWO)[FLEX]["stages"] if stage["after"] != "captured"}
     (forward,) = re.findall(r"= torch\.ops\.higher_order\.flex_attention\((.*)\);", texts["forward"])
@@ -579,24 +525,6 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     model.config.n_routed_experts = 7
     with pytest.raises(ConfigError, match=r"tp_size=2 does not divide the model's n_routed_experts, 7"):
         check_possible(rt, model)
-
-
-@pytest.mark.parametrize(
-    ("model", "topology", "message"),
-    [
-        ("deepseek_v3", Topology(shards=2, sharded=True), r"here each has all \(fsdp2, 2 shards\): .*tp\.yaml"),
-        ("deepseek_v3", Topology(), r"here each has all \(one process\)"),
-        ("deepseek_v3", Topology(on_cpu=True), r"start it with accelerate_configs/cpu_tp\.yaml"),
-        ("llama", Topology(tensor=2, sharded=True), r"sends tokens to experts, and llama has none here: leave it out"),
-    ],
-)
-def test_sending_tokens_to_experts_that_are_not_shared_out_is_refused(
-    model: str, topology: Topology, message: str
-) -> None:
-    rt: Any = SimpleNamespace(topology=topology, world_size=topology.world_size)
-    check_possible(rt, MODELS[model]())
-    with pytest.raises(ConfigError, match=rf"graph\.token_dispatcher=alltoall .*{message}"):
-        check_possible(rt, MODELS[model](), "alltoall")
 
 
 def test_a_model_without_a_plan_for_tensor_parallelism_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from graph_worker import MODELS
 from torch import Tensor
 
-from sftkit.graph.parallel.experts import added, use_grouped_products
+from sftkit.graph.sharding import added, use_grouped_products
 
 
 def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 
 from sftkit.graph import compat
-from sftkit.graph.passes.gather_once import SharedWeights
+from sftkit.graph.passes.once import SharedWeights
 
 WEIGHT, NORM = ("weight", (1,), "fp32"), ("norm", (1,), "fp32")
 

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.passes import reduce_once
-from sftkit.graph.passes.reduce_once import BackwardFork, WholeGradients
+from sftkit.graph.passes import once
+from sftkit.graph.passes.once import BackwardFork, WholeGradients
 
 WEIGHT, NORM = ("weight", (1,), "fp32"), ("norm", (1,), "fp32")
 
@@ -159,7 +159,7 @@ def calls(graph: GraphModule) -> list[Any]:
 
 
 def test_a_half_without_reductions_hands_out_what_they_would_read() -> None:
-    fork = reduce_once.fork_backward(half_of("reduced"), several=True)
+    fork = once.fork_backward(half_of("reduced"), several=True)
     assert fork is not None
     assert fork.middle is not None
     gradient, sums = torch.tensor([1.0, 2.0, 3.0, 4.0]).bfloat16(), torch.tensor([2.0**-20] * 4)
@@ -175,7 +175,7 @@ def test_a_half_without_reductions_hands_out_what_they_would_read() -> None:
 def test_the_last_adds_to_the_sum_before_it_reduces_and_casts_without_a_copy() -> None:
     last = half_of("reduced")
     cast, view, *others = calls(last)
-    fork = reduce_once.fork_backward(last, several=False)
+    fork = once.fork_backward(last, several=False)
     assert fork is not None
     assert fork.middle is None
     assert calls(last) == [TAKEN, *others]
@@ -189,7 +189,7 @@ def test_the_last_adds_to_the_sum_before_it_reduces_and_casts_without_a_copy() -
 
 def test_a_cast_that_rounds_stays_before_the_addition() -> None:
     last = half_of("rounded")
-    fork = reduce_once.fork_backward(last, several=True)
+    fork = once.fork_backward(last, several=True)
     assert fork is not None
     assert fork.middle is not None
     for half in (last, fork.middle):
@@ -200,7 +200,7 @@ def test_a_cast_that_rounds_stays_before_the_addition() -> None:
 
 
 def test_a_gradient_that_is_more_than_reductions_is_reduced_every_time() -> None:
-    fork = reduce_once.fork_backward(half_of("reduced", "added"), several=False)
+    fork = once.fork_backward(half_of("reduced", "added"), several=False)
     assert fork is not None
     assert (fork.weights, list(fork.left_out)) == ({"weight 0"}, [0])
     assert calls(fork.first).count(SUM) == 1
@@ -208,10 +208,10 @@ def test_a_gradient_that_is_more_than_reductions_is_reduced_every_time() -> None
 
 def test_reductions_that_it_does_not_know_are_told_and_not_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"no reduced gradient is one that it knows: leave it out of graph\.passes"):
-        reduce_once.fork_backward(half_of("negated"), several=False)
+        once.fork_backward(half_of("negated"), several=False)
 
 
 def test_a_half_that_reduces_nothing_stays_one() -> None:
     graph = Graph()
     graph.output((graph.placeholder("tangents_0"),))
-    assert reduce_once.fork_backward(GraphModule({}, graph), several=True) is None
+    assert once.fork_backward(GraphModule({}, graph), several=True) is None

@@ -13,7 +13,7 @@ from helpers import ROOT
 from sftkit.launch import launch
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-SHOWN = (ROOT / "docs" / "distributed.md").read_text().partition("sftkit.launch --demo\n")[2].partition("```")[0]
+SHOWN = (ROOT / "docs" / "distributed.md").read_text().partition("labs/primer.py\n")[2].partition("```")[0]
 
 
 def check(done: subprocess.CompletedProcess[str]) -> None:
@@ -23,19 +23,11 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_two_processes_print_what_the_page_shows() -> None:
-    check(preloaded.run(["-m", "sftkit.parallel.primer"], 2, ENV))
-
-
-def test_it_takes_no_further_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["sftkit.launch", "--demo", "4"])
-    with pytest.raises(SystemExit) as end:
-        launch.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "--demo takes no further words: two processes on this CPU\n"
+    check(preloaded.run(["labs/primer.py"], 2, ENV))
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("--dmo", "Did you mean --demo?"), ("--cpu", "There are --demo and --help.")]
+    ("word", "hint"), [("--cpu", ""), ("--demo", " It moved to labs/primer.py (docs/distributed.md).")]
 )
 def test_a_word_like_an_option_is_no_script(
     word: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -45,10 +37,4 @@ def test_a_word_like_an_option_is_no_script(
         with pytest.raises(SystemExit) as end:
             launch.main()
         assert end.value.code == 2
-        assert capsys.readouterr().err == f"{word}: no such option. {hint} To train: SCRIPT RECIPE [key=value ...]\n"
-
-
-@pytest.mark.slow
-def test_the_launcher_starts_them() -> None:
-    words = [sys.executable, "-m", "sftkit.launch", "--demo"]
-    check(subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200))
+        assert capsys.readouterr().err == f"{word}: no such option.{hint} To train: SCRIPT RECIPE [key=value ...]\n"

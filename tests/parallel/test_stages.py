@@ -9,20 +9,21 @@ import pytest
 from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology, balanced, bubble, step_time, times_of_stages
+from sftkit.config.topology import HEAD_SHARE, Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.plan import shape_of
-from sftkit.parallel.stages import describe_times, layers_of_stages
+from sftkit.parallel.stages import layers_of_stages
 
 
 @pytest.mark.parametrize(
     ("count", "head", "stages", "layers"),
     [
         (8, 0.0, 2, (4, 4)),
-        (28, 9.9, 2, (19, 9)),  # Qwen3 0.6B: the head is worth ten layers
-        (28, 9.9, 4, (9, 9, 9, 1)),
-        (32, 2.4, 4, (9, 9, 8, 6)),
+        (28, 6.18, 2, (16, 12)),  # Qwen3 1.7B, as it was timed on H200
+        (28, 6.18, 4, (8, 8, 8, 4)),
+        (36, 3.23, 2, (19, 17)),  # 8B
+        (36, 3.23, 4, (10, 10, 9, 7)),
         (4, 100.0, 4, (1, 1, 1, 1)),
     ],
 )
@@ -32,54 +33,13 @@ def test_the_slowest_stage_takes_least(count: int, head: float, stages: int, lay
     assert sum(found) == count
 
     def slowest(split: tuple[int, ...]) -> float:
-        return max(*split[:-1], split[-1] + head)
+        return max(*split[:-1], split[-1] + HEAD_SHARE * head)
 
     for i in range(stages):
         for j in range(stages):
             if i != j and found[i] > 1:
                 other = tuple(n - (k == i) + (k == j) for k, n in enumerate(found))
                 assert slowest(other) >= slowest(found)
-
-
-def test_the_embedding_is_work_of_the_first_stage() -> None:
-    assert balanced(12, 1.0, 4.0, 2, embedding=2.0) == (7, 5)
-    assert balanced(12, 1.0, 0.0, 3, embedding=3.0) == (2, 5, 5)
-
-
-def described(layers: tuple[int, ...], *times: float, micro_batches: int = 8) -> str:
-    return describe_times(layers, times, micro_batches=micro_batches, pipeline_size=2)[1]
-
-
-def test_measured_seconds_name_a_more_even_split() -> None:
-    line = described((14, 14), 0.14, 0.24)
-    assert line.startswith(
-        "stages take 0.14 + 0.24 s a micro-batch: with 8 of them in a step a process waits 26% of it"
-    )
-    assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
-    assert "more even" not in described((19, 9), 0.19, 0.19)
-    assert "more even" not in described((1, 1, 1, 1), 0.03, 0.05, 0.02, 0.1, micro_batches=1)
-    assert "waits 11% of it" in described((19, 9), 0.19, 0.19)  # 1 of 9
-    assert bubble([0.19, 0.19], 8, 2) == pytest.approx(1 / 9)
-    # interleaved: half of it
-    assert "waits 6% of it" in described((7, 7, 7, 7), 0.1, 0.1, 0.1, 0.1)
-
-
-@pytest.mark.parametrize("micro_batches", [2, 8, 64])
-def test_a_pipeline_fills_and_drains_as_fast_as_the_stages_that_it_passes(micro_batches: int) -> None:
-    """And not as the slowest of them."""
-    # The second stage, which is slower, has something to do from the first hidden states to its last gradients.
-    assert step_time([0.0061, 0.0107], micro_batches, 2) == pytest.approx(0.0061 + micro_batches * 0.0107)
-    waits = 1 - micro_batches * (0.0061 + 0.0107) / (2 * (0.0061 + micro_batches * 0.0107))
-    assert bubble([0.0061, 0.0107], micro_batches, 2) == pytest.approx(waits)
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 5), (4, 2), (4, 11), (64, 4097)])
-def test_any_number_of_micro_batches_fills_even_stages_once(ranks: int, micro_batches: int) -> None:
-    assert step_time([3.0] * ranks, micro_batches, ranks) == 3.0 * (micro_batches + ranks - 1)
-
-
-def test_the_head_and_the_embedding_are_work_of_the_outer_stages() -> None:
-    assert times_of_stages((2, 3, 1), 1.0, head=4.0, embedding=0.5) == [2.5, 3.0, 5.0]
 
 
 def pipeline(**train: Any) -> TrainConfig:

@@ -3,8 +3,6 @@ nothing. That ranks compute what one process does: test_parallel.py."""
 
 from __future__ import annotations
 
-import copy
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from sftkit.compile.modules import _is_product as is_product
-from sftkit.compile.modules import behind_products, collectives_hidden, mergeable_products
-from sftkit.config.schema import CompileConfig, LossConfig
+from sftkit.compile.modules import behind_products, collectives_hidden
+from sftkit.config.schema import LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
 from sftkit.objectives.next_token import NextToken
@@ -136,42 +134,6 @@ def four_heads() -> PreTrainedModel:
 
 class Enough(Exception):
     """Raised where Inductor has merged what it can, before it generates code."""
-
-
-@OWN_PROCESS
-@pytest.mark.filterwarnings("ignore:erase_node")  # of torch's own pass, in 2.11
-def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_products_and_one_of_the_backward_pass(
-    group_of_four: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine merges within `collectives_hidden`: what a gradient of a weight can hide stays as it is."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.distributed import _symmetric_memory as symmetric
-
-    found: list[Counter[str]] = []
-    compile = CompileConfig(options={"_micro_pipeline_tp": True})
-    merging = mergeable_products(compile)
-    assert merging is not None
-    assert mergeable_products(CompileConfig()) is None
-
-    def stop(graph: torch.fx.Graph) -> None:
-        targets = " ".join(str(node.target) for node in graph.nodes)
-        found.append(Counter(re.findall(r"fused_\w+|all_gather_into_tensor|reduce_scatter_tensor", targets)))
-        raise Enough
-
-    def merged(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with pytest.raises(Exception, match="Enough"):
-            compile_fx_inner(copy.deepcopy(graph), inputs)
-        return make_boxed_func(graph)
-
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # asked before anything is merged
-    settings = {**(compile.options or {}), "post_grad_custom_post_pass": stop, "fx_graph_cache": False}
-    with symmetric._test_mode(), collectives_hidden(), merging, config.patch(settings):
-        traced(sharded(), 1, aot_autograd(fw_compiler=merged, decompositions=select_decomp_table()))
-    forward, backward = found
-    assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
-    assert backward == {"fused_all_gather_matmul": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
 
 
 def sharded() -> PreTrainedModel:

@@ -25,7 +25,7 @@ train: {max_steps: 1, global_batch_size: 8, micro_batch_size: 1}
 STAGES, REPLICAS, SHARDS = Topology(stages=2), Topology(replicas=2), Topology(shards=2, sharded=True)
 TENSOR, CONTEXT, ON_CPU = Topology(tensor=2, sharded=True), Topology(context=2, sharded=True), Topology(on_cpu=True)
 PIPELINE, GRAPH = "train.engine=pipeline", "train.engine=graph"
-CUDA_GRAPHS, ALL_TO_ALL = "graph.passes=[cuda_graphs]", "graph.token_dispatcher=alltoall"
+CUDA_GRAPHS = "graph.passes=[cuda_graphs]"
 NF4 = ("adapter.base=nf4",)
 INTERLEAVED = "train.pipeline_schedule=interleaved"
 
@@ -60,11 +60,9 @@ def problem(topology: Topology, *words: str, here: bool = False) -> str:
             (GRAPH, "graph.passes=[full_inductor]", "attention.backend=flex"),
             "no backward pass of FlexAttention",
         ),
-        (TENSOR, (GRAPH, ALL_TO_ALL), "alltoall sends tokens to experts, and llama has none here: leave it out"),
         (SHARDS, NF4, "adapter.base: nf4 does not go with shards (fsdp2, 2 shards): start with ddp.yaml, or set bf16"),
         (ON_CPU, NF4, "adapter.base: nf4 needs a GPU, and this run computes on the CPU: set adapter.base=bf16 here"),
         (REPLICAS, (*NF4, "train.fp8=rowwise"), "train.fp8: does not go with adapter"),
-        (SHARDS, (GRAPH, ALL_TO_ALL, "model.scratch.model_type=deepseek_v3"), "here each has all (fsdp2, 2 shards)"),
     ],
 )
 def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
@@ -88,7 +86,6 @@ def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
         (STAGES, (PIPELINE, "model.scratch={model_type: llama}", "train.pipeline_layers=[3,2]")),
         (STAGES, (PIPELINE, "model.scratch=null", "model.train_tokenizer=null", "model.path=runs/not_yet")),
         (SHARDS, (GRAPH, CUDA_GRAPHS)),
-        (TENSOR, (GRAPH, ALL_TO_ALL, "model.scratch.model_type=deepseek_v3")),
         (REPLICAS, ()),
         (ON_CPU, (GRAPH, "graph.passes=[regional_inductor]", "attention.backend=flex")),
     ],
@@ -125,9 +122,6 @@ def test_a_cpu_is_told_the_configs_for_one(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(inputs, "may_have_gpu", lambda: False)
     assert "with accelerate_configs/cpu_fsdp2.yaml" in problem(REPLICAS, GRAPH, here=True)
     assert "with accelerate_configs/fsdp2.yaml or hsdp.yaml" in problem(REPLICAS, GRAPH)
-    on_cpu = Topology(shards=2, sharded=True, on_cpu=True)
-    words = (GRAPH, ALL_TO_ALL, "model.scratch.model_type=deepseek_v3")
-    assert "with accelerate_configs/cpu_tp.yaml and" in problem(on_cpu, *words)
 
 
 def test_the_launcher_or_its_file_says_that_it_is_a_cpu() -> None:

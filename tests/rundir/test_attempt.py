@@ -23,7 +23,6 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.rundir.lock import read_holder
 from sftkit.rundir.names import (
     ATTEMPT,
-    COMPILE,
     CONFIG,
     LOCK,
     METRICS_FILE,
@@ -31,6 +30,7 @@ from sftkit.rundir.names import (
     RESULTS,
     STATUS,
     TOKENIZER,
+    TRACE,
     evaluation_dir,
     step_dir,
     step_dirs,
@@ -50,7 +50,7 @@ ENV = {
 
 def earlier_run(folder: Path) -> Path:
     """A run that has trained two steps."""
-    for name in ("step-000002/manifest.json", f"{TOKENIZER}/tokenizer.json", "compile/rank000/graphs.txt", "mine.txt"):
+    for name in ("step-000002/manifest.json", f"{TOKENIZER}/tokenizer.json", "trace/rank000.json", "mine.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"the first run's {name}")
     for name in (CONFIG, METRICS_FILE, REPORT):
@@ -106,7 +106,7 @@ def test_a_start_that_ends_before_its_checks_are_passed_leaves_an_earlier_run_as
     before = contents(tmp_path)
 
     def writes_at_end(rt: Runtime) -> None:
-        rt.at_end.callback(lambda: (rt.output_dir(folder) / COMPILE).mkdir(parents=True))
+        rt.at_end.callback(lambda: (rt.output_dir(folder) / TRACE).mkdir(parents=True))
 
     for _ in range(2):
         with pytest.raises((SystemExit, KeyboardInterrupt)):
@@ -215,26 +215,6 @@ def test_a_start_in_a_new_directory_that_comes_to_no_step_leaves_none(tmp_path: 
     assert [path.name for path in tmp_path.rglob("*")] == ["made by somebody"]
 
 
-def test_what_compile_debug_has_logged_of_a_start_that_failed_stays_until_the_next(tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "sft"
-
-    def logs(rt: Runtime) -> None:
-        (rt.output_dir(folder) / COMPILE).mkdir()
-        (rt.output_dir(folder) / COMPILE / "graphs.txt").touch()
-
-    with pytest.raises(SystemExit):
-        started(folder, None, fails(RuntimeError("it does not compile")), first=logs)
-    assert {name for name, content in contents(folder).items() if content is not None} == {
-        f"{ATTEMPT}/{COMPILE}/graphs.txt"
-    }
-    assert (
-        f"what compile.debug has logged is in {folder}/{ATTEMPT}/{COMPILE} until the next start"
-        in capsys.readouterr().out
-    )
-    started(folder, None, takes=True)
-    assert not {ATTEMPT, COMPILE} & {path.name for path in folder.iterdir()}
-
-
 # ---- directories with files of other people ------------------------------------------------------------------------------
 
 
@@ -249,7 +229,7 @@ def project(folder: Path, *names: str) -> Path:
 THEIRS = {
     "config.yaml": "config.yaml",
     "tokenizer/vocab.json": "tokenizer",
-    "compile/log.txt": "compile",
+    "trace/log.txt": "trace",
     "evals/step-mine/x": "step-mine",
     "samples.jsonl": "samples.jsonl",
     "report.html": "report.html",
@@ -277,10 +257,7 @@ def test_a_script_that_is_refused_takes_no_file_of_the_folder_it_was_given(tmp_p
     words = ["tests/workers/faults_worker.py", str(folder), "none"]
     done = preloaded.run(words, env=ENV)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert (
-        f"run.dir={folder} holds compile, config.yaml, environment.json, report.html, samples.jsonl, step-mine"
-        in done.stderr
-    )
+    assert f"run.dir={folder} holds config.yaml, environment.json, report.html, samples.jsonl, step-mine" in done.stderr
     assert "Take another folder, or move them away" in done.stderr
     assert contents(folder) == before
 

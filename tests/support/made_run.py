@@ -156,7 +156,6 @@ def metrics(step: int, steps: int, shift: float) -> dict[str, Any]:
         "shape/undeclared": 0,
         "compile/graphs": 3,
         "compile/recompiles": 0,
-        "compile/fallbacks": 0,
         "compile/graph_breaks": 0,
         "compile/cuda_graphs": 0,
         "compile/seconds": 31.5,

@@ -44,7 +44,6 @@ METRICS = {
     "data/padding_pct": 2.0,
     "compile/graphs": 2,
     "compile/recompiles": 0,
-    "compile/fallbacks": 0,
     "compile/graph_breaks": 0,
     "compile/seconds": 3.0,
 }

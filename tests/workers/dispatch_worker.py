@@ -1,4 +1,4 @@
-"""Run on ranks by graph/test_dispatch.py: tokens come to shared-out experts in each way, and the differences from one process that
+"""Run on ranks by graph/test_dispatch.py: tokens come to shared-out experts, and the differences from one process that
 has all experts and all tokens; rank 0 writes the largest over the ranks."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from sftkit.config.schema import RunConfig, TrainConfig
-from sftkit.graph.parallel.experts import DISPATCHERS, added
+from sftkit.graph.sharding import added, by_all_gather
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 
@@ -48,7 +48,7 @@ def outputs_and_gradients(experts: Any, forward: Any, hidden: Tensor, chosen: Te
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
-def difference(dispatcher: str, chosen: Tensor, dtype: torch.dtype) -> float:
+def difference(chosen: Tensor, dtype: torch.dtype) -> float:
     """The largest norm of a difference, relative to that of what it should be, of this rank's part."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     model: Any = MODELS["deepseek_v3"]().to(dtype)
@@ -62,7 +62,7 @@ def difference(dispatcher: str, chosen: Tensor, dtype: torch.dtype) -> float:
         gate_up_proj=experts.gate_up_proj[mine], down_proj=experts.down_proj[mine], _apply_gate=experts._apply_gate
     )
     ours = outputs_and_gradients(
-        shared, partial(DISPATCHERS[dispatcher], group=group), hidden[share], chosen[share], weights[share]
+        shared, partial(by_all_gather, group=group), hidden[share], chosen[share], weights[share]
     )
     expected = [*(each[share] for each in whole[:3]), *(each[mine] for each in whole[3:])]
     pairs = zip(ours, expected, strict=True)
@@ -72,12 +72,11 @@ def difference(dispatcher: str, chosen: Tensor, dtype: torch.dtype) -> float:
 def main(out: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     results = {}
-    for dispatcher in DISPATCHERS:
-        for kind, chosen in choices(rt.world_size).items():
-            for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
-                worst = torch.tensor(difference(dispatcher, chosen, dtype))
-                dist.all_reduce(worst, dist.ReduceOp.MAX)
-                results[f"{dispatcher}, {kind}, {name}"] = worst.item()
+    for kind, chosen in choices(rt.world_size).items():
+        for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+            worst = torch.tensor(difference(chosen, dtype))
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            results[f"{kind}, {name}"] = worst.item()
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
 

@@ -97,7 +97,6 @@ def config(
     compiled: bool = True,
     precision: str = "fp32",
     attention: str = "reference",
-    dispatcher: str = "allgather",
     layout: str = "packed",
 ) -> Config:
     """A recipe of a tiny model; `engine` eager: the graph engine without a graph."""
@@ -107,7 +106,7 @@ def config(
         data=DataConfig(train=(), layout=layout),  # type: ignore[arg-type]
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
-        graph=GraphConfig(passes=tuple(passes), token_dispatcher=dispatcher),  # type: ignore[arg-type]
+        graph=GraphConfig(passes=tuple(passes)),
         attention=AttentionConfig(backend=attention),  # type: ignore[arg-type]
         compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
     )
@@ -221,8 +220,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
 def main(out: str, *cases: str) -> None:
     """A case: `model; how; passes, separated by commas; tp`, how: eager, graph, flex, which is graph with FlexAttention, or
     `sdpa LAYOUT`, which is graph with SDPA, over rows of one document.
-    Tensor parallelism is over two ranks; of four without it two copies have two shards each. `tp alltoall`: tokens are sent to
-    the experts that they visit, and not gathered."""
+    Tensor parallelism is over two ranks; of four without it two copies have two shards each."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     if rt.device.type == "cuda":
         # Kernels that give the same bits each time, where there are any. The fast ones of attention add gradients in no
@@ -236,15 +234,14 @@ def main(out: str, *cases: str) -> None:
         model, how, *rest = (word.strip() for word in case.split(";"))
         names = rest[0].split(",") if rest and rest[0] else ()
         precision = "bf16" if model.startswith("bf16") else "fp32"
-        tp, *dispatchers = rest[1].split() if rest[1:] else ("",)
-        tensor = 2 if tp else 1
+        tensor = 2 if rest[1:] else 1
         replicas = 2 if rt.world_size == 4 and tensor == 1 else 1
         shards = rt.world_size // (replicas * tensor)
         topology = Topology(replicas=replicas, shards=shards, tensor=tensor, sharded=True)
         rt = replace(rt, precision=precision, topology=topology)
         how, *layouts = how.split()
         attention = how if how in ("flex", "sdpa") else "reference"
-        cfg = config("graph", names, how != "eager", precision, attention, *(dispatchers or ["allgather"]), *layouts)
+        cfg = config("graph", names, how != "eager", precision, attention, *layouts)
         results[case] = train(rt, model, cfg)
     if rt.is_main:
         Path(out).write_text(json.dumps(results))

@@ -1,1 +1,1 @@
-"""torch.compile: the contract of a compiled step, the compiler's records, its cache on disk, its debug output."""
+"""torch.compile: the contract of a compiled step, the compiler's records, its cache on disk."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
-NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache", "debug")
+NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 "Settings of compile that change no graph, so they are not in the key."
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."

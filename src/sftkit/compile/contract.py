@@ -20,8 +20,8 @@ from torch._dynamo import callback as dynamo_callback
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
-from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, eager_on_recompile, module_in
+from sftkit.compile.modules import compile_arguments, has_cuda_graphs
+from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import called, decoder_blocks, embedding_module
@@ -61,22 +61,19 @@ def compile_model(
     Graphs are built at the first call of each shape, in `warm_up`, inside `compiler_switches`. The loss stays outside.
 
     Args:
-        dynamic_layout: row lengths vary freely, so all sizes are symbolic, or the row length alone where it is marked.
+        dynamic_layout: row lengths vary freely, so all sizes are symbolic.
         sharded: no process has all weights at once, so the scope is block, whatever compile.scope says.
 
     Returns:
         how many modules are compiled.
 
     Raises:
-        ConfigError: scope block for a model whose blocks transformers does not name; a module of compile.modules that
-            does not exist or that a step does not call.
+        ConfigError: scope block for a model whose blocks transformers does not name.
     """
     if not compile.enabled:
         return 0
-    if compile.modules is not None:
-        parts = list(named_parts(orig_model, compile, sharded=sharded).values())
-    elif compile.scope == "model" and not sharded:
-        parts = [(part, compile) for part in called(orig_model) if next(part.children(), None) is not None]
+    if compile.scope == "model" and not sharded:
+        parts = [part for part in called(orig_model) if next(part.children(), None) is not None]
     else:
         if compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
@@ -86,15 +83,15 @@ def compile_model(
                 f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
                 "compile.scope=model or compile.enabled=false"
             )
-        parts = [(module, compile) for module in blocks + small_modules(orig_model)]
-    inputs_with_gradient(orig_model, [module for module, _ in parts])
+        parts = blocks + small_modules(orig_model)
+    inputs_with_gradient(orig_model, parts)
     # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
-    for module, own in parts:
-        if dynamic_layout and module in encoding:  # inputs of an encoder have one shape, whatever the row length
-            compile_part(module, replace(own, dynamic=False))
-        else:
-            compile_part(module, own, dynamic_layout=dynamic_layout)
+    # Inputs of an encoder have one shape, whatever the row length.
+    static = replace(compile, dynamic=False) if dynamic_layout else compile
+    for module in parts:
+        own = compile_arguments(static) if module in encoding else None
+        module.compile(**(own or compile_arguments(compile, dynamic_layout=dynamic_layout)))
     return len(parts)
 
 
@@ -138,16 +135,13 @@ def random_state_kept() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def step_contract(
-    on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
-) -> Iterator[None]:
+def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[None]:
     """Forbid or report compilation in a step, within the context: the warm-up has compiled all declared shapes.
 
     Args:
-        on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
-            `fell_back` is called; "warn": it is compiled, and `CompileWatch.recompile_kinds` says why.
+        on_recompile: "error": the step that needs a new graph ends training; "warn": it is compiled, and
+            `CompileWatch.recompile_kinds` says why.
         breaks: what `CompileWatch.graph_break_reasons` found in the warm-up: an error if on_recompile is "error".
-        fell_back: called with the place and the failed guards at each call that runs uncompiled.
 
     Raises:
         RecompileError: with the guards that failed, or the graph breaks.
@@ -160,11 +154,7 @@ def step_contract(
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
-    stance: AbstractContextManager[object]
-    if on_recompile == "eager":
-        stance = eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
-    else:
-        stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
+    stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
     # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
@@ -194,8 +184,7 @@ def _recompile_error(reason: str) -> RecompileError:
     return RecompileError(
         f"a training step needs a graph that the warm-up did not compile: {reason}\n"
         "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any "
-        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) "
-        "or compile.on_recompile=eager (run it uncompiled)"
+        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count)"
     )
 
 

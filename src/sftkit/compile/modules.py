@@ -1,4 +1,4 @@
-"""Which modules are compiled and how: compile.modules, compile.options, and the settings of torch that a run changes.
+"""Compiler settings: the arguments of torch.compile, compile.options, and the settings of torch that a run changes.
 
 The settings of dynamo, functorch and inductor are put back when the run ends; runtime/start.py has those that hold for
 the whole process.
@@ -7,21 +7,14 @@ The rest of the file hides exchanges inside a compiled block of a tensor-paralle
 times a pass of a block, and what follows needs what has arrived. Only gradients of weights are needed by nobody until
 the optimizer: in the backward pass they are put where the block would wait. On two H100 at 8B, on rank 0 9 % of a step
 are exchanges that nothing hides, 11 % before that (benchmarks/h200_patterns).
-
-Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
-behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another
-(https://discuss.pytorch.org/t/209487). Parts go through symmetric memory; multicast is not needed. All exchanges of a
-forward pass are merged, and the first of a backward pass; the others stay behind gradients of weights.
 """
 
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_origin
 
 import torch
@@ -29,124 +22,22 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo import utils as dynamo_utils
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.ir import ExternKernelOut
 from torch._inductor.utils import contains_collective, contains_wait
-from torch.distributed import ProcessGroup
-from torch.fx import Graph
 from torch.fx.experimental import _config as symbolic_shapes
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import FROM_COMPILER, CompileConfig, CompileModuleConfig
+from sftkit.config.schema import CompileConfig
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.models.structure import Work, decoder, decoder_blocks, output_projection, train_flops
+from sftkit.models.structure import Work, decoder_blocks, train_flops
 from sftkit.models.trained import adapters_of
-from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
 
-LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
-"Containers that are never called themselves: their items are compiled one by one."
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
 "The option that these modes turn on."
-ROW_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
-"""Number of a tensor's dimensions -> those that follow the row length: boundaries [D], ids [B, T], states
-[B, T, H], masks [B, 1, T, T]."""
-
-
-def named_parts(
-    orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False
-) -> dict[str, tuple[torch.nn.Module, CompileConfig]]:
-    """Return the modules that compile.modules names, each with its settings, by path and in the model's order.
-
-    Args:
-        sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
-
-    Raises:
-        ConfigError: a path that the model does not have, that a step never calls or that lies inside another one; it
-            lists the paths that there are.
-    """
-    parts: dict[str, tuple[torch.nn.Module, CompileConfig]] = {}
-    inner = decoder(orig_model)
-    paths = {module: name for name, module in orig_model.named_modules()}
-    # Short paths first, so that a longer one to the same module replaces them.
-    for path, own in sorted((compile.modules or {}).items(), key=lambda item: item[0].count(".")):
-        for place, module in _at(orig_model, path):
-            # A step calls the decoder alone, also of a module that holds it with its head, as GPT-2 behind a ViT.
-            if isinstance(module, PreTrainedModel) and inner in module.modules():
-                place, module = paths[inner], inner
-            parts[place] = module, with_own(compile, own)
-    _check_parts(orig_model, {path: module for path, (module, _) in parts.items()}, sharded=sharded)
-    order = list(paths)
-    return dict(sorted(parts.items(), key=lambda part: order.index(part[1][0])))
-
-
-def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
-    """Return the settings of one module: its own over those of compile."""
-    return replace(compile, modules=None, **{key: value for key, value in vars(own).items() if value is not None})
-
-
-def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the path and module at a path, or those of the items of a list there."""
-    module: torch.nn.Module = orig_model
-    there: list[str] = []
-    for name in path.split("."):
-        children = dict(module.named_children())
-        if name not in children:
-            near = difflib.get_close_matches(name, children, n=1)
-            where = f"in {'.'.join(there)}" if there else f"in {type(orig_model).__name__}"
-            raise ConfigError(
-                f'compile.modules: "{path}": there is no {name or "empty name"} {where}, which has '
-                f"{first_of(list(children), 12) or 'no modules'}." + (f' Did you mean "{near[0]}"?' if near else "")
-            )
-        module = children[name]
-        there.append(name)
-    if isinstance(module, LISTS):
-        yield from ((f"{path}.{name}", child) for name, child in module.named_children())
-    else:
-        yield path, module
-
-
-def _check_parts(orig_model: PreTrainedModel, parts: dict[str, torch.nn.Module], *, sharded: bool) -> None:
-    """Reject a path that lies inside another one, and modules that a step does not call or that cannot be a graph of
-    their own."""
-    for path in parts:
-        outer = next((other for other in parts if path.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise ConfigError(
-                f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only '
-                "one of them"
-            )
-    blocks = set(decoder_blocks(orig_model))
-    for path, module in parts.items():
-        inside = set(module.modules())
-        if output_projection(orig_model) in inside:
-            reason = "is not called in a step, where the loss reads the weight of the head in a kernel of its own"
-        elif type(module).__module__.startswith("torch.nn"):
-            reason = f"is a {type(module).__name__} of torch, which Dynamo does not trace on its own"
-        elif sharded and inside & blocks - {module}:
-            reason = "holds blocks whose sharded weights are gathered between graphs"
-        else:
-            continue
-        others = first_of(_good_paths(orig_model), 12)
-        raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
-
-
-def _good_paths(orig_model: PreTrainedModel) -> list[str]:
-    """Return the paths of the children of the decoder that are worth naming."""
-    inside = decoder(orig_model)
-    prefix = next(name for name, module in orig_model.named_modules() if module is inside)
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for name, child in inside.named_children()
-        if next(child.parameters(), None) is not None
-        and (isinstance(child, LISTS) or not type(child).__module__.startswith("torch.nn"))
-    ]
-
-
-# ---- inductor's options ----
 
 
 def check_options(compile: CompileConfig) -> None:
@@ -155,22 +46,19 @@ def check_options(compile: CompileConfig) -> None:
     Raises:
         ConfigError: a name that torch._inductor.config lacks, with the nearest one, or a value of another type.
     """
-    named = {"compile.options": compile.options}
-    named |= {f"compile.modules: {path}: options": own.options for path, own in (compile.modules or {}).items()}
-    given = [(place, name, value) for place, options in named.items() for name, value in (options or {}).items()]
     # Private, but its names are those of torch.compile(options=...), as its documentation says.
     config: Any = torch._inductor.config
-    known = config.get_config_copy() if given else {}
-    for place, name, value in given:
+    known = config.get_config_copy() if compile.options else {}
+    for name, value in (compile.options or {}).items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
             hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
-            raise ConfigError(f'{place}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
+            where = f"in torch {torch.__version__}"
+            raise ConfigError(f'compile.options: "{name}" is no option of Inductor {where}. {hint}')
         wanted = config.get_type(name)
         if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
-            raise ConfigError(
-                f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
-            )
+            got = type(value).__name__
+            raise ConfigError(f"compile.options: {name} must be of type {wanted.__name__}, not {got} ({value})")
 
 
 def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -> dict[str, Any]:
@@ -179,9 +67,9 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
     It takes a mode or options, not both: with options the mode's are among them.
 
     Args:
-        dynamic_layout: row lengths vary freely, so all sizes are symbolic, unless the row length alone is marked.
+        dynamic_layout: row lengths vary freely, so all sizes are symbolic.
     """
-    dynamic = None if compile.dynamic == "marked" else True if dynamic_layout else compile.dynamic
+    dynamic = dynamic_layout or compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
         # Of a private module, but torch.compile's documentation names it, and reads a mode's options with it.
@@ -192,8 +80,8 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
-    own = [with_own(compile, module) for module in (compile.modules or {}).values()] or [compile]
-    return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
+    by_option: bool = (compile.options or {}).get(CUDA_GRAPHS, compile.mode in CUDA_GRAPH_MODES)
+    return compile.backend == "cudagraphs" or by_option
 
 
 SHORT_BLOCK = 3e12
@@ -209,7 +97,7 @@ def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: 
     """
     adapters = adapters_of(orig_model)
     fixed = len(layout.shapes) == 1 and not layout.dynamic
-    plain = compile.enabled and compile.backend == "inductor" and not compile.options and not compile.modules
+    plain = compile.enabled and compile.backend == "inductor" and not compile.options
     if compile.mode is not None or not plain or adapters is None or adapters.config.dropout or not fixed:
         return False
     ((rows, row_length),) = layout.shapes
@@ -226,48 +114,6 @@ def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | N
         "training: steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or "
         "a layout of fixed shapes"
     )
-
-
-def check_marked(compile: CompileConfig, backend: str) -> None:
-    """Refuse a marked row length where attention has sizes of its own that follow from it.
-
-    Raises:
-        ConfigError: attention by blocks of positions.
-    """
-    if backend == "flex" and compile.dynamic == "marked":
-        raise ConfigError(
-            "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: "
-            "set compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or "
-            "attention.backend=varlen or sdpa"
-        )
-
-
-def compile_part(module: torch.nn.Module, compile: CompileConfig, *, dynamic_layout: bool = False) -> None:
-    """Compile in place, lazily. With compile.dynamic=marked the row length of every given tensor is marked."""
-    module.compile(**compile_arguments(compile, dynamic_layout=dynamic_layout))
-    if compile.dynamic == "marked":
-        assert module._compiled_call_impl is not None
-        # Private: the compiled call (pytorch/pytorch#97565). Dynamo cannot trace a mark (pytorch/pytorch#167269), so it
-        # is set around that call; a hook would be inside it.
-        module._compiled_call_impl = _marking(module._compiled_call_impl)
-
-
-def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call with the row dimensions of its tensors marked as dynamic before it."""
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        # Private: torch 2.13 has no public pytree (pytorch/pytorch#65761). tree_leaves finds the tensors inside named
-        # tuples and lists, too.
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):
-                    if leaf.shape[dimension] > 1:  # torch specialises on sizes 0 and 1
-                        # Documented, but torch.compiler has no name for it. Unmarked, a row length is compiled as a
-                        # constant and again with a symbol at the second length: a recompile that the contract forbids.
-                        torch._dynamo.mark_dynamic(leaf, dimension)
-        return call(*args, **kwargs)
-
-    return marked
 
 
 MAX_RECORDS = 100_000
@@ -317,12 +163,6 @@ def compiler_switches(
             # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
-            # A graph from a cache is logged in part: without hints, without what Inductor knew of it when it wrote
-            # code, and before pytorch/pytorch#176683 without AOTAutograd's graphs. So what compile.debug asks for is
-            # compiled here, as torch does it for traces of its own (pytorch/pytorch#185621).
-            if FROM_COMPILER & set(compile.debug):
-                stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-                stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             # Duck shapes give equal sizes one symbol: a warm-up whose number of rows happens to equal its row length
             # would give a graph for square batches only. pytorch/pytorch#186373 is about doing without by default.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]
@@ -331,8 +171,6 @@ def compiler_switches(
         yield
 
 
-OPTION = "_micro_pipeline_tp"
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 SchedulerNode = Any
 "A node of Inductor's scheduler: a kernel, a product, the start of an exchange, or the wait for one."
 
@@ -404,46 +242,3 @@ def _is_product(node: SchedulerNode) -> bool:
     """Return whether a node is a matrix product: a template, or one that torch computes into memory of Inductor's. Of
     other calls of torch some compute nothing: they name one of several results."""
     return bool(node.is_template() or isinstance(node.node, ExternKernelOut))
-
-
-# ---- asynchronously ----
-
-
-def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object] | None:
-    """Return a context within which Inductor finds what it can merge; None: the recipe does not ask for it."""
-    if not (compile.enabled and (compile.options or {}).get(OPTION)):
-        return None
-    # Private, as is the option: a pass of one's own over Inductor's graphs has no public place (pytorch/pytorch#153532
-    # proposes one).
-    return torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
-
-
-def use_symmetric_memory(group: ProcessGroup) -> None:
-    """Let a group exchange through symmetric memory; every rank calls it. Where this was not called, Inductor merges
-    nothing and says nothing."""
-    # Private: torch 2.11 to 2.13 warn that nobody needs it any more, and Inductor still asks whether it was called
-    # (pytorch/pytorch#193027).
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*enable_symm_mem_for_group", category=FutureWarning)
-        enable_symm_mem_for_group(group.group_name)
-
-
-class _OneView(CustomGraphPass):
-    """Makes one view of a chain of them, and none where it changes nothing. Between a collective and a matrix product
-    Inductor looks for one view at most, and gathered rows have two: back to [1, T, H], and to the matrix."""
-
-    def __call__(self, graph: Graph) -> None:
-        for node in graph.nodes:
-            if node.target not in _VIEWS:
-                continue
-            while node.args[0].target in _VIEWS:
-                node.replace_input_with(node.args[0], node.args[0].args[0])
-            if node.meta["val"].shape == node.args[0].meta["val"].shape:
-                node.replace_all_uses_with(node.args[0])
-        graph.eliminate_dead_code()
-
-    def uuid(self) -> bytes:
-        """Return the part of the key of cached code; without it nothing is cached (pytorch/pytorch#137298)."""
-        return get_hash_for_files((__file__,))

@@ -1,4 +1,4 @@
-"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, uncompiled calls, seconds, hits.
+"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, hits.
 
 The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
 torch has no public ones. Records of all ranks are put together, because guards may fail on one rank alone. A rejected
@@ -11,77 +11,20 @@ share (transformers 5.23 wraps that of every block, older versions that of the d
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch._dynamo import callback as dynamo_callback
-from torch._dynamo import eval_frame
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
-from torch._dynamo.utils import counters
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from sftkit.config.schema import CompileConfig
-from sftkit.rundir.files import replace_shared
 from sftkit.runtime.start import Runtime
-
-
-def under_way(compile: CompileConfig, key: str) -> str:
-    """Return a line on what the warm-up does, with the seconds of earlier ones of the same key where they are known:
-    when the graphs were compiled, and when all of them came from a cache. Which it will be is known only afterwards.
-
-    Args:
-        key: of compile.cache.
-    """
-    if not compile.enabled:
-        return "trying the worst-case batches"
-    what = "compiling blocks" if compile.scope == "block" else "compiling the model"
-    known = _read(key)
-    said = [words.format(known[kind]) for kind, words in _WORDS.items() if kind in known]
-    return f"{what}: {', '.join(said)}" if said else what  # a busy machine takes longer
-
-
-def note(key: str, seconds: float) -> None:
-    """Keep the seconds of a warm-up that compiled, or found compiled code. A failure to write them is no error.
-
-    A start that found most of its graphs and compiled the others is neither, and is not kept.
-    """
-    # torch._dynamo's own counters, as in cache.save_compiled. Where no cache is in use neither counts anything.
-    misses, hits = (counters["inductor"][f"fxgraph_cache_{found}"] for found in ("miss", "hit"))
-    if 0 < misses <= hits:
-        return
-    found = _read(key) | {"cached" if hits and not misses else "anew": round(seconds, 1)}
-    with suppress(OSError):
-        _file(key).parent.mkdir(parents=True, exist_ok=True)
-        replace_shared(_file(key), json.dumps(found))
-
-
-_WORDS = {"anew": "{:.0f} s when last compiled anew", "cached": "{:.0f} s with saved compiled code"}
-
-
-def _read(key: str) -> dict[str, float]:
-    """Return the seconds that are known, by kind; empty for a file that is missing or cannot be read."""
-    try:
-        found = json.loads(_file(key).read_text())
-        return {kind: float(found[kind]) for kind in _WORDS if kind in found}
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _file(key: str) -> Path:
-    """Return the file, in the folder of torch's own compiled code, so that both are deleted together."""
-    # Private: of that folder only the variable is documented, TORCHINDUCTOR_CACHE_DIR
-    # (https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html).
-    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"
 
 
 def describe_guards(message: str, owner: object) -> str:
@@ -142,51 +85,6 @@ RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
 "Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
 
 
-@contextmanager
-def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
-    """Run a call whose guards fail uncompiled within the context, as under torch's stance `eager_on_recompile`.
-
-    Compiled code stays in use, also by functions inside that call whose own guards hold.
-
-    That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
-    `fail_on_recompile`: its error gives the reason, and then the frame runs uncompiled instead of raising.
-
-    Args:
-        fell_back: called at each such call with torch's message, which names the code and the failed guards, and with
-            the `self` of that code, None for a function.
-    """
-    # Private: the function that torch asks at each frame, of pytorch/pytorch#137504, which brought the stances. There
-    # is no public hook, as of torch 2.15, and no upstream issue about one is known.
-    ask = eval_frame._callback_from_stance
-
-    def recording(callback: Any) -> Any:
-        """Return torch's callback for a frame, which reports a rejection and runs the frame instead."""
-        refuse: Any = ask(callback)
-        if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
-            return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
-
-        def run_and_tell(frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
-            try:
-                return refuse(frame, *args, **kwargs)
-            except RuntimeError as error:
-                if RECOMPILE_REFUSED not in str(error):
-                    raise
-                fell_back(str(error), frame.f_locals.get("self"))
-            strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
-            return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
-
-        # Private, of the same change: by this attribute torch knows whose compiled code the frame may use.
-        run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
-        return run_and_tell
-
-    eval_frame._callback_from_stance = recording
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            yield
-    finally:
-        eval_frame._callback_from_stance = ask
-
-
 NESTED = {
     "dynamo": "dynamo_cumulative_compile_time_us",
     "aot": "aot_autograd_cumulative_compile_time_us",
@@ -219,9 +117,6 @@ class CompileWatch:
         self._warm_at: int | None = None
         self.evaluations = self.in_evaluation = 0
         "evaluations, and compiles during them"
-        self.fallbacks = 0
-        "calls of compiled code that ran uncompiled after all"
-        self._fallback_kinds: dict[str, str] = {}
         self.cuda_graphs = self._warm_cuda_graphs = 0
         self._seconds = 0.0
         self._started = 0.0
@@ -245,15 +140,6 @@ class CompileWatch:
         finally:
             self.in_evaluation += len(self._records()) - before
 
-    def fell_back(self, reason: str) -> None:
-        """Count a call of compiled code that runs uncompiled: none of torch's records has it."""
-        self.fallbacks += 1
-        self._fallback_kinds.setdefault(_kind(reason), reason)
-
-    def fallback_kinds(self) -> list[str]:
-        """Return why calls ran uncompiled: place and failed guards, one of each kind, as in `recompile_kinds`."""
-        return list(self._fallback_kinds.values())
-
     def warm_up_done(self) -> None:
         """Count every compile from here on as a recompile."""
         self._warm_at = len(self._records())
@@ -276,15 +162,13 @@ class CompileWatch:
         return [r for r in late if r.is_forward is not False or r.compile_id not in forward]
 
     def counts(self) -> dict[str, float]:
-        """Return graphs, recompiles, fallbacks, graph breaks, seconds and cache hits as in
-        docs/metrics.md: compile/*."""
+        """Return graphs, recompiles, graph breaks, seconds and cache hits as in docs/metrics.md: compile/*."""
         forward = [r for r in self._records() if r.is_forward is True]
         # Behind a graph break Dynamo compiles the rest of a function as one of its own, under this name.
         resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
         return {
             "compile/graphs": sum(bool(r.has_guarded_code) and bool(r.graph_op_count) for r in forward),
             "compile/recompiles": len(self._late()),
-            "compile/fallbacks": self.fallbacks,
             "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
             "compile/cuda_graphs": self.cuda_graphs,
             "compile/seconds": round(self._seconds, 3),
@@ -388,12 +272,9 @@ class Records:
     ranks than 0 name their rank."""
 
     recompiles: int = 0
-    fallbacks: int = 0
-    "calls of compiled code that ran uncompiled"
     in_evaluation: int = 0
     "compiles during evaluations"
     recompile_kinds: tuple[str, ...] = ()
-    fallback_kinds: tuple[str, ...] = ()
     graph_break_reasons: tuple[str, ...] = ()
     late_cuda_graphs: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
@@ -402,10 +283,8 @@ class Records:
 
 def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
     """Return the records of this rank, so far."""
-    breaks = watch.graph_break_reasons()
-    texts = watch.recompile_kinds(), watch.fallback_kinds(), breaks, watch.late_cuda_graphs(), hooks
-    recompiles = int(watch.counts()["compile/recompiles"])
-    return Records(recompiles, watch.fallbacks, watch.in_evaluation, *map(tuple, texts))
+    texts = watch.recompile_kinds(), watch.graph_break_reasons(), watch.late_cuda_graphs(), hooks
+    return Records(int(watch.counts()["compile/recompiles"]), watch.in_evaluation, *map(tuple, texts))
 
 
 class RecordsOfRanks:

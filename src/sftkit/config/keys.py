@@ -45,8 +45,7 @@ class Key:
 
 @functools.cache
 def key_table() -> dict[str, Key]:
-    """Return every dotted key in the order of schema.py. N stands for the index of a list item, PATH for a key of a
-    mapping of modules."""
+    """Return every dotted key in the order of schema.py. N stands for the index of a list item."""
     return dict(_rows("Config", ""))
 
 
@@ -82,16 +81,14 @@ def _rows(name: str, prefix: str) -> Iterator[tuple[str, Key]]:
             is_path = any(part.get("format") == "path" for part in parts)
             yield key, Key(_kind(prop), prop["description"], required, prop.get("default"), is_path)
         if target:
-            named = any("additionalProperties" in part for part in parts)
             listed = any(part.get("type") == "array" for part in parts)
-            inner = f"{key}.N." if listed else f"{key}.PATH." if named else f"{key}."
-            yield from _rows(target, inner)
+            yield from _rows(target, f"{key}.N." if listed else f"{key}.")
 
 
 def _target(prop: JsonSchema) -> str | None:
     """Return the class that a property, its items or values, or its non-null alternative refers to."""
     parts = (prop, prop.get("items", {}), *prop.get("anyOf", ()), *prop.get("allOf", ()))
-    for part in (*parts, *(part.get("additionalProperties") for part in parts if isinstance(part, dict))):
+    for part in parts:
         if isinstance(part, dict) and "$ref" in part:
             return str(part["$ref"])
     return None
@@ -116,17 +113,7 @@ def _kind(prop: JsonSchema) -> str:
 
 def row_of(keys: KeyPath) -> str:
     """Return the key of `key_table` for a place in a recipe."""
-    parts: list[str] = []
-    for key in keys:
-        named = f"{'.'.join(parts)}.PATH"
-        parts.append("N" if isinstance(key, int) else "PATH" if named in _mappings() else key)
-    return ".".join(parts)
-
-
-@functools.cache
-def _mappings() -> frozenset[str]:
-    """Return `key.PATH` of every mapping whose values are settings."""
-    return frozenset(key.rpartition(".")[0] for key in key_table() if key.rpartition(".")[0].endswith(".PATH"))
+    return ".".join("N" if isinstance(key, int) else key for key in keys)
 
 
 def shorten(value: object) -> str:
@@ -181,6 +168,8 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         return _unknown(keys)
     if kind in ("missing", "missing_argument"):
         return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
+    if instead := hints()["removed"].get(f"{row_of(keys)}={error['input']}"):
+        return f"{got} was removed: {instead}", []
     null = bool(key and key.kind.endswith("| null"))
     if kind == "literal_error":
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
@@ -240,9 +229,7 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
 
 
 def _indexed(key: str, keys: KeyPath) -> str:
-    """Return a key of the table with its N and PATH filled in: from `keys` where both are in the same list or mapping,
-    else as 0 and PATH."""
+    """Return a key of the table with its N filled in: from `keys` where both are in the same list, else as 0."""
     parts = key.split(".")
     same = [len(keys) > i and row_of(keys[: i + 1]).split(".") == parts[: i + 1] for i in range(len(parts))]
-    instead = {"N": "0", "PATH": "PATH"}
-    return ".".join(str(keys[i]) if same[i] else instead.get(part, part) for i, part in enumerate(parts))
+    return ".".join(str(keys[i]) if same[i] else "0" if part == "N" else part for i, part in enumerate(parts))

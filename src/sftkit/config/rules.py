@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import unusable
-from sftkit.config.schema import FROM_COMPILER, LARGEST_TOGETHER, SourceConfig, source_label
-from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
+from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
+from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
 
@@ -44,15 +44,9 @@ class Unusable(Exception):
 
 
 def _compiled_only(get: Get) -> Iterator[Problem]:
-    debug = get("compile.debug")
     if get("compile.enabled"):
-        hidden = ", ".join(sorted(FROM_COMPILER & set(debug)))
-        if hidden and get("compile.cache") is not None:
-            problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
-            yield "compile.debug", problem
         return
     useless = {
-        "compile.debug": "nothing is compiled",
         "train.fp8": "uncompiled, the scaling costs more than float8 saves",
         "compile.cache": "there is no compiled code to keep",
     }
@@ -69,21 +63,14 @@ def _inductor_only(get: Get) -> Iterator[Problem]:
         yield "compile.mode", f"{mode} {wrong}: set compile.backend=inductor"
     if get("compile.options") is not None:
         yield "compile.options", wrong
-    for path, own in (get("compile.modules") or {}).items():
-        yield from (("compile.modules", f"{path}: {name} {wrong}") for name in own if own[name] is not None)
 
 
 def _options(get: Get) -> Iterator[Problem]:
-    modules = get("compile.modules")
-    named = {"compile.options": get("compile.options")}
-    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in (modules or {}).items()}
-    if modules == {}:
-        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
-        yield "compile.modules", problem
-    for place, options in named.items():
-        for name, value in (options or {}).items():
-            if not isinstance(value, bool | int | float | str):
-                yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
+    for name, value in (get("compile.options") or {}).items():
+        if name == "_micro_pipeline_tp":
+            yield "compile.options", f"{name}: was removed: gradients of weights hide as much (docs/distributed.md)"
+        if not isinstance(value, bool | int | float | str):
+            yield "compile.options", f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
 
 
 def _engine(get: Get) -> Iterator[Problem]:
@@ -92,7 +79,7 @@ def _engine(get: Get) -> Iterator[Problem]:
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
     # Rejected, not ignored: other runs are judged by this one, and a setting without effect would be believed.
-    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
+    unused: dict[str, str | None] = {"compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto"}
     for key, default in unused.items():
         if (get(key) or None) != default:
@@ -224,31 +211,20 @@ def _in_rounds(count: int, stages: int) -> bool:
 
 def _graph(get: Get) -> Iterator[Problem]:
     passes = get("graph.passes")
-    dispatcher = "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
     # How to undo a key of graph that a recipe may have inherited.
     resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
-        resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
         for key, advice in resets.items():
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
-    if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
-        yield dispatcher, hint("alltoall in CUDA graphs")
-    for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
-        if name in passes and get("compile.on_recompile") == "eager":
-            yield "graph.passes", hint("collectives of eager micro-batches", name=name, does=does)
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
-    for name in sorted(CHECKPOINTING & set(passes)):
-        if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
-            problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
-            yield "graph.passes", problem
     for key, advice in resets.items() if not get("compile.enabled") else ():
         yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
-    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+    for key in ("compile.mode", "compile.options", "compile.cache"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
 
@@ -312,19 +288,6 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
     # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
         yield "train.engine", hint("graph with context parallelism", topology=topology.describe())
-
-
-def no_experts(model_type: str) -> Iterator[Problem]:
-    """Yield what is wrong with graph.token_dispatcher=alltoall for an architecture without experts."""
-    problem = f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out"
-    yield "graph.token_dispatcher", problem
-
-
-def unshared_experts(topology: Topology) -> Iterator[Problem]:
-    """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
-    if topology.tensor == 1:
-        file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
-        yield "graph.token_dispatcher", hint("alltoall without shared experts", topology=topology.describe(), file=file)
 
 
 def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterator[Problem]:
@@ -470,8 +433,6 @@ def _dynamic(get: Get) -> Iterator[Problem]:
     if (layout := get("data.layout")) != "dynamic":
         if multiple is not None:
             yield "data.pad_multiple", f"{only}, not {layout}"
-        if get("compile.dynamic") == "marked":
-            yield "compile.dynamic", f"marked {only}, not {layout}, whose rows have fixed lengths"
         return
     multiple = multiple or 8
     if max_length is not None and max_length % multiple:

@@ -209,7 +209,7 @@ class TrainConfig:
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     "engine pipeline: the order of passes. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which wait about half as long and send two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
-    "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
+    "engine pipeline: number of layers of each stage, in order; null: balanced by parameters, those of the head at 0.7 of their number."
     freeze: tuple[str, ...] = ()
     'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
     fp8: Literal["tensorwise", "rowwise"] | None = None
@@ -299,24 +299,6 @@ class NumericsConfig:
     "Steps between comparisons of weights and optimizer states that several ranks must hold alike, by checksum; also before each checkpoint and evaluation. A difference ends training. null: never."
 
 
-FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
-"Logs of compile.debug that are incomplete for a graph from a cache."
-
-
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-CompileDynamic = Literal[True, False, "marked"]
-
-
-@settings
-class CompileModuleConfig:
-    """How the modules at one path of compile.modules are compiled; null: as compile says."""
-
-    mode: CompileMode | None = None
-    "compile.mode of it; default: torch's own."
-    options: dict[str, Any] | None = None
-    "compile.options of it, which replace those of compile; {}: none."
-
-
 @settings
 class CompileConfig:
     """torch.compile, for the train step only."""
@@ -327,26 +309,22 @@ class CompileConfig:
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
-    modules: dict[str, CompileModuleConfig] | None = None
-    "Replaces scope: the modules to compile, each by its path or that of its list, with mode and options of its own (null: as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
-    mode: CompileMode | None = None
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     "torch.compile mode; inductor only. null: torch's default, but reduce-overhead (CUDA graphs) for adapters on one GPU whose blocks are so short that the host would be slower than the GPU (docs/adapters.md)."
     options: dict[str, Any] | None = None
     "Inductor's own options, which override those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
-    dynamic: CompileDynamic | None = False
-    "false: static shapes; null lets torch.compile decide after the first recompile; marked: only the row length is symbolic, and a graph specialised to one row length is an error (layout dynamic)."
+    dynamic: bool | None = False
+    "false: static shapes; null lets torch.compile decide after the first recompile."
     fullgraph: bool = False
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None
     "Share of a block's activations that may be kept for the backward pass; the rest is recomputed, cheapest first. null: as train.memory says."
-    on_recompile: Literal["error", "warn", "eager"] = "error"
-    "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn and count it; eager: run that call eagerly."
+    on_recompile: Literal["error", "warn"] = "error"
+    "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn, compile it and count it."
     cache: FilePath | None = None
     "File, folder or fsspec URL from which compiled code is loaded before the warm-up and to which it is saved after it."
     on_failure: Literal["warn", "error"] = "warn"
     "If this machine has no working compiler. warn: warn once and train eagerly; error: stop."
-    debug: tuple[Literal["graphs", "output_code", "recompiles", "perf_hints"], ...] = ()
-    "The compiler's own logs, in <run>/compile/: captured graphs, generated kernels with a summary, recompiles, hints."
 
 
 @settings
@@ -354,8 +332,6 @@ class GraphConfig:
     """The graph engine (train.engine graph): what is captured, and what is done with the graph."""
 
     passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
-    token_dispatcher: Literal["allgather", "alltoall"] = "allgather"
-    "How tokens reach experts that are split over tensor-parallel processes. allgather: every process gets all tokens, and the host never waits; alltoall: each token is sent to its experts: less traffic if there are more processes than experts per token, but the host waits once a layer. Neither drops tokens."
     dump: bool = False
     "Write the graphs of each shape before and after every pass into <run>/captured_graphs/, from the main rank."
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,8 +47,12 @@ STAGES = ("joint", "fork", "split", "regions", "codegen", "replay")
 of a half, for micro-batches at different places of a step; split: a pass over each half; regions: puts compiled code in
 the place of parts of a half; codegen: generates code for a half, instead of calling one operator after the other;
 replay: what is called instead of that code."""
-CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
-"Passes that choose which activations are kept."
+REMOVED_PASSES = {
+    "prefetching": "block_bucketing moves collectives alike, and merges them",
+    "full_checkpointing": "train.memory=low recomputes activations",
+    "selective_checkpointing": "train.memory=balanced recomputes activations",
+}
+"Passes of earlier versions -> what to do instead."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +73,12 @@ class Pass:
 _SUMMARIES = {
     "joint": {
         "reshard_after_forward": "weights are gathered again in the backward pass and not kept for it",
-        "full_checkpointing": "of a decoder block what goes in is kept for the backward pass, the rest is computed "
-        "again",
-        "selective_checkpointing": "the outputs of its matrix products and attention are kept, too",
     },
     "fork": {
         "gather_once": "the first micro-batch of a step gathers the weights for all of them",
         "reduce_once": "gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
     },
     "split": {
-        "prefetching": "the weights of a decoder block are gathered while the block before it computes, one by one",
         "auto_bucketing": "collectives are merged and moved to where an estimate of times hides them behind compute",
         "block_bucketing": "those of a decoder block are merged, and gathered while the block before it computes",
     },
@@ -95,18 +94,17 @@ _SUMMARIES = {
 }
 "Stage -> its passes, with the text of each for --help."
 _CODE = {
-    "gather_once": "gather_once:fork",
-    "reduce_once": "reduce_once:fork_backward",
+    "gather_once": "once:fork",
+    "reduce_once": "once:fork_backward",
     "cuda_graphs": "apply:Recorder",
     **{name: f"order:{name}" for name in _SUMMARIES["split"]},
 }
 "Pass -> its module and function in graph/passes/; the others are functions of their own name in regions."
 _CONFLICTS = (
     {"gather_once", "reshard_after_forward"},
-    {"full_checkpointing", "selective_checkpointing"},
     *({"cuda_graphs", name} for name in _SUMMARIES["fork"]),
-    *map(set, combinations(_SUMMARIES["split"], 2)),
-    *({"full_inductor", name} for name in ("prefetching", "regional_inductor")),
+    set(_SUMMARIES["split"]),
+    {"full_inductor", "regional_inductor"},
 )
 "Pairs of passes that exclude each other."
 PASSES = {
@@ -127,7 +125,9 @@ def problems(names: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with a list of passes: an unknown name, one named twice, a wrong order, two that exclude each
     other."""
     for name in dict.fromkeys(names):
-        if name not in PASSES:
+        if name in REMOVED_PASSES:
+            yield f'"{name}" was removed: {REMOVED_PASSES[name]}'
+        elif name not in PASSES:
             hint = f'. Did you mean "{near[0]}"?' if (near := difflib.get_close_matches(name, PASSES, n=1)) else ""
             yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
         elif names.count(name) > 1:

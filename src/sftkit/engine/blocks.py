@@ -3,15 +3,12 @@ optimizers."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-from sftkit.compile import cache, contract, debug, modules, watch
+from sftkit.compile import cache, contract, modules, watch
 from sftkit.config.schema import Config
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner
@@ -30,15 +27,11 @@ from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
 
-log = logging.getLogger(__name__)
-
 
 class Blocks:
     """The default engine. See engine.Engine."""
 
-    def __init__(
-        self, cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None]
-    ) -> None:
+    def __init__(self, cfg: Config, training: Training, rt: Runtime, on_plan: Callable[[MemoryPlan], None]) -> None:
         """Build the engine for a model, in the only order that works; every rank calls it.
 
         Args:
@@ -51,7 +44,6 @@ class Blocks:
         layout = training.layout
         modules.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            write_logs = stack.enter_context(debug.compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
@@ -59,19 +51,12 @@ class Blocks:
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            modules.check_marked(cfg.compile, choice.backend)
             advice = modules.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 unused = "; train.pipeline_layers has no effect" if cfg.train.pipeline_layers else ""
                 rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
-            # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
-            if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
-                from sftkit.engine.stage_times import measured_layers
-
-                layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
-                cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
             # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
@@ -93,16 +78,12 @@ class Blocks:
             )
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            if (group := tensor_group(orig_model)) is not None:
+            if tensor_group(orig_model) is not None:
                 stack.enter_context(modules.collectives_hidden())
-                if rt.device.type == "cuda" and (merging := modules.mergeable_products(cfg.compile)):
-                    modules.use_symmetric_memory(group)
-                    stack.enter_context(merging)
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.
             self._at_close = stack.pop_all()
-        self._write_logs = write_logs
         self._cfg = cfg
         self._rt = rt
         self._plan = plan
@@ -133,7 +114,6 @@ class Blocks:
         self.watch = watch.CompileWatch()
         self._at_close.callback(self.watch.close)
         self._hooks: contract.HookWatch | None = None
-        self._own_metrics: dict[str, float] = {}
         self._records = watch.RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
@@ -150,7 +130,8 @@ class Blocks:
         losses: Losses = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        with working(watch.under_way(cfg.compile, self._code_key)), oom:
+        parts = "blocks" if cfg.compile.scope == "block" else "the model"
+        with working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = contract.warm_up(
@@ -171,22 +152,12 @@ class Blocks:
         built = counted(int(counts["compile/graphs"]), "graph")
         breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
         print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
-        if rt.topology.stages > 1:
-            from sftkit.engine.stage_times import bubble_of
-
-            waits, line = bubble_of(self._wrapped, self.training, rt)
-            self._own_metrics = {"perf/pipeline_bubble_pct": waits}
-            print_line(line)
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
-        if self.compiled:
-            if cfg.compile.cache:
-                gpu = rt.device.index or 0
-                rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
-            if rt.is_main:
-                watch.note(self._code_key, seconds)
-        self._write_logs()
+        if self.compiled and cfg.compile.cache:
+            gpu = rt.device.index or 0
+            rt.print(cache.save_compiled(cfg.compile.cache, self._code_key, gpu, writes=rt.rank == gpu))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -195,7 +166,7 @@ class Blocks:
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
-        with contract.step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back), oom:
+        with contract.step_contract(on_recompile, self.watch.graph_break_reasons()), oom:
             yield
 
     @contextmanager
@@ -210,16 +181,8 @@ class Blocks:
         assert self._hooks is not None, "warm_up comes first"
         own = watch.records_of(self.watch, self._hooks.unheeded())
         records = self._records.together(own, exchange=error is None)
-        counts = {**self.watch.counts(), **self._own_metrics}
-        return report_of(counts, self.watch.evaluations, records, compiled=self.compiled)
+        return report_of(self.watch.counts(), self.watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
-        """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""
-        write = self._write_logs
-        self._write_logs = lambda: None
-        try:
-            write()
-        except OSError as error:
-            log.warning("the summary of compile.debug cannot be written: %s", error)
-        finally:
-            self._at_close.close()
+        """Restore the compiler's settings."""
+        self._at_close.close()

@@ -83,7 +83,6 @@ class EngineReport:
             return []
         return [
             ("recompile", list(records.recompile_kinds)),
-            ("fallback", list(records.fallback_kinds)),
             ("graph_break", list(records.graph_break_reasons)),
             ("cuda_graph", list(records.late_cuda_graphs)),
             ("hook", list(records.hooks)),
@@ -99,7 +98,7 @@ def report_of(counts: dict[str, float], evaluations: int, records: Records, *, c
         compiled: whether the steps are.
     """
     # Graphs and seconds are this rank's, but what should not happen counts on every rank.
-    metrics = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+    metrics = counts | {"compile/recompiles": records.recompiles}
     return EngineReport(metrics, records, int(counts["compile/graphs"]) if compiled else None, evaluations)
 
 

@@ -135,7 +135,7 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Report that nothing is compiled."""
         # The same metrics as the other engines', so that lines of a run have the same columns.
-        counted = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")
+        counted = ("graphs", "recompiles", "graph_breaks", "cuda_graphs")
         return EngineReport({f"compile/{name}": 0 for name in counted})
 
     def close(self) -> None:

@@ -161,8 +161,8 @@ class TrainStep:
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """See engine.Engine.step."""
-        # Everything stays on the device from here to the outcome, so the host runs ahead of it. Two things wait: the
-        # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/experts.py).
+        # Everything stays on the device from here to the outcome, so the host runs ahead of it. Only the update of
+        # optim.adamw8bit waits.
         rt = self.rt
         parameters = list(parameters_of(self.optimizer.param_groups))
         totals = Totals.zeros(self.objective.measured, rt.device)

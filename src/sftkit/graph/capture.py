@@ -23,8 +23,8 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph import compat
 from sftkit.graph.graphs import blocks_tagged, buckets_of, first_names, mark_buckets
-from sftkit.graph.parallel.sharding import looked_up_in_shards
 from sftkit.graph.passes.apply import Passes, Stage
+from sftkit.graph.sharding import looked_up_in_shards
 from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator
@@ -137,7 +137,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
 
 log = logging.getLogger(__name__)
 
-OnRecompile = Literal["error", "warn", "eager"]
+OnRecompile = Literal["error", "warn"]
 
 
 class CapturedModel(torch.nn.Module):
@@ -163,8 +163,6 @@ class CapturedModel(torch.nn.Module):
         "the graphs of each captured shape, by what the passes made of them"
         self.late: list[str] = []
         "shapes that were captured after the warm-up, for a person"
-        self.fallbacks: list[str] = []
-        "the reason of each call that ran eagerly inside the contract"
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
@@ -190,8 +188,7 @@ class CapturedModel(torch.nn.Module):
         return sum(graph.seconds for graph in self._graphs.values())
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
-        """Restrict calls to the captured shapes within the context. Another shape is an error, is captured now (warn),
-        or runs eagerly and is reported.
+        """Restrict calls to the captured shapes within the context: another shape is an error, or is captured (warn).
 
         Raises:
             RecompileError: the shape, and those that there are.
@@ -211,12 +208,8 @@ class CapturedModel(torch.nn.Module):
             raise RecompileError(
                 f"a training step needs a graph that the warm-up did not capture: {reason}\n"
                 "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If "
-                "this step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
-                "compile.on_recompile=eager (run it without a graph)"
+                "this step is as it should be, train on with compile.on_recompile=warn (capture it and count)"
             )
-        if self._on_other == "eager":
-            self.fallbacks.append(reason)
-            return self.model(batch, self._eager)
         # Each rank for itself: a capture runs no collective, so ranks that have the graph only wait for this one.
         self.late.append(reason)
         log.warning("capturing a graph inside training: %s", reason)

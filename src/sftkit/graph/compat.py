@@ -126,19 +126,11 @@ def annotate(node: Node, name: str, value: Any) -> None:
     node.meta["custom"] = {**node.meta.get("custom", {}), name: value}
 
 
-def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> None:
-    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or
-    computes it again.
-
-    Args:
-        region: number of the checkpointed region that it belongs to; None: to none.
-    """
-    # Keys of the split (pytorch/pytorch#129295), which activation checkpointing under torch.compile writes; there is no
-    # function for it. Regions are numbered in their order: at the border between two the split saves, or the backward
-    # pass of the last one would compute from the first one on.
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
-    if region is not None:
-        node.meta["ac_graph_id"] = region
+def recompute(node: Node) -> None:
+    """Tell the split of a joint graph that the backward pass computes again what a node of the forward pass gives."""
+    # A key of the split (pytorch/pytorch#129295), which activation checkpointing under torch.compile writes; there is
+    # no function for it.
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def operator_of(node: Node) -> Any:
@@ -216,12 +208,6 @@ def _functional(name: str) -> Any:
     # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and were renamed
     # (pytorch/pytorch#186125), while the operators keep their names.
     return private("torch", f"ops._c10d_functional.{name}")
-
-
-def is_backward(node: Node) -> bool:
-    """Return whether a node of a captured graph belongs to the backward pass."""
-    # AOTAutograd's mark of what it traced in the backward pass, by which its own split goes (pytorch/pytorch#164174).
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def kept_for_backward(graph: GraphModule) -> list[Node]:

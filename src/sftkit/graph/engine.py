@@ -19,16 +19,15 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import HookWatch, random_state_kept, step_contract
 from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
-from sftkit.config.rules import Problem, graph_mesh_problems, no_experts, passes_off_gpu, unshared_experts
+from sftkit.config.rules import Problem, graph_mesh_problems, passes_off_gpu
 from sftkit.config.schema import Config, ModelConfig
-from sftkit.config.tables import CHECKPOINTING, PASSES
+from sftkit.config.tables import PASSES
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
+from sftkit.graph import sharding
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
-from sftkit.graph.parallel import sharding
-from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
@@ -43,15 +42,12 @@ from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
 
 
-def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
+def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
     """Reject processes that the engine has no sharding for, and models that it was not made for.
 
-    Args:
-        dispatcher: graph.token_dispatcher.
-
     Raises:
-        ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism
-            does not know or cannot divide, or an exchange of tokens where no experts are shared out.
+        ConfigError: replicas of whole models, context parallelism, a model with an encoder, or what tensor parallelism
+            does not know or cannot divide.
     """
     # Questions about the model alone come first: their answers are the same on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
@@ -64,12 +60,6 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
     # This needs the sizes of every matrix, so it comes after the checks that do not.
     if topology.tensor > 1:
         sharding.check_tensor_plan(orig_model, topology.tensor)
-    # The rest is about the exchange of tokens between ranks that share experts, the tensor-parallel ranks.
-    if dispatcher != "alltoall":
-        return
-    if not any(is_experts(module) for module in orig_model.modules()):
-        _reject(no_experts(orig_model.config.model_type))
-    _reject(unshared_experts(topology))
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
@@ -90,24 +80,21 @@ def _reject(problems: Iterable[Problem]) -> None:
         raise ConfigError(text)
 
 
-def distribute_for_graph(
-    model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather"
-) -> None:
+def distribute_for_graph(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:
     """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank
     calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
-        dispatcher: graph.token_dispatcher.
     """
     if not rt.topology.sharded:
-        use_grouped_products(model.orig_model)
+        sharding.use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
     # pass that gathers weights gives them to the others, so it must be the outermost.
     every, mesh = sharding.make_graph_meshes(rt.topology, rt.device.type)
-    use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
+    sharding.use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"))
     if mesh is not None:
         sharding.exchange_activations(model.orig_model, mesh)
     sharding.shard_for_graph(model, sharding.weight_placement(model.orig_model, every, mesh), rt.precision)
@@ -151,7 +138,7 @@ class GraphEngine:
         self._run_dir = run_dir
         # Checks without weights come first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for callers that did not ask before loading
-        check_possible(rt, orig_model, cfg.graph.token_dispatcher)
+        check_possible(rt, orig_model)
         with ExitStack() as stack:  # an error restores the settings
             # Attention decides what a block keeps, sharding what is gathered: the plan needs both. The caller gets the
             # plan before anything large is allocated: the estimate is most useful if the run ends there.
@@ -160,11 +147,10 @@ class GraphEngine:
             keep_gradients = "reduce_once" in passes
             kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
-            # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time. The plan
-            # does not know the passes that checkpoint activations: it asks for more than is needed.
+            # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time.
             kept = cfg.compile.activation_memory_budget
-            again = "full_inductor" in passes and not CHECKPOINTING & set(passes)
-            kept = 1.0 if kept is None and cfg.train.memory == "speed" and not again else kept
+            again = cfg.train.memory != "speed" or "full_inductor" in passes
+            kept = 1.0 if kept is None and not again else kept
             planned = replace(cfg.compile, activation_memory_budget=kept, backend="inductor")
             self._plan = plan = make_plan(replace(cfg, compile=planned), orig_model, layout, rt, fixed)
             on_plan(plan)
@@ -173,7 +159,7 @@ class GraphEngine:
             self.model = self.forward = model = ModelWithLoss(orig_model, choice.backend, training.objective)
             budget = plan.activation_memory_budget
             stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
-            distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
+            distribute_for_graph(model, training.source, rt)
             if rt.topology.sharded:
                 exchanged = "once a step" if keep_gradients else "after each micro-batch"
                 rt.print(
@@ -305,7 +291,7 @@ class GraphEngine:
         out of memory."""
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile
-        contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
+        contract = step_contract(on_recompile, self.watch.graph_break_reasons())
         oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
@@ -324,9 +310,7 @@ class GraphEngine:
         own = replace(
             own,
             recompiles=own.recompiles + len(captured.late),
-            fallbacks=own.fallbacks + len(captured.fallbacks),
             recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
-            fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
         # A run that failed cannot ask other ranks, which may be gone: it reports what they last sent.
         records = self._records.together(own, exchange=error is None)

@@ -22,7 +22,7 @@ from sftkit.graph import compat
 from sftkit.models.structure import decoder_blocks, embedding_module
 from sftkit.runtime.start import replaced_in_each
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 "Collectives; names of their operators begin alike, with underscores."
 
 

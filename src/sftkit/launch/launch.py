@@ -1,7 +1,6 @@
 """Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
 .venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
-.venv/bin/python -m sftkit.launch --demo    what processes of a group do together, shown on two of them
 """
 
 from __future__ import annotations
@@ -143,9 +142,6 @@ def _core_of(cpu: int) -> str:
 
 CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
-
-
-_OPTIONS = ("--demo", "--help")
 
 
 @dataclass(frozen=True)
@@ -394,13 +390,6 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     return 128 - code if code < 0 else code
 
 
-def demo() -> int:
-    """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
-    # No GPU, so that it shows the same on every machine; one thread for each process, because they share its cores.
-    return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
-
-
 def main() -> int:
     """Launch what the words of the command line name, and return the exit code."""
     words = sys.argv[1:]
@@ -408,12 +397,9 @@ def main() -> int:
         other = "Settings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
         print_text(typed(f"{__doc__}\n{other}"))
         return 0
-    if words[0] == "--demo":
-        return demo() if len(words) == 1 else fail("--demo takes no further words: two processes on this CPU")
     if words[0].startswith("-"):
-        near = difflib.get_close_matches(words[0], _OPTIONS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"There are {' and '.join(_OPTIONS)}."
-        fail(f"{words[0]}: no such option. {hint} To train: SCRIPT RECIPE [key=value ...]")
+        moved = " It moved to labs/primer.py (docs/distributed.md)." if words[0] == "--demo" else ""
+        fail(f"{words[0]}: no such option.{moved} To train: SCRIPT RECIPE [key=value ...]")
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

@@ -13,7 +13,6 @@ exchanged once, at the end.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -241,8 +240,6 @@ class _Logits(torch.autograd.Function):
 
 
 SCHEDULES: Any = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
-TIMES = 3
-"Number of passes; the fastest counts as the time of a stage."
 FEW = 3
 "Micro-batches from which bf16 gradients add up in fp32: a sum of two is rounded once either way."
 
@@ -307,16 +304,6 @@ class Pipelined(torch.nn.Module):
             totals.add_(each)
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
-    def times(self, batch: Batch, divisor: int) -> list[float]:
-        """Return the seconds of each stage of the pipeline for a micro-batch without the others (`stage_seconds`), on
-        every rank; every rank calls it. Gradients are dropped."""
-        # A sum over ranks, each with zeros for the stages of others.
-        found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
-        for stage in self.stages:
-            found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
-        dist.all_reduce(found, group=self.placement.group)
-        return [float(each) for each in found.tolist()]
-
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for n micro-batches of this shape; it has the memory for what arrives."""
         key = (*batch.shape, num_micro_batches)
@@ -369,28 +356,6 @@ class Pipelined(torch.nn.Module):
             if self.exchanges and self.placement.mesh.size(1) > 1 and not isinstance(p, DTensor):
                 dist.all_reduce(total, group=self.placement.mesh.get_group("alike"))
             p.grad = total.to(p.dtype)
-
-
-def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """Return the seconds of a stage for a micro-batch, forward and backward: the best of a few. Gradients are
-    dropped."""
-    weight = structure.embedding_of(model.orig_model)
-    device = batch.targets.device
-    # Random states in place of those of the stage before, whose values no time depends on. The first stage does
-    # not read them.
-    given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
-    seconds = float("inf")
-    wait: Any = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    for _ in range(TIMES):
-        stage.begin([batch], 1.0 / max(divisor, 1))
-        wait()
-        started = time.perf_counter()
-        out = stage(given.detach().requires_grad_())
-        out.backward(torch.ones_like(out))
-        wait()
-        seconds = min(seconds, time.perf_counter() - started)
-        model.zero_grad(set_to_none=True)
-    return seconds
 
 
 def into_stages(

@@ -9,7 +9,7 @@ is embedding and head at once is on both, and the gradients of the two are added
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from sftkit.config import topology as paper
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.models import structure
@@ -29,9 +28,6 @@ from sftkit.models.kind import decoded
 from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.parallel.wrap import add_up_gradients, policy_of
-
-WORTH_SAYING = 0.97
-"Another split is named if a step takes less than this share of its time with it."
 
 
 def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
@@ -59,27 +55,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         return configured
     parameters = structure.count_parameters(orig_model)
     stages = stages_of_schedule(schedule, configured, pipeline_size)
-    return paper.balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
-
-
-def describe_times(
-    layers: tuple[int, ...], times: Sequence[float], *, micro_batches: int, pipeline_size: int
-) -> tuple[float, str]:
-    """Return the share of a step that a process waits, and a line about the times of the stages, with a better split of
-    the layers if there is one."""
-    waits = paper.bubble(times, micro_batches, pipeline_size)
-    line = (
-        f"stages take {' + '.join(f'{each:.3g}' for each in times)} s a micro-batch: with {micro_batches} of them in a "
-        f"step a process waits {waits:.0%} of it"
-    )
-    # The time of the head is known only as the excess of the last stage over its layers.
-    layer = sum(times[:-1]) / sum(layers[:-1])
-    head = max(times[-1] - layer * layers[-1], 0.0)
-    better = paper.balanced(sum(layers), layer, head, len(layers))
-    seconds = paper.step_time(paper.times_of_stages(better, layer, head), micro_batches, pipeline_size)
-    if better != layers and seconds < WORTH_SAYING * paper.step_time(times, micro_batches, pipeline_size):
-        line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
-    return waits, line
+    return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
 
 
 def split_layers(

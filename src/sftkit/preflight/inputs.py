@@ -420,14 +420,6 @@ def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
     if topology.on_cpu:
         yield from recipe_rules.passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
     yield from recipe_rules.graph_mesh_problems(topology)
-    if get("graph.token_dispatcher") != "alltoall":
-        return
-    model_type = _text_config(get).get("model_type")
-    yield from (
-        recipe_rules.no_experts(model_type)
-        if model_type in model_files.GATED
-        else recipe_rules.unshared_experts(topology)
-    )
 
 
 def _text_config(get: Get) -> Mapping[str, Any]:

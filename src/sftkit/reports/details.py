@@ -116,7 +116,7 @@ def compiler(report: Report) -> Html:
     """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why anything was compiled
     late."""
     last: dict[str, Any] = report["last"]
-    names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
+    names = ("graphs", "recompiles", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     # All from the last line: these counters only grow.
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
@@ -125,7 +125,7 @@ def compiler(report: Report) -> Html:
     shapes = [[name.replace("x", " x "), value] for name, value in of_shapes.items() if name != "id"]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
+    late_kinds = ("recompile", "graph_break", "cuda_graph")
     late = [event for event in report["events"] if event.get("kind") in late_kinds]
     # A run that recompiles at every step would make the page too long to open.
     whys = [el("pre", values.value_text(event.get("text"))) for event in late[:20]]

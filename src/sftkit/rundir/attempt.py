@@ -165,30 +165,16 @@ def leaves_nothing(status: RunStatus) -> bool:
     return is_attempt(status) and not status.stepped and not status.is_withdrawn()
 
 
-def withdraw(status: RunStatus, held: RunLock) -> Path | None:
-    """Leave the directory as it was before a start that has done no step. Main rank, which holds its lock.
-
-    Returns:
-        the folder with what compile.debug has logged of this start, which stays until the next one; None: there is
-            none.
-    """
+def withdraw(status: RunStatus, held: RunLock) -> None:
+    """Leave the directory as it was before a start that has done no step. Main rank, which holds its lock."""
     if not leaves_nothing(status):
-        return None
+        return
     # The other ranks of this machine read there why this one has failed; they are given a few seconds to end.
     end = time.monotonic() + _WATCH_SECONDS
     others = [pid for rank, pid in status.neighbours.items() if rank != status.rank]
     while any(map(psutil.pid_exists, others)) and time.monotonic() < end:
         time.sleep(0.05)
-    ours = status.run_dir
-    folder = ours.parent
-    logged = ours / names.COMPILE
-    # Logs of compile.debug are what the user needs to find out why it failed: all but them goes.
-    if any(path.is_file() for path in logged.rglob("*")):
-        for path in ours.iterdir():
-            if path != logged:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return logged
-    shutil.rmtree(ours, ignore_errors=True)
+    folder = status.run_dir.parent
+    shutil.rmtree(status.run_dir, ignore_errors=True)
     if held.made_folder and {path.name for path in folder.iterdir()} <= {names.LOCK}:
         shutil.rmtree(folder)
-    return None

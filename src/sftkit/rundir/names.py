@@ -41,10 +41,6 @@ REPORT_DATA = "report.json"
 "What the page shows, as data: reports/page.py."
 TOKENIZER = "tokenizer"
 "Folder with the tokenizer that a base run has trained: models/tokenizer.py."
-COMPILE = "compile"
-"Folder with what compile.debug logs of each rank, and a summary.json and summary.md of it: compile/debug.py."
-COMPILE_SUMMARY = "summary.md"
-"In COMPILE, SUMMARY for reading."
 GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/passes/apply.py."
 TRACE = "trace"
@@ -107,7 +103,7 @@ OPTIMIZER = f"{STATE}/optimizer"
 _STEP = "step-"
 WRITTEN_OVER = (
     *(CONFIG, ENVIRONMENT, MADE_FROM, STATUS, ERRORS, HEARTBEATS, PREFLIGHT, PROOF, REPORT, REPORT_DATA, TOKENIZER),
-    *(COMPILE, TRACE, SAMPLES, EVENTS, BEST, f"{EVALUATIONS}/{_STEP}*"),
+    *(TRACE, SAMPLES, EVENTS, BEST, f"{EVALUATIONS}/{_STEP}*"),
 )
 """Glob patterns of what a run writes or writes over. Where they are found without one of OF_STEPS, no run has written
 them."""
@@ -195,11 +191,6 @@ def skipped_documents_file(run_dir: Path, kind: Literal["nonfinite", "spike"], s
     """Return the file in which a rank has written the documents of a step that was skipped; rank None: the pattern of
     all ranks' files."""
     return run_dir / f"{kind}-{step_name(step)}-{'rank*' if rank is None else _rank(rank)}.json"
-
-
-def compile_dir(run_dir: Path, rank: int) -> Path:
-    """Return the folder with what compile.debug logs of a rank."""
-    return run_dir / COMPILE / _rank(rank)
 
 
 def graph_file(run_dir: Path, shape: tuple[int, int], number: int, graph: str, after: str) -> Path:

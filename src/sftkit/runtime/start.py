@@ -218,8 +218,7 @@ class Runtime:
         """Leave the directory as it was, if this start has done no step; see attempt.withdraw."""
         if self.lock is not None and self.status is not None and self.leaving.acquire(timeout=PATIENCE_SECONDS):
             try:
-                if (kept := withdraw(self.status, self.lock)) is not None:
-                    self.print(f"what compile.debug has logged is in {kept} until the next start")
+                withdraw(self.status, self.lock)
             except OSError:  # the disk is gone or full: the next start sweeps
                 pass
             finally:

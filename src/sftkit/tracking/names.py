@@ -136,7 +136,6 @@ class Metric:
 
 _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
     ("graphs", "max"): ("compile/graphs", "compile/recompiles", "compile/graph_breaks", "compile/cuda_graphs"),
-    ("calls", "max"): ("compile/fallbacks",),
     ("hits", "max"): ("compile/cache_hits",),
     ("s", "max"): ("compile/seconds", "compile/seconds/<phase>", "ckpt/block_seconds", "ckpt/write_seconds"),
     ("index", "last"): ("shape/id",),
@@ -171,7 +170,6 @@ _METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
         *("perf/target_tok_per_sec", "perf/target_tok_per_sec_per_gpu"),
     ),
     ("inputs/s", "mean"): ("perf/encoded_per_sec",),
-    ("%", "last"): ("perf/pipeline_bubble_pct",),
     ("%", "mean"): ("perf/data_wait_pct", "health/rank_skew_pct", "data/padding_pct", "data/target_pct"),
     ("waits", "max"): ("perf/host_syncs",),
     ("GiB", "max"): ("mem/peak_gib", "mem/reserved_gib"),

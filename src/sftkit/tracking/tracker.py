@@ -25,12 +25,11 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard import remote
 
 log = logging.getLogger(__name__)
-CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
+CompileEvent = Literal["recompile", "graph_break", "cuda_graph", "hook"]
 CheckpointEvent = Literal["checkpoint_failed", "checkpoint_fallback"]
 EventKind = Literal[CompileEvent, CheckpointEvent, "nonfinite", "spike", "replicas", "starvation"]
 ALERTS: dict[EventKind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
-    "fallback": ("compiled code ran uncompiled", "WARN"),
     "graph_break": ("graph break", "WARN"),
     "cuda_graph": ("CUDA graphs recorded after the warm-up", "WARN"),
     "hook": ("hooks that the step does not run", "WARN"),

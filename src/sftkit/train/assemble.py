@@ -7,19 +7,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.config.tables import environment_of_passes
-from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
@@ -37,9 +35,9 @@ from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.files import read_object, replace_text
+from sftkit.rundir.files import read_object
 from sftkit.rundir.manifest import write_provenance
-from sftkit.rundir.names import CONFIG, ENVIRONMENT, RECIPE
+from sftkit.rundir.names import ENVIRONMENT
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -139,10 +137,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     """Load the recipe's model and determine the maximum length of documents (max_length).
 
     Raises:
-        ConfigError: the model cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules. A
+        ConfigError: the model cannot be loaded, or does not fit the tokenizer or data.max_length. A
             compiler option that this torch does not know is reported first.
     """
-    from sftkit.compile.modules import check_options, named_parts
+    from sftkit.compile.modules import check_options
     from sftkit.models.rope import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -168,8 +166,6 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         device=rt.device,
         **several,
     )
-    if cfg.compile.enabled and cfg.compile.modules is not None:
-        named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     freeze(orig_model, cfg.train.freeze)
     longest = positions(orig_model)
@@ -273,31 +269,8 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
 
         members = Members(run.cfg.adapters, run.cfg.optim, run.cfg.numerics, objective, run.rt.device)
         objective = members.objective
-    layout = data.batches.layout
-    training = Training(loaded.orig_model, objective, layout, run.cfg.model, run.resume.folder, members)
-    cfg = with_layers(run.cfg, earlier_layers(run))
-    engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
-    # measured values are written down, so that a resumed run keeps them
-    if run.rt.is_main and engine.setup.pipeline_layers:
-        replace_text(run.dir / CONFIG, to_yaml(with_layers(cfg, engine.setup.pipeline_layers)))
-    return engine
-
-
-def earlier_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the layers of each pipeline stage: the recipe's, otherwise those of the resumed checkpoint if this
-    schedule and number of ranks support as many stages. None: they are measured.
-    """
-    train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
-    if train.pipeline_layers or folder is None or pipeline_size == 1:
-        return train.pipeline_layers
-    # A new measurement could differ. A checkpoint's recipe contains them: see open_checkpoints.
-    before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
-    return tuple(before) if before and stages_fit(len(before), train.pipeline_schedule, pipeline_size) else None
-
-
-def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:
-    """Return the recipe with the layers of each stage filled in; None: unchanged."""
-    return cfg if layers is None else replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
+    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder, members)
+    return make_engine(run.cfg, run.rt, Path(run.cfg.run.dir), training, record)
 
 
 def make_engine(
@@ -329,7 +302,7 @@ def make_engine(
         return GraphEngine(cfg, training, rt, run_dir, planned)
     from sftkit.engine.blocks import Blocks
 
-    return Blocks(cfg, training, rt, run_dir, planned)
+    return Blocks(cfg, training, rt, planned)
 
 
 def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> None:
@@ -403,7 +376,7 @@ def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) 
 
     check_saved_names(loaded.orig_model)
     identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
-    recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
+    recipe = to_yaml(run.cfg)
     state = (loaded.orig_model, loaded.tokenizer, engine.optimizer)
     checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, *state, recipe, identity)
     checkpoints.check_space(engine.setup.checkpoint_bytes, new_run=not run.rt.resumes)

@@ -25,9 +25,7 @@ from torch.fx import GraphModule
 from sftkit.config.tables import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
-from sftkit.graph.passes import gather_once, reduce_once
-from sftkit.graph.passes.gather_once import SharedWeights
-from sftkit.graph.passes.reduce_once import WholeGradients
+from sftkit.graph.passes import once
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
@@ -141,8 +139,8 @@ class Passes:
         self.for_inductor = "full_inductor" in names
         "whether the graphs are Inductor's as a whole: captured in its operators, and split for it"
         self._recorder: Recorder | None = None
-        self._shared = SharedWeights() if "gather_once" in names else None
-        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
+        self._shared = once.SharedWeights() if "gather_once" in names else None
+        self._sums = once.WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
         self.begin()
 
     def begin(self) -> None:
@@ -219,24 +217,24 @@ class Passes:
         return Replayed(run, in_place, num_sums if half == "forward" else None, self._recorder)
 
     def _gathering_once(
-        self, shared: SharedWeights, graph: GraphModule, examples: Sequence[Any]
+        self, shared: once.SharedWeights, graph: GraphModule, examples: Sequence[Any]
     ) -> compat.Boxed | None:
         """Return the function of the forward half of any micro-batch; None: it gathers no weight to share."""
-        fork = gather_once.fork(graph)
+        fork = once.fork(graph)
         if fork is None:
             return None
         self._aliases = fork.aliases
         graphs = {"forward": graph, "later-forward": fork.later}
         for name, each in graphs.items():
             self._record(name, "gather_once", each)
-        halves = gather_once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
+        halves = once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
         return shared.half_of(fork.keys, *halves)
 
     def _reducing_once(
-        self, sums: WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
+        self, sums: once.WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
     ) -> compat.Boxed | None:
         """Return the function of the backward half of any micro-batch; None: it reduces no gradient."""
-        fork = reduce_once.fork_backward(graph, several=sums.several)
+        fork = once.fork_backward(graph, several=sums.several)
         if fork is None:
             return None
         self.reduced_once = fork.weights

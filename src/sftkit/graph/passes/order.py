@@ -190,11 +190,6 @@ def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
         compat.keep_order(graph, order_for_inductor(graph))
 
 
-def prefetching(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Move collectives as `block_bucketing` does and merge none, so that a half computes the same to the last bit."""
-    overlap_buckets(graph)
-
-
 def _mergeable(graph: Graph) -> list[list[Node]]:
     """Return the collectives of a bucket that can be one: of one kind, one group of ranks and one dtype."""
     found: dict[Any, list[Node]] = {}

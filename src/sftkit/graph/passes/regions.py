@@ -1,6 +1,6 @@
-"""Passes that choose the saved activations of a graph and the regions of it that Inductor compiles.
+"""Passes that choose what of a graph is gathered again in the backward pass, and the regions that Inductor compiles.
 
-Passes over the joint graph mark the nodes that the backward pass computes again. Passes over a half compile regions;
+Passes over a half compile regions;
 the other operators are called one by one, in their order. A region is a run of operators of one decoder block.
 Collectives, kernels of this project and random numbers end it, so the overlap that an earlier pass chose stays. Equal
 blocks are compiled once.
@@ -17,42 +17,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import block_of, gathered_from, is_costly, source_of
+from sftkit.graph.graphs import block_of, gathered_from, source_of
 
 
 def reshard_after_forward(graph: GraphModule) -> None:
     """Mark what leads from a weight's shard to the whole weight, so that the backward pass gathers it again."""
     for node in gathered_from(graph):
-        compat.save_or_recompute(node, save=False)
-
-
-def full_checkpointing(graph: GraphModule) -> None:
-    """Keep what goes into each decoder block, and compute the rest of the block again (arXiv 1604.06174)."""
-    _recompute_blocks(graph, _random)
-
-
-def selective_checkpointing(graph: GraphModule) -> None:
-    """Keep the outputs of matrix products and attention, too; only cheap operators run again (arXiv 2205.05198)."""
-    _recompute_blocks(graph, lambda node: is_costly(node) or _random(node))
-
-
-def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None:
-    """Mark the forward nodes of each decoder block, except those that the next block reads."""
-    of_weights = set(gathered_from(graph))
-    for node in graph.graph.nodes:
-        block = block_of(node)
-        # Whole weights are another decision (reshard_after_forward), and sums of gradients belong to no block.
-        if block is None or node in of_weights or node.op == "get_attr" or compat.is_backward(node):
-            continue
-        # Recomputation starts at the nodes that the next block reads. So they are kept; otherwise the first block would
-        # be computed again in the backward pass of each block.
-        leaves = any(block_of(user) != block and not compat.is_backward(user) for user in node.users)
-        compat.save_or_recompute(node, save=leaves or keeps(node), region=block)
-
-
-def _random(node: Node) -> bool:
-    target = compat.operator_of(source_of(node))
-    return target is not None and torch.Tag.nondeterministic_seeded in target.tags
+        compat.recompute(node)
 
 
 NodeRun = list[Node]

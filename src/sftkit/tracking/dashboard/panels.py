@@ -65,7 +65,7 @@ def _panel(name: str, threshold: str = "") -> Panel:
 
 
 _MUST_BE_ZERO = (
-    *("proof/failed", "compile/recompiles", "compile/fallbacks", "compile/graph_breaks", "shape/undeclared"),
+    *("proof/failed", "compile/recompiles", "compile/graph_breaks", "shape/undeclared"),
     *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
 )
 _LOSSES = ("train/loss", "val/loss")

@@ -1,4 +1,4 @@
-"""The compiler's logs in the run folder: what is written where, and what is read out of generated code."""
+"""The compiler's logs in a folder: what is written where, and what is read out of generated code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers import scalar_kernels
 from torch._dynamo import utils as dynamo_utils
 from torch.nn import functional as F
 
-from sftkit.compile.debug import CompilerFiles, compiler_logs, kernels, torch_loggers
+from labs.explain.compiler_logs import CompilerFiles, compiler_logs, kernels, torch_loggers
 from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
@@ -32,10 +32,9 @@ def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def logged(run_dir: Path, *debug: str, rank: int = 0) -> Iterator[Callable[[], None]]:
-    """As in a run: the logs, then the switches."""
-    config = CompileConfig(debug=debug)  # type: ignore[arg-type]
-    with compiler_logs(lambda: run_dir, config, rank) as write, compiler_switches(config):
+def logged(out: Path, *logs: str) -> Iterator[Callable[[], list]]:
+    """As sftkit explain has it: the logs, then the switches."""
+    with compiler_logs(out, logs) as write, compiler_switches(CompileConfig()):
         yield write
 
 
@@ -67,17 +66,16 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "compile/summary.json").read_text())
 
 
-@pytest.mark.parametrize(("mode", "written"), [(None, False), ("reduce-overhead", True)])
+@pytest.mark.parametrize("asked", [False, True])
 def test_hints_say_why_no_cuda_graph_was_recorded_only_where_one_was_asked_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str | None, written: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asked: bool
 ) -> None:
-    config = CompileConfig(debug=("perf_hints",), mode=mode)  # type: ignore[arg-type]
-    hints = tmp_path / "compile/rank000/perf_hints.txt"
-    with compiler_logs(lambda: tmp_path, config, 0):
+    hints = tmp_path / "compile/perf_hints.txt"
+    with compiler_logs(tmp_path, ["perf_hints"], cuda_graphs=asked):
         torch._logging.getArtifactLogger("torch._inductor.scheduler", "cudagraphs").debug("op0: no graph of it")
         torch._logging.getArtifactLogger("torch._inductor.ir", "perf_hints").info("Using FallbackKernel")
     assert "Using FallbackKernel" in hints.read_text()
-    assert ("op0: no graph of it" in hints.read_text()) == written
+    assert ("op0: no graph of it" in hints.read_text()) == asked
     assert "op0" not in "".join(capfd.readouterr())
 
 
@@ -85,7 +83,7 @@ def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_
     with logged(tmp_path, "graphs", "output_code", "perf_hints") as write:
         torch.compile(gated, dynamic=False)(*inputs()).sum().backward()
         write()
-    folder = tmp_path / "compile/rank000"
+    folder = tmp_path / "compile"
 
     graphs = (folder / "graphs.txt").read_text()
     assert "torch.nn.functional.silu(" in graphs  # as Dynamo captured it
@@ -93,14 +91,13 @@ def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_
     assert "Backward graph" in graphs
     assert graphs.startswith("[0/0] TRACED GRAPH")
     assert "padding on CPU" in (folder / "perf_hints.txt").read_text()
-    assert not (folder / "recompiles.txt").exists()
     terminal = "".join(capfd.readouterr())
     assert "TRACED GRAPH" not in terminal
     assert "async_compile" not in terminal
 
     forward, backward = summary(tmp_path)["graphs"]
     assert (forward["id"], forward["pass"], backward["id"], backward["pass"]) == ("0/0", "forward", "0/0", "backward")
-    assert forward["function"].startswith("gated (test_compile_debug.py:")
+    assert forward["function"].startswith("gated (test_compiler_logs.py:")
     assert forward["captured_ops"] == 7  # pow, mean, add, rsqrt, mul, matmul, silu
     assert forward["aten_ops"] >= 7
     assert forward["seconds"] > 0 < backward["seconds"]
@@ -114,7 +111,7 @@ def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_
     assert "silu_backward" in str(backward["kernels"])
 
     page = (tmp_path / "compile/summary.md").read_text()
-    assert "| 0/0 forward | gated (test_compile_debug.py:" in page
+    assert "| 0/0 forward | gated (test_compiler_logs.py:" in page
     assert f"| `{norm['name']}` | 1 | add, mean, mul, pow, rsqrt |" in page
 
 
@@ -129,49 +126,12 @@ def test_a_graph_that_is_in_a_cache_is_logged_all_the_same(tmp_path) -> None:
     assert summary(tmp_path)["graphs"][0]["aten_ops"] >= 7
 
 
-def test_to_see_recompiles_no_cache_is_turned_off(tmp_path) -> None:
-    for debug, cached in (("recompiles", True), ("graphs", False)):
-        with logged(tmp_path, debug):
-            assert torch._inductor.config.fx_graph_cache is cached
-            assert torch._functorch.config.enable_autograd_cache is cached
-        assert torch._inductor.config.fx_graph_cache
-        assert torch._functorch.config.enable_autograd_cache
-
-
-def test_a_recompile_is_written_with_its_guard_and_each_rank_has_its_own_file(tmp_path) -> None:
-    for rank in (1, 0):
-        torch._dynamo.reset()
-        dynamo_utils.clear_compilation_metrics()
-        with logged(tmp_path, "recompiles", rank=rank) as write:
-            compiled = torch.compile(gated, backend="eager", dynamic=False)
-            for rows in (8, 4):
-                compiled(*inputs(rows))
-            write()
-        text = (tmp_path / f"compile/rank00{rank}/recompiles.txt").read_text()
-        assert "[0/1] Recompiling function gated" in text
-        assert "expected 8, actual 4" in text
-        assert not (tmp_path / f"compile/rank00{rank}/graphs.txt").exists()
-        assert (tmp_path / "compile/summary.json").exists() is (rank == 0)
-    first, second = summary(tmp_path)["graphs"]
-    assert (first["id"], first["kernels"], first["recompile_reason"]) == ("0/0", None, None)
-    assert "expected 8, actual 4" in second["recompile_reason"]
-    assert "compile.debug: [output_code]" in (tmp_path / "compile/summary.md").read_text()
-
-
-def test_without_debug_nothing_is_written_or_set(tmp_path) -> None:
-    before = state_of_logs()
-    with logged(tmp_path) as write:
-        write()
-        assert state_of_logs() == before
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_afterwards_handlers_filters_and_levels_are_as_before_even_after_an_error(tmp_path, capsys, fails) -> None:
     torch._logging.set_logs()  # what torch sets at its first use stays
     before = state_of_logs()
     error = pytest.raises(ValueError, match="in a step") if fails else nullcontext()
-    with error, logged(tmp_path, "graphs", "output_code", "recompiles", "perf_hints"):
+    with error, logged(tmp_path, "graphs", "output_code", "perf_hints"):
         assert state_of_logs() != before
         assert all(any(isinstance(h, CompilerFiles) for h in logger.handlers) for logger in torch_loggers())
         if fails:
@@ -179,22 +139,20 @@ def test_afterwards_handlers_filters_and_levels_are_as_before_even_after_an_erro
     assert state_of_logs() == before
     torch.compile(gated, backend="eager", dynamic=False)(*inputs())
     assert "TRACED GRAPH" not in "".join(capsys.readouterr())
-    assert not (tmp_path / "compile/rank000/graphs.txt").exists()
+    assert not (tmp_path / "compile/graphs.txt").exists()
 
 
-def test_a_run_that_starts_again_has_the_logs_of_its_last_start(tmp_path) -> None:
-    old = tmp_path / "compile/rank000/output_code/9_9-forward.py"
+def test_the_logs_of_an_earlier_call_are_deleted(tmp_path) -> None:
+    old = tmp_path / "compile/output_code/9_9-forward.py"
     old.parent.mkdir(parents=True)
-    old.write_text("of an earlier start")
-    with logged(tmp_path, "output_code") as write:
-        assert old.exists()  # an earlier run's, until this one takes its place and warms up
-        write()
+    old.write_text("of an earlier call")
+    with logged(tmp_path, "output_code"):
         assert not old.exists()
 
 
 def test_torch_logs_in_the_environment_is_refused_because_torch_lets_it_win(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    refused = pytest.raises(ConfigError, match=r"TORCH_LOGS=\+dynamo[\s\S]*unset TORCH_LOGS")
+    refused = pytest.raises(ConfigError, match=r"TORCH_LOGS.*unset it")
     with refused, logged(tmp_path, "graphs"):
         pass
     assert not (tmp_path / "compile").exists()
@@ -213,9 +171,9 @@ def test_the_code_that_is_compiled_is_the_same_with_the_logs_on(tmp_path) -> Non
     with fresh_cache():
         _, (plain, *_) = run_and_get_code(torch.compile(gated, dynamic=False), *inputs())
     torch._dynamo.reset()
-    with logged(tmp_path, "graphs", "output_code", "recompiles", "perf_hints"):
+    with logged(tmp_path, "graphs", "output_code", "perf_hints"):
         torch.compile(gated, dynamic=False)(*inputs())
-    (code_file,) = (tmp_path / "compile/rank000/output_code").iterdir()
+    (code_file,) = (tmp_path / "compile/output_code").iterdir()
 
     def body(code: str) -> str:
         return code[code.index("async_compile = ") :].strip()

@@ -1,13 +1,12 @@
-"""Write what the compiler made of the model to files of the run: graphs, kernels, recompiles, hints, a summary."""
+"""Write what the compiler made of a model to files: graphs, kernels, hints, and a summary of them."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,20 @@ import torch._logging
 from torch._dynamo import utils as dynamo_utils
 from torch._logging._internal import _is_torch_handler
 
-from sftkit.compile.modules import has_cuda_graphs
+from labs.explain.run import refuse_torch_logs
 from sftkit.compile.watch import phase_seconds
-from sftkit.config.schema import CompileConfig
-from sftkit.errors import ConfigError
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import COMPILE_SUMMARY, SUMMARY, compile_dir
+
+FOLDER = "compile"
+"Folder of the logs, in that of a subject."
+SUMMARY = "summary.json"
 
 ARTIFACTS = {
     "graphs": ("graph_code", "aot_graphs"),
     "output_code": ("output_code",),
-    "recompiles": ("recompiles",),
     "perf_hints": ("perf_hints", "cudagraphs"),
 }
-"What compile.debug may name -> torch's logs that belong to it."
+"Kind of a file -> torch's logs that belong to it."
 OF_CUDA_GRAPHS = "cudagraphs"
 "A log with a line for every operator of every graph. It says nothing of use if no CUDA graph is to be recorded."
 ORIGINS = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)\], Original ATen: \[(.*)\]")
@@ -45,23 +44,22 @@ LAUNCHES = {
 class CompilerFiles(logging.Handler):
     """Writes torch's logs into one folder, each record under the id of its graph, generated code a file each."""
 
-    def __init__(self, folder: Callable[[], Path], compile: CompileConfig) -> None:
-        """Take records of the logs that compile.debug names. `folder`: returns where to write."""
+    def __init__(self, folder: Path, logs: Sequence[str], *, cuda_graphs: bool) -> None:
+        """Take records of these of ARTIFACTS.
+
+        Args:
+            folder: where to write; files of an earlier call are deleted.
+            cuda_graphs: some are to be recorded, so hints say why one was not.
+        """
         super().__init__(logging.DEBUG)
-        self.folder = folder  # the place of a run changes at its first step
-        self.names = {artifact: name for name in compile.debug for artifact in ARTIFACTS[name]}
-        if not has_cuda_graphs(compile):
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.names = {artifact: name for name in logs for artifact in ARTIFACTS[name]}
+        if not cuda_graphs:
             self.names.pop(OF_CUDA_GRAPHS, None)
         self.generated: list[dict[str, Any]] = []
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
-        self._ready = False
-
-    def make_folder(self) -> None:
-        """Make the folder, when there is something to write, without the files of an earlier start."""
-        if not self._ready:
-            shutil.rmtree(self.folder(), ignore_errors=True)
-            self.folder().mkdir(parents=True)
-            self._ready = True
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
         """Return whether the record goes to the terminal as before, because it is not written here."""
@@ -77,13 +75,12 @@ class CompilerFiles(logging.Handler):
         # (pytorch/pytorch#124626). torch.compiler has no name for it (torch 2.13).
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
-            self.make_folder()
             if name == "output_code":
                 if text.startswith("Output code:"):
                     self._add_code(graph, text.partition("\n")[2])
             # Other records of graphs are metadata of thousands of characters.
             elif name != "graphs" or "TRACED GRAPH" in text:
-                with (self.folder() / f"{name}.txt").open("a") as file:
+                with (self.folder / f"{name}.txt").open("a") as file:
                     file.write(f"[{graph}] {text.strip()}\n\n")
         except OSError:
             self.handleError(record)
@@ -96,7 +93,7 @@ class CompilerFiles(logging.Handler):
 
         direction = "backward" if getattr(V.graph, "is_backward", False) else "forward"
         nodes = getattr(getattr(getattr(V.graph, "module", None), "graph", None), "nodes", None)
-        folder = self.folder() / "output_code"
+        folder = self.folder / "output_code"
         folder.mkdir(exist_ok=True)
         stem = f"{graph.replace('/', '_')}-{direction}"
         taken = len(list(folder.glob(f"{stem}*.py")))
@@ -107,42 +104,40 @@ class CompilerFiles(logging.Handler):
                 "id": graph,
                 "pass": direction,
                 "aten_ops": None if nodes is None else sum(node.op == "call_function" for node in nodes),
-                "file": str(file.relative_to(self.folder().parent)),
+                "file": str(file.relative_to(self.folder)),
                 "kernels": kernels(code),
             }
         )
 
 
 @contextmanager
-def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
-    """Write what compile.debug names into <output_dir>/compile/rank000/, not to the terminal, within the context.
+def compiler_logs(
+    out: Path, logs: Sequence[str] = tuple(ARTIFACTS), *, cuda_graphs: bool = False
+) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Write the compiler's logs into out/compile, not to the terminal, within the context.
 
-    It is entered before anything is compiled.
-
-    A graph that comes from a cache is not logged, so all but `recompiles` turn the caches of graphs off
-    (compiler_switches). The compiled code stays the same; machine code of kernels still comes from disk.
+    It is entered before anything is compiled. A graph that comes from a cache is logged in part: without hints, without
+    what Inductor knew of it when it wrote code. So the caches of graphs are off; machine code still comes from disk.
 
     Args:
-        output_dir: returns where the run writes at that moment; see Runtime.output_dir.
+        logs: of ARTIFACTS.
+        cuda_graphs: CUDA graphs are to be recorded.
 
     Yields:
-        a function that writes <output_dir>/compile/summary.md and summary.json, on the main rank: each graph, its
-        kernels, the operators they came from. It may be called again: after the warm-up, and at the end.
+        a function that writes out/compile/summary.md and summary.json, and returns the graphs, each with its kernels
+        and the operators that they came from.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which overrides these settings in torch.
     """
-    if not compile.debug:
-        yield lambda: None
-        return
-    if "TORCH_LOGS" in os.environ:
-        raise ConfigError(
-            f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores "
-            "other settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
-        )
-    files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile)
-    with torch_logs_to(files, files.for_terminal, modules=dict.fromkeys(files.names, True)):
-        yield lambda: _write_summary(rank, files)
+    refuse_torch_logs()
+    files = CompilerFiles(out / FOLDER, logs, cuda_graphs=cuda_graphs)
+    with (
+        torch_logs_to(files, files.for_terminal, modules=dict.fromkeys(files.names, True)),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
+        yield lambda: _write_summary(files)
 
 
 @contextmanager
@@ -182,18 +177,14 @@ def torch_loggers() -> list[logging.Logger]:
     return [one for one in ours if one.name != "torch.__trace" and any(map(_is_torch_handler, one.handlers))]
 
 
-def _write_summary(rank: int, files: CompilerFiles) -> None:
-    """Write summary.json and summary.md on the main rank; every rank makes its folder."""
-    files.make_folder()
-    if rank != 0:
-        return
+def _write_summary(files: CompilerFiles) -> list[dict[str, Any]]:
     # Private: the records of each compile (pytorch/pytorch#115788), with seconds by phase; torch.compiler has no name
     # for them.
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
-    folder = files.folder().parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}
-    replace_text(folder / SUMMARY, json.dumps(content, indent=1))
-    replace_text(folder / COMPILE_SUMMARY, as_markdown(content))
+    replace_text(files.folder / SUMMARY, json.dumps(content, indent=1))
+    replace_text(files.folder / "summary.md", as_markdown(content))
+    return graphs
 
 
 def summarize(
@@ -286,7 +277,7 @@ def _in_name(kernel: str, kind: str) -> list[str]:
 def as_markdown(content: dict[str, Any]) -> str:
     """Return the content of summary.json for reading."""
     graphs = content["graphs"]
-    title = f"# What the compiler made\n\ntorch {content['torch']}, main rank. docs/compile.md says how to read this.\n"
+    title = f"# What the compiler made\n\ntorch {content['torch']}. labs/explain/README.md says how to read this.\n"
     if not graphs:
         return title + "\nNothing was compiled.\n"
     columns = "graph | function | operators captured | ATen operators | fused kernels | library calls | seconds"
@@ -301,8 +292,6 @@ def as_markdown(content: dict[str, Any]) -> str:
         known = ("" if count is None else str(count) for count in counts)
         cells = [f"{graph['id']} {graph['pass']}", graph["function"], *known]
         lines.append(f"| {' | '.join(cells)} |")
-    if "output_code" not in content["logs"]:
-        lines.append("\nKernels are listed with `compile.debug: [output_code]`.")
     for graph in graphs:
         if graph["kernels"] is not None:
             lines.append(f"\n## {graph['id']} {graph['pass']}: {graph['function']}\n")

@@ -1,4 +1,6 @@
-"""Show the collective operations on two processes of this machine's CPU: `python -m sftkit.launch --demo`.
+"""Show the collective operations on two processes of this machine's CPU:
+
+.venv/bin/python -m torch.distributed.run --nproc_per_node 2 labs/primer.py
 
 Each step is a call of torch.distributed on a tensor of four numbers, which differ between processes. Rank 0 gathers and
 prints what each rank has after the call, and what training uses the call for.

@@ -1,14 +1,18 @@
-"""The last micro-batch of a step reduces the gradients of all of them.
+"""Exchanges once a step: its first micro-batch gathers the weights for all, its last one reduces the gradients of all.
 
-The backward half of any other micro-batch returns no gradient of these weights. Instead it returns the tensors that its
-reductions would read, added to the sums so far. The half of the last micro-batch takes the sums as inputs. So a step
-reduces once, whatever its number of micro-batches, and holds whole gradients between them.
+gather_once: the first forward half also returns whole weights. Later halves are a second graph without gathers, which
+takes these weights as inputs. So the computation of the first micro-batch still hides the gathers. The peak of memory
+is at the loss, where the head and the weights that the backward half reads exist anyway; only these are shared.
+
+reduce_once: the backward half of any micro-batch but the last returns no gradient of these weights. Instead it returns
+the tensors that its reductions would read, added to the sums so far. The half of the last micro-batch takes the sums as
+inputs. So a step reduces once, whatever its number of micro-batches, and holds whole gradients between them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,8 +20,147 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from sftkit.graph import compat
-from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, erase_unread, keeps_values, weight_of
+from sftkit.graph import compat, graphs
+from sftkit.graph.graphs import CASTS, bucket_of, collective, gathered_from, keeps_values, reached, waits_for, weight_of
+
+WeightKey = tuple[str, tuple[int, ...], str]
+"A whole weight: the parameter's name, shape and dtype."
+
+
+class SharedWeights:
+    """The whole weights of a step, of all shapes that its micro-batches have."""
+
+    def __init__(self) -> None:
+        self._whole: dict[WeightKey, Tensor] = {}
+        self._left = 0
+
+    @contextmanager
+    def sharing(self, micro_batches: int) -> Iterator[None]:
+        """Let n forward passes share whole weights within the context, in which weights must not change. Outside, each
+        pass gathers its own."""
+        self._left = micro_batches
+        try:
+            yield
+        finally:
+            self._left = 0
+            self._whole.clear()
+
+    def half_of(self, keys: Sequence[WeightKey], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
+        """Return a forward half that runs the later graph if all of its weights are known.
+
+        Args:
+            first: gathers, and returns the whole weights behind its outputs. later: takes them behind its inputs.
+        """
+
+        def run(args: list[Any]) -> list[Any]:
+            self._left -= 1
+            if all(key in self._whole for key in keys):
+                args.extend(self._whole[key] for key in keys)
+                # The backward half still has them, and frees them one by one: the update finds none.
+                if self._left <= 0:
+                    self._whole.clear()
+                return list(later(args))
+            found = list(first(args))
+            outputs = found[: len(found) - len(keys)]
+            self._whole.update(zip(keys, found[len(outputs) :], strict=True))
+            if self._left <= 0:
+                self._whole.clear()
+            return outputs
+
+        return compat.as_boxed(run)
+
+
+class Fork(NamedTuple):
+    """What `fork` makes of a forward half."""
+
+    keys: list[WeightKey]
+    later: GraphModule
+    whole: list[Node]
+    "waits of the first graph, which are its last outputs"
+    aliases: set[str]
+    "names of nodes that may share memory with a whole weight"
+
+
+def fork(graph: GraphModule) -> Fork | None:
+    """Let a forward half return whole weights, in place, and make another of it that is given them; None: it gathers
+    none that could be shared."""
+    tied = _gather_tied_weights_once(graph)
+    of_weights = gathered_from(graph)
+    found = list(_shared(graph, of_weights, tied))
+    if not found:
+        return None
+    keys = [key for key, _ in found]
+    whole = [wait for _, wait in found]
+    later_graph, copies = graphs.copy_of(graph)
+    given = graphs.added_inputs(later_graph, [wait.meta["val"] for wait in whole], "whole")
+    for wait, value in zip(whole, given, strict=True):
+        value.meta = dict(wait.meta)
+        copies[wait].replace_all_uses_with(value)
+    graphs.erase_unread(later_graph, [copies[node] for node in of_weights])
+    later_graph.lint()
+    of_first = graph.graph.output_node()
+    of_first.args = ((*of_first.args[0], *whole),)  # type: ignore[misc]
+    graph.recompile()
+    return Fork(keys, GraphModule(graph, later_graph), whole, {node.name for node in of_weights})
+
+
+def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
+    """Let all that reads a weight take the first of its gathers, and return the weights that had several."""
+    first: dict[WeightKey, Node] = {}
+    tied: set[WeightKey] = set()
+    of_weights = gathered_from(graph)
+    for _, key, wait in _gathers(of_weights):
+        if first.setdefault(key, wait) is not wait:
+            wait.replace_all_uses_with(first[key])
+            tied.add(key)
+    graphs.erase_unread(graph.graph, of_weights)
+    return tied
+
+
+def _shared(graph: GraphModule, of_weights: Sequence[Node], tied: set[WeightKey]) -> Iterator[tuple[WeightKey, Node]]:
+    """Yield those whole weights, each with its wait, that are there when the loss is computed: what the backward half
+    reads, the head, and a tied table."""
+    outputs = set(graph.graph.output_node().all_input_nodes)
+    forms = set(of_weights)
+    for gather, key, wait in _gathers(of_weights):
+        # Forms of a whole weight: itself, casts and views.
+        same = reached([wait], lambda node: forms.intersection(node.users))
+        if bucket_of(gather) == graphs.HEAD or key in tied or same & outputs:
+            yield key, wait
+
+
+def _gathers(of_weights: Sequence[Node]) -> Iterator[tuple[Node, WeightKey, Node]]:
+    """Yield the all-gathers among nodes of weights, each with the whole weight that it gives and the wait for it."""
+    for node in of_weights:
+        for wait in waits_for(node) if collective(node) == "all-gather" else ():
+            value = wait.meta["val"]
+            yield node, (str(weight_of(node)), tuple(value.shape), str(value.dtype)), wait
+
+
+def compile_both(
+    forked: Fork, examples: Sequence[Any], compile_one: Callable[[str, Sequence[Any]], compat.Boxed]
+) -> tuple[compat.Boxed, compat.Boxed]:
+    """Compile the first and the later forward half.
+
+    Args:
+        examples: of the inputs that both have.
+        compile_one: takes the half's name and the examples of its inputs.
+
+    Raises:
+        RuntimeError: the compiler gives what both return, or whole weights, other strides in one than in the other.
+    """
+    first, first_strides = compat.with_strides(lambda: compile_one("forward", examples))
+    given = [wait.meta["val"] for wait in forked.whole]
+    later, later_strides = compat.with_strides(lambda: compile_one("later-forward", [*examples, *given]))
+    # The backward half is compiled once, for the strides of the first.
+    if first_strides and first_strides != [*later_strides, *(value.stride() for value in given)]:
+        raise RuntimeError(
+            "gather_once: Inductor gives what the first micro-batch of a step keeps other strides than the others "
+            "need: leave the pass out of graph.passes"
+        )
+    compat.report_strides(later_strides)
+    return first, later
+
 
 GradientKey = tuple[str, tuple[int, ...], str]
 "The input of the reductions of a weight's gradient: the weight's name, shape and dtype."
@@ -135,11 +278,11 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     first = _without_reductions(graph, list(left_out), read, {})
     middle = _without_reductions(graph, list(left_out), read, sums) if several else None
     for given, nodes in zip(
-        added_inputs(graph.graph, list(sums.values()), "whole_gradient"), read.values(), strict=True
+        graphs.added_inputs(graph.graph, list(sums.values()), "whole_gradient"), read.values(), strict=True
     ):
         whole = nodes[0].all_input_nodes[0]
         nodes[0].replace_input_with(whole, _added(graph.graph, given, whole))
-        erase_unread(graph.graph, [whole])
+        graphs.erase_unread(graph.graph, [whole])
     graph.graph.lint()
     graph.recompile()
     return BackwardFork(first, middle, sums, left_out, {name for name, *_ in read})
@@ -189,10 +332,10 @@ def _without_reductions(
         left_out: places of these outputs.
         given: examples of sums to which that is added; empty: there are none yet.
     """
-    copied, copies = copy_of(graph)
+    copied, copies = graphs.copy_of(graph)
     output = copied.output_node()
     earlier = GraphModule(graph, copied)
-    before = dict(zip(given, added_inputs(copied, list(given.values()), "whole_gradient"), strict=True))
+    before = dict(zip(given, graphs.added_inputs(copied, list(given.values()), "whole_gradient"), strict=True))
     wholes = {key: [copies[node].all_input_nodes[0] for node in nodes] for key, nodes in read.items()}
     sums = []
     for key, (total, *others) in wholes.items():
@@ -205,7 +348,7 @@ def _without_reductions(
     for at in left_out:
         outputs[at] = None
     output.args = ((*outputs, *sums),)
-    erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
+    graphs.erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
     copied.lint()
     earlier.recompile()
     return earlier
