@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 
-IMPORT_SHARE = 0.103
+IMPORT_SHARE = 0.101
 MODULES = 130
-CODE_LINES = 15_000
-PACKAGE_CODE_LINES = 29_000
+CODE_LINES = 14_000
+PACKAGE_CODE_LINES = 28_250
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -1,7 +1,5 @@
 """Errors that end a run with a message; its text says what, where, what is allowed and what to do next."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 in the background, verified by a manifest, and renamed when complete.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

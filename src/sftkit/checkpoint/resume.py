@@ -2,8 +2,6 @@
 two runs.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

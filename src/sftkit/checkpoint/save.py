@@ -5,8 +5,6 @@ gloo group, never over training's group: two threads may not share a group, and 
 in a file.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

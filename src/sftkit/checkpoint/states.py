@@ -6,8 +6,6 @@ checkpoint never runs. Weights are transformers' safetensors files, written from
 gathered tensor by tensor.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

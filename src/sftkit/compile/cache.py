@@ -5,8 +5,6 @@ machine code, which run when a graph asks for them. So a person who can write th
 process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

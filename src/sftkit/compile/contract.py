@@ -5,8 +5,6 @@ it is a recompile like any other; its hooks are not guarded (torch._dynamo.confi
 pytorch/pytorch#98371), and a hook that is added later is left out without a message (pytorch/pytorch#117758).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

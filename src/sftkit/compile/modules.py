@@ -9,8 +9,6 @@ the optimizer: in the backward pass they are put where the block would wait. On 
 are exchanges that nothing hides, 11 % before that (benchmarks/h200_patterns).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import defaultdict
 from collections.abc import Iterator

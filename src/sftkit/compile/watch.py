@@ -8,8 +8,6 @@ torch names the function whose frame it was asked about. A wrapped forward is na
 share (transformers 5.23 wraps that of every block, older versions that of the decoder).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import time

@@ -2,8 +2,6 @@
 init` made, or wherever the package is installed), what a path may have meant, and the parser of all scripts. No
 torch."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

@@ -1,8 +1,6 @@
 """Every key of a recipe, dotted, with its type, default and meaning from schema.py: for --help, and for messages about
 a wrong value or an unknown key, with the key that was probably meant. Names of other trainers are understood too."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Read a recipe file and `key=value` words into a Config, with every problem in one report. No torch, so it is fast."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -5,8 +5,6 @@ Rules about what an engine cannot do on the processes of a launch, or with a mod
 The text of their problems names the setting by itself.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import json

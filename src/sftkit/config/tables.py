@@ -5,8 +5,6 @@ A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer 
 returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

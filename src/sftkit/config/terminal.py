@@ -5,8 +5,6 @@ Secrets are known by the prefixes that providers document, or by the name before
 paths look like none of them.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

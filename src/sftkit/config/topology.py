@@ -1,8 +1,6 @@
 """How the processes of a run share the work: the topology, read from the launcher's accelerate config, and the layers
 of the stages of a pipeline. No torch in this file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """The compiled engine: blocks compiled one by one in place, replicas, shards or stages, our attention, loss and
 optimizers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 The reference engine trains so, and checks compute the plain side of a comparison so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 

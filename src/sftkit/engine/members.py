@@ -2,8 +2,6 @@
 decision and update. They share only the products with frozen weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ It has nothing of what makes our step fast: no packing, no masks, no chunked los
 So the tests of exactness and `make validate` compare the other engines with it. It is slow: a pass for each document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

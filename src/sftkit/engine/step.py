@@ -1,8 +1,6 @@
 """One optimizer step: micro-batches and ranks return sums, and only this file divides them, by the divisor of the
 global batch. And the batches that a warm-up runs: the worst case of every declared shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

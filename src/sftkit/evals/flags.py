@@ -1,7 +1,5 @@
 """The flags of scripts/evaluate.py, what a run was evaluated on, and messages in words of flags. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

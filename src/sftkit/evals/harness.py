@@ -3,8 +3,6 @@
 lm-evaluation-harness is a backend: any task that it has, on the model at hand, with results in the same files.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

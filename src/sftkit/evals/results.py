@@ -2,8 +2,6 @@
 and every example, as a table and as files. No torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

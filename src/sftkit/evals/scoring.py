@@ -4,8 +4,6 @@ computed as lm-evaluation-harness does it, and the texts that a model with an en
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ All of it runs on the uncompiled `orig_model`, split over the ranks. What only s
 lm-evaluation-harness) is imported where it is used.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

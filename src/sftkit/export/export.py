@@ -1,8 +1,6 @@
 """Write the model of a run into a folder that others load: whole, merged, or an adapter alone. It is loaded again by
 plain transformers before it gets its name."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

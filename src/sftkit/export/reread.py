@@ -4,8 +4,6 @@ nothing but transformers: the folder is read as a stranger reads it.
 python -m sftkit.export.reread FOLDER ANSWERS      ANSWERS: the file of `write_answers`; prints a JSON object
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

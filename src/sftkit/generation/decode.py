@@ -5,8 +5,6 @@ number of ranks. `Decoding` holds the rows of a batch during decoding: their tok
 their next tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar

@@ -6,8 +6,6 @@ which takes longer than computing them. A CUDA graph of the same kernels is reco
 no compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

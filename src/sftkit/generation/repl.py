@@ -3,8 +3,6 @@
 `Sampling` and `Answer`, the request to a model and its result, are here for callers without torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

@@ -1,7 +1,5 @@
 """The model side of scripts/chat.py: the lines before a conversation, and one answer as a stream of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread

@@ -6,8 +6,6 @@ are named sums and gradients. A step calls `CapturedModel`: it runs the graph of
 or runs eagerly a shape without a graph.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@ room imports one. A name that this torch does not have is an error that says so.
 left out.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

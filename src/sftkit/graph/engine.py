@@ -4,8 +4,6 @@ Loss, optimizers and checks are those of the other engines. The model is put on 
 processes, each rank reading its own shards.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The block is written on a node while the model's Python is traced. The collectiv
 of a decoder block, or of one end of the model.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

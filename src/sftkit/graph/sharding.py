@@ -30,8 +30,6 @@ up, as in Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). This p
 are smaller than that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

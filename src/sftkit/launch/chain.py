@@ -2,8 +2,6 @@
 to do, and the summary at its end. Reads only files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

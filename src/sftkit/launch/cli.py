@@ -1,8 +1,6 @@
 """The command `sftkit`: the scripts as words, for where there is no clone. A script of this folder is taken before the
 one that came with sftkit, and so are recipes and Accelerate configs."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import shlex

@@ -3,8 +3,6 @@
 .venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import signal

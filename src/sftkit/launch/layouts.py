@@ -4,8 +4,6 @@ layout has. No torch.
 Memory is the estimate of the memory plan (memory.estimate). labs/patterns/speed.py estimates speed, too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

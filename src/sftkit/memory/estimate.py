@@ -3,8 +3,6 @@
 `make patterns` counts the bytes on small models. No torch in this file: commands use it before they start a run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 

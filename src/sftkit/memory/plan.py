@@ -2,8 +2,6 @@
 it does not fit.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What is known of adapters without torch: the layers that targets name, and folders that hold an adapter."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

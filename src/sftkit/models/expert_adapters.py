@@ -6,8 +6,6 @@ only, and no W + scale * B A is made. Factors have the shapes and names of peft'
 Letters: E experts, S rows of tokens (one for each expert that a token visits), r rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

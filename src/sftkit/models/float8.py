@@ -1,7 +1,5 @@
 """Compute matrix products of the decoder blocks in float8 with torchao."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

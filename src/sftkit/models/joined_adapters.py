@@ -5,8 +5,6 @@ time in a small model than the frozen weights save. Modules that are known get a
 Without gradients they compute layer by layer, so evaluation gives the bits of the checkpoint in plain transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

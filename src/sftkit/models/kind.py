@@ -3,8 +3,6 @@
 MODEL_KINDS lists all kinds. This module also holds the causal language model: token ids, a decoder, a linear head.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import cache

@@ -4,8 +4,6 @@ transformers chooses longrope frequencies by the longest document of a batch, so
 gets other frequencies than alone. Here each document has the frequencies that it has alone, in any layout of rows.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

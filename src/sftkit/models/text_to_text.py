@@ -5,8 +5,6 @@ inputs of others (ops.cross_attention). `EncoderDecoder` is shared by all such m
 read and write text: T5 and its kin.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ for them: in the embedding, and in the head, tied or not. The loss writes the ro
 computes (ops/linear_cross_entropy.py), so no copy of a table is made; the table has its bits back afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 A trained tokenizer is a byte-level BPE: any text round-trips, each digit is a token, chat turns have special tokens.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,6 @@
 it (GPT-2).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

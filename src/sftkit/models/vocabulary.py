@@ -6,8 +6,6 @@ of the tokens are zeros, no token looks them up, they make no logits, and no fil
 their gradient is 0 and so is every update or decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Load weights from safetensors into a live model: each rank reads only its own shards."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

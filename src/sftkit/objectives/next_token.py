@@ -3,8 +3,6 @@
 Each prediction depends on all earlier tokens of the document, and for a caption on the encoder's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ half of the host's time of a step (benchmarks/lab_captioning). Here the addresse
 table, and each program updates a chunk of one tensor, as in Apex's multi-tensor kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ A backend is an entry of BACKENDS: what it needs to know of documents, how it co
 takes the backend that the recipe names, or with auto the fastest that can serve it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ texts are. A decoding step attends from one position to keys and values in memor
 far or of its encoded input: every shape is static, and nothing is repeated.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

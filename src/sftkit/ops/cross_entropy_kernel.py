@@ -1,7 +1,5 @@
 """Cross entropy of rows of logits and its gradient in one Triton kernel, written over the logits."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Its fake, gradient and FLOP formula are registered, so that a compiled block has
 are, and activation budgets know what it costs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 `Scores` are the settings by which the products of queries and keys become weights, the same for every backend.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager

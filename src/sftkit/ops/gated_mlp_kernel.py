@@ -1,7 +1,5 @@
 """The gated product of an MLP with low-rank factors in Triton; ops/low_rank.py says what it computes."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

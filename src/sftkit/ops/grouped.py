@@ -5,8 +5,6 @@ All shapes are known when a graph is captured: no size depends on the choices of
 Letters: S rows, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

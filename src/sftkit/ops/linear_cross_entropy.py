@@ -5,8 +5,6 @@ So the logits of a whole batch never exist. Division by the global number of tar
 Letters: N rows of hidden states, H their width, V the vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -6,8 +6,6 @@ none: the kernels of the gated product read these activations once, as they do w
 gate's and up's factors in registers, and multiply the result with A of down on its way out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ A product contains its dequantization: as two operators, or in an autograd funct
 dequantized matrix for its backward pass, or find it twice in its graph and compute it once.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ whole rows (as Llama 3, arXiv 2407.21783, section 3.3.2). And stochastic roundin
 a hash instead of a generator.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

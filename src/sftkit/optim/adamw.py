@@ -10,8 +10,6 @@ A skipped update does not count in the bias corrections. Only the device knows i
 so the counts and the corrections stay on the device.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -2,8 +2,6 @@
 rank, a warm-up.
 """
 
-from __future__ import annotations
-
 import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 

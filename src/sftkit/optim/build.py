@@ -1,7 +1,5 @@
 """Build the optimizer of optim.name: check its requirements, import its code, sort the parameters into groups."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 

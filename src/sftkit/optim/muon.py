@@ -1,7 +1,5 @@
 """Muon on the matrices of the decoder blocks and AdamW on all other parameters, in one optimizer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

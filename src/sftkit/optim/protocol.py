@@ -5,8 +5,6 @@ function of the step; and optimizer states under the names and in the shapes of 
 store at any sharding.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

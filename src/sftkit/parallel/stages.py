@@ -6,8 +6,6 @@ Embedding and first layers are the first stage; the last layers, the final norm 
 is embedding and head at once is on both, and the gradients of the two are added up.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

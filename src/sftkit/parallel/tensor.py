@@ -6,8 +6,6 @@ after (Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_par
 turns that off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

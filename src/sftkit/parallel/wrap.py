@@ -5,8 +5,6 @@ before it is used. Its gradient is summed over the ranks in fp32, and each rank 
 class and its parameter names; parameters are DTensors from then on.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Training writes it on the main rank. scripts/inspect_data.py shows all of it wit
 first functions here make what a run would start from.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Estimate the cost of a run before it starts: positions of each layout, steps, memory, disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace

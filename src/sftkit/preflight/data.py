@@ -2,8 +2,6 @@
 conversations are learned, which are not, and why.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

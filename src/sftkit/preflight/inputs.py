@@ -8,8 +8,6 @@ leaves to the defaults of transformers, and a model whose config is not there ye
 the same rules (config/rules.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import itertools

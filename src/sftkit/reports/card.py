@@ -1,7 +1,5 @@
 """README.md next to an exported model: a Hugging Face model card from the run's files."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Charts as inline SVG: lines over steps, a histogram. Colours come from the page's style."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

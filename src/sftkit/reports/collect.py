@@ -3,8 +3,6 @@ they differ from the defaults or another run's; evaluations and samples; curves;
 runs compared: losses at steps that both have, speeds, peak memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

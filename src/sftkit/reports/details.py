@@ -1,7 +1,5 @@
 """Sections of the page on data, compiler, events, settings and machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

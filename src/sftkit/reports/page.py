@@ -4,8 +4,6 @@ The page's sections on checks, curves and evaluations are made here, those on da
 `details`. The page is one file without a script, and loads nothing from the network.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

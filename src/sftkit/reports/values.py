@@ -6,8 +6,6 @@ thousands set apart, and times hours and minutes. Functions that return markup e
 so text from data can never become markup.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """A start before its first step. It writes into a folder of its own inside the run directory, takes the place of an
 earlier run once it has done a step, and leaves nothing behind where it ends before. No torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

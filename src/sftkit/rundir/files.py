@@ -1,8 +1,6 @@
 """Write files that are whole or not there: under another name, flushed, renamed. Read JSON, of which a torn object or
 line counts as absent; and drop the lines that a resumed run will write again."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ The kernel holds it (flock), so it ends with the process, however that ends. Its
 message, and for file systems whose flock does not reach other machines.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

@@ -9,8 +9,6 @@ tokenizer and template, which a start compares with its checkpoint, are kept apa
 does not load.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A run directory: the name of every file in it, who writes it, and where its checkpoints are. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """The state of a run, or how it ended: run_status.json, for people and requeue scripts; the error of each rank, with
 which one failed first; and, of a run that was killed, what its directory shows. No torch."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The machine: peak FLOP/s by device name, and the environment snapshot saved with every run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

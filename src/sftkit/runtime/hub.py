@@ -1,8 +1,6 @@
 """Find out whether the Hugging Face hub answers, and whether it or the cache of this machine has what a recipe names,
 once and within seconds: the hub's own clients retry for half a minute before they give up. No torch."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks of the launcher: the variables that a run needs, from any launcher. No torch."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

@@ -4,8 +4,6 @@ What it writes is in a folder of its own until this start has done a step (rundi
 too: a resumed run draws the numbers that the uninterrupted one would have drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Torch is imported only when main asks for it, and nothing before a Ctrl-C has a handler.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Signals and the time limit, which end training early: one rank requests a stop, all ranks stop at the same step."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

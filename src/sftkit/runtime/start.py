@@ -4,8 +4,6 @@ Before the process group is joined, three faults of torch are worked around: the
 two collectives in flight on gloo, and Triton's assembler in compile workers.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """No rank waits forever: a thread per rank ends the process when it hangs or when another rank has failed."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

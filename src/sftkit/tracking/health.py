@@ -2,8 +2,6 @@
 device before the update), and uneven loads of experts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

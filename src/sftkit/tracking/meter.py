@@ -4,8 +4,6 @@ formulas: docs/metrics.md.
 A line is logged before every save, so no checkpoint has to keep the sums of an open window.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

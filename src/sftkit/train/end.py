@@ -1,7 +1,5 @@
 """The end of training: run_status.json, summary.json, the report, proof.json, and the last lines on the console."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

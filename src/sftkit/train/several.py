@@ -1,7 +1,5 @@
 """A run with several adapters: their data, and an evaluation of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -2,8 +2,6 @@
 rates, the FLOPs of a step, and the counts of the first window.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

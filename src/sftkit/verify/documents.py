@@ -1,7 +1,5 @@
 """Check before training that an engine's forward pass computes the same as the plain model, document by document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

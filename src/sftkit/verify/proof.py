@@ -4,8 +4,6 @@ An engine offers a forward pass, the gradients of micro-batches and the losses o
 the references.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

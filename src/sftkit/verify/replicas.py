@@ -1,8 +1,6 @@
 """Compare the bits of weights and optimizer states that several ranks hold: a difference ends the run. And those of
 frozen weights with what they were when training began."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache

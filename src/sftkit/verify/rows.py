@@ -1,7 +1,5 @@
 """Rows of proof.json on the data, the batches and the checkpoint of a run."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

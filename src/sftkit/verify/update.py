@@ -7,8 +7,6 @@ that determines the update is restated here, independent of the training code: w
 clipping, the arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

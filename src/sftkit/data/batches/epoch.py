@@ -8,8 +8,6 @@ ranks. Attention, whose cost is quadratic in the length of a document, is balanc
 about the same attention work.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator, Sequence

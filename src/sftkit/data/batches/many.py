@@ -5,8 +5,6 @@ A micro-batch has rows of one group of G adapters, the same number of each: firs
 An adapter whose data has ended has padding there; a group whose adapters have all ended is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -3,8 +3,6 @@
 `choose_buckets` finds the row lengths that waste least on the data at hand, by an exact dynamic programme.
 """
 
-from __future__ import annotations
-
 import bisect
 import logging
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ its operands. Their hash decides whether it is held out, so no held-out problem 
 under any system message, in any turn.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

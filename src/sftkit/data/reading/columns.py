@@ -1,8 +1,6 @@
 """The meaning of columns and message keys: known names are honoured or rejected, metadata is ignored, and all other
 names are counted as unused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache

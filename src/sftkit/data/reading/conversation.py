@@ -4,8 +4,6 @@ docs/data.md, "Odd records", lists which odd conversations are accepted on purpo
 shape of ShareGPT (from, value) are converted to messages here too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

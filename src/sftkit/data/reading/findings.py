@@ -1,7 +1,5 @@
 """Data warnings: count what is wrong or odd in the rows of a source by reason, with the first example of each."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

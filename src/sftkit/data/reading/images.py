@@ -1,7 +1,5 @@
 """Pictures as arrays: read, resized and written once, then memory-mapped like tokens. The device normalises them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

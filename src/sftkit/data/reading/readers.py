@@ -4,8 +4,6 @@ Each row has a name (file:line) for messages. A row that cannot be read is one b
 found. The nulls that Arrow adds to rows of tables are removed.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

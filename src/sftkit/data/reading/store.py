@@ -3,8 +3,6 @@
 A folder is complete or not there at all. Several processes may write the same one: the first to rename wins.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -11,8 +11,6 @@ fields and the place of the last question, so answers that are alike in those ar
 rendered, and `AnswerMatcher` finds the others by the text before and after these, if it is there.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable

@@ -4,8 +4,6 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 `check_prompted_targets` checks that a run asks for answers as a server would.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Long texts are tokenized in chunks, and only as far as needed. In a conversation the last prompt gets the tokens that it
 has by itself, as a server sends it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import pairwise

@@ -4,8 +4,6 @@ Also here: the parts of a rendered text that a mark or an answer covers, and the
 mask itself, a value for each token, is made in tokens/chat.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Literal

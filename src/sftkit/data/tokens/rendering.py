@@ -4,8 +4,6 @@ A template is a program from elsewhere. Jinja's sandbox isolates it from the mac
 sandbox limits each `range`, but not two nested ranges.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -5,8 +5,6 @@ tools, earlier calls. A template silently leaves out the parts that it does not 
 without the text that they follow from.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Plain text is split into chunks that fit rows. Captions of pictures, and answers to texts that an encoder reads, are one
 document each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Evaluation tasks by name: their prompts, their rows, their judges. No torch."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib import import_module
 from typing import Any

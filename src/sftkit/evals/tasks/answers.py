@@ -1,7 +1,5 @@
 """Tasks answered in free text: GSM8K, school problems whose answer ends in a number, and the built-in families."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

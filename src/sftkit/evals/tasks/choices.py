@@ -4,8 +4,6 @@ Each row becomes an `Item`; `DESIGNS` has the function and the place of the rows
 those of lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import string

@@ -1,7 +1,5 @@
 """Tasks that run code of the model in the sandbox: HumanEval (164 functions to complete) and MBPP (500 to write)."""
 
-from __future__ import annotations
-
 import ast
 import platform
 import re

@@ -1,7 +1,5 @@
 """Rows of evaluation tasks, from a local folder or the hub, read through `datasets`; and the shots drawn from them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

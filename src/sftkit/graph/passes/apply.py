@@ -8,8 +8,6 @@ overwrites them. Saved activations are not copied, so a backward pass must come 
 between shapes, too: their records share a memory pool. A step of several micro-batches keeps this order.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -9,8 +9,6 @@ the tensors that its reductions would read, added to the sums so far. The half o
 inputs. So a step reduces once, whatever its number of micro-batches, and holds whole gradients between them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ of either: the tensors of a bucket go into one coalesced operator, which NCCL ru
 written where it lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
 """
 
-from __future__ import annotations
-
 import heapq
 import operator
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Collectives, kernels of this project and random numbers end it, so the overlap t
 blocks are compiled once.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

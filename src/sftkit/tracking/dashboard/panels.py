@@ -4,8 +4,6 @@ What people look for first is a table here; all other names get a section for ea
 has values for. Only `save_view` asks a server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 A thread of its own feeds the dashboard, so a service that is stuck delays nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
