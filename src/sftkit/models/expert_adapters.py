@@ -68,7 +68,7 @@ class LoraExperts(ExpertFactors):
         y = grouped_product(rows, weight.transpose(1, 2) if self.is_transposed else weight, ends)
         if self.has_bias:
             y = y + getattr(self, f"{name}_bias")[numbers.clamp(max=len(weight) - 1)]
-        a, b = by_expert_factors(factors_of(self, name), len(weight))
+        a, b = by_expert_factors(pair_of(self, name), len(weight))
         # Grouped products take rows of a multiple of 16 bytes.
         missing = -a.shape[1] % 8
         a = F.pad(a, (0, 0, 0, missing)).to(rows.dtype)
@@ -92,9 +92,7 @@ class PlainExperts(LoraExperts):
         """Return the products of rows with a matrix of an expert, and its factors."""
         weight = getattr(self, name)[expert]
         bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
-        a, b = (
-            factor[expert].to(rows.dtype) for factor in by_expert_factors(factors_of(self, name), len(self.down_proj))
-        )
+        a, b = (factor[expert].to(rows.dtype) for factor in by_expert_factors(pair_of(self, name), len(self.down_proj)))
         y = F.linear(rows, weight.t() if self.is_transposed else weight, bias)
         return y + self.lora_scale * F.linear(F.linear(rows, a), b)
 
@@ -121,12 +119,12 @@ def adapt(experts: Any, rank: int, scale: float) -> None:
     for name in EXPERT_WEIGHTS:
         outputs, inputs = sizes(experts, name)
         count, device = len(experts.down_proj), experts.down_proj.device
-        pair = factors_of(experts, name)
+        pair = pair_of(experts, name)
         pair.lora_A = Factor(count * rank, inputs, device)
         pair.lora_B = Factor(outputs, rank * count, device)
 
 
-def factors_of(experts: LoraExperts, name: str) -> ExpertFactors:
+def pair_of(experts: LoraExperts, name: str) -> ExpertFactors:
     """Return the factors of a matrix of experts."""
     return experts.base_layer if name == "gate_up_proj" else experts
 
