@@ -15,7 +15,7 @@ from sftkit.config.schema import AdapterConfig, ModelConfig, NamedAdapter
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.joined_adapters import join_layers
-from sftkit.models.many_adapters import active, factors_of, members_of
+from sftkit.models.many_adapters import active, member_factors, members_of
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.trained import adapters_of, factors
 from sftkit.train.several import EvaluationOfEach
@@ -48,7 +48,7 @@ def alone(model: PreTrainedModel, like: PreTrainedModel, k: int) -> PreTrainedMo
     member = adapters.members[k]
     add_adapters(model, Adapters(member.config, member.seed, member.base, ""))
     with torch.no_grad():
-        for name, factor in factors_of(like, k).items():
+        for name, factor in member_factors(like, k).items():
             model.get_parameter(name).copy_(factor)
     return model
 
@@ -70,7 +70,7 @@ def test_each_share_of_a_batch_is_computed_as_in_a_model_with_its_adapter_alone(
         logits = own(input_ids=IDS[2 * share : 2 * share + 2]).logits
         torch.testing.assert_close(together[2 * share : 2 * share + 2], logits, rtol=1e-5, atol=1e-6)
         logits.square().sum().backward()
-        for name, factor in factors_of(model, k).items():
+        for name, factor in member_factors(model, k).items():
             expected = own.get_parameter(name).grad
             assert factor.grad is not None
             assert expected is not None
@@ -81,17 +81,17 @@ def test_each_share_of_a_batch_is_computed_as_in_a_model_with_its_adapter_alone(
 def test_an_adapter_without_a_share_has_the_gradient_zero_and_a_nan_stays_in_its_share() -> None:
     model = several(tiny_llama()).train()
     with torch.no_grad():
-        factors_of(model, 2)["model.layers.0.mlp.up_proj.lora_A.weight"][0, 0] = torch.nan
+        member_factors(model, 2)["model.layers.0.mlp.up_proj.lora_A.weight"][0, 0] = torch.nan
     selection(model).begin((0, 2), CPU)
     logits = model(input_ids=IDS[:4]).logits
     logits.square().sum().backward()
     assert logits[:2].isfinite().all()
     assert logits[2:].isnan().all()
-    for p in factors_of(model, 0).values():
+    for p in member_factors(model, 0).values():
         assert p.grad is not None
         assert p.grad.isfinite().all()
         assert p.grad.any()
-    assert not any(p.grad.any() for p in factors_of(model, 1).values() if p.grad is not None)
+    assert not any(p.grad.any() for p in member_factors(model, 1).values() if p.grad is not None)
 
 
 def test_outside_of_training_one_adapter_computes_all_rows() -> None:
@@ -112,7 +112,7 @@ def test_factors_begin_as_those_of_an_adapter_alone_with_the_same_seed() -> None
     for k, seed, rank in ((0, 7, 4), (1, 5, 2), (2, 7, 7)):
         own = tiny_llama()
         add_adapters(own, Adapters(AdapterConfig(rank=rank), seed, ModelConfig(path="base"), ""))
-        assert all(torch.equal(p, own.get_parameter(name)) for name, p in factors_of(model, k).items())
+        assert all(torch.equal(p, own.get_parameter(name)) for name, p in member_factors(model, k).items())
 
 
 def add_many(model: PreTrainedModel) -> PreTrainedModel:

@@ -41,7 +41,7 @@ from sftkit.errors import ConfigError, NonFiniteError
 from sftkit.models import adapters
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
-from sftkit.models.many_adapters import Selection, factors_of, members_of
+from sftkit.models.many_adapters import Selection, member_factors, members_of
 from sftkit.objectives.next_token import NextToken
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import resolve
@@ -225,7 +225,7 @@ def test_an_adapter_with_a_loss_that_is_not_finite_does_not_change_the_others(
             broken = [k for k, own in enumerate(batches.adapters) if here.cfg.adapters[k].name == "b" and own.step == 3]
             with torch.no_grad():
                 for k in broken:
-                    next(iter(factors_of(loaded.orig_model, k).values()))[0, 0] = torch.nan
+                    next(iter(member_factors(loaded.orig_model, k).values()))[0, 0] = torch.nan
             return step(batches, *given, **named)
 
         engine.step = spoiled_step  # type: ignore[method-assign]

@@ -187,7 +187,7 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         load_many(orig_model, adapters.start)
     elif not chosen.scale_of.is_meta:
         for k, member in enumerate(members):
-            for name, weight in factors_of(orig_model, k).items():
+            for name, weight in member_factors(orig_model, k).items():
                 module, _, factor = name.rpartition(".lora_")
                 if factor == "A.weight":
                     weight.data.copy_(first_factor(member.seed, module, weight.shape))
@@ -208,7 +208,7 @@ def active(orig_model: torch.nn.Module, member: int) -> Iterator[None]:
         chosen.active = before
 
 
-def factors_of(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.Parameter]:
+def member_factors(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.Parameter]:
     """Return the factors of a member by the names that they have in a model with this adapter alone."""
     found = {}
     for name, layer in adapted(orig_model).items():
@@ -223,7 +223,7 @@ def member_files(orig_model: torch.nn.Module) -> dict[Path, dict[str, torch.nn.P
     adapters = adapters_of(orig_model)
     assert adapters is not None
     return {
-        adapter_dir(Path(), member.name): {f"{PEFT_PREFIX}{n}": p for n, p in factors_of(orig_model, k).items()}
+        adapter_dir(Path(), member.name): {f"{PEFT_PREFIX}{n}": p for n, p in member_factors(orig_model, k).items()}
         for k, member in enumerate(adapters.members)
     }
 

@@ -94,9 +94,9 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         groups[0]["params"] = [p for p in matrices if id(p) not in second]
         groups.append({**in_b, "lr_scale": adapters.config.lr_ratio_b})
     if adapters is not None and adapters.members:
-        from sftkit.models.many_adapters import factors_of
+        from sftkit.models.many_adapters import member_factors
 
-        owner = {id(p): k for k in range(len(adapters.members)) for p in factors_of(model, k).values()}
+        owner = {id(p): k for k in range(len(adapters.members)) for p in member_factors(model, k).values()}
         groups = [
             {**group, "params": [p for p in group["params"] if owner[id(p)] == k], "member": k}
             for k in range(len(adapters.members))
