@@ -19,10 +19,10 @@ from torch._logging._internal import _is_torch_handler
 from labs.explain.run import refuse_torch_logs
 from sftkit.compile.watch import phase_seconds
 from sftkit.rundir.files import replace_text
+from sftkit.rundir.names import SUMMARY
 
 FOLDER = "compile"
 "Folder of the logs, in that of a subject."
-SUMMARY = "summary.json"
 
 ARTIFACTS = {
     "graphs": ("graph_code", "aot_graphs"),

@@ -169,6 +169,7 @@ def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where: str, fak
 def make_key(**changes) -> str:
     cfg = SimpleNamespace(
         adapter=changes.get("adapter"),
+        adapters=None,
         compile=changes.get("compile", CompileConfig()),
         attention=changes.get("attention", AttentionConfig()),
         loss=LossConfig(),

@@ -38,7 +38,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         lines: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", words[2:])
-            patch.setattr("builtins.print", lambda text: lines.append(text))
+            patch.setattr(reread, "print_text", lines.append)
             reread.main()
         return module.subprocess.CompletedProcess(words, 0, "\n".join(lines), "")
 

@@ -16,7 +16,7 @@ from sftkit.rundir.files import archive, replace_shared, replace_text
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "src" / "sftkit" / "rundir" / "names.py"
-WORDS = {rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimizer"}
+WORDS = {rundir.ADAPTER_FOLDERS, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimizer"}
 "Names of folders that are also words: sections of a recipe, keys of metrics."
 OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like

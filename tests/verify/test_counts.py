@@ -159,9 +159,10 @@ def test_of_a_start_within_a_window_the_second_line_is_compared(tmp_path: Path) 
     run(tmp_path / "run", compile=EAGER, evaluates=False, from_step=3, steps=12)
     row = proof_rows(tmp_path / "run")[COUNTS]
     assert row["ok"] is True, row
-    assert row["found"].endswith("in 5 steps")
+    assert row["found"].endswith("in 1 steps")
     assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [
         5,
+        6,  # before the checkpoint
         10,
         12,
     ]

@@ -221,7 +221,10 @@ def train(
             compiled=True,
         )
         for number, step in enumerate(batches.steps(0, STEPS)):
-            engine: Any = SimpleNamespace(model=model, optimizer=optimizer, setup=SimpleNamespace(optimizer=optim))
+            alone = SimpleNamespace(members=None)
+            engine: Any = SimpleNamespace(
+                model=model, optimizer=optimizer, setup=SimpleNamespace(optimizer=optim), training=alone
+            )
             update = FirstUpdate(engine, OptimConfig(name=optim, eps=1e-4), rt)  # type: ignore[arg-type]
             with update.watching() if number in (0, 2) else nullcontext():  # a first step, and one with states
                 outcome = train_step.step(step, learning_rate, stop=last)

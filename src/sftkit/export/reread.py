@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from sftkit.config.terminal import print_text
 from sftkit.rundir.names import ADAPTER_CONFIG
 
 QUESTIONS = (
@@ -103,7 +104,7 @@ def main() -> None:
         from peft import AutoPeftModelForCausalLM as opened  # makes room for the tokens in the model
     model = opened.from_pretrained(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    print(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
+    print_text(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
 
 
 if __name__ == "__main__":
