@@ -13,6 +13,7 @@ def main() -> None:
     """Export a model."""
     from sftkit.config.commands import Parser, path, path_or_id
     from sftkit.config.terminal import print_text
+    from sftkit.export import check_export
     from sftkit.rundir.names import newest_run
     from sftkit.runtime.hub import find_model
 
@@ -23,13 +24,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights; default: as stored")
     parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file of weights; default: 5GB")
     args = parser.parse_args()
-    folder = find_model(args.run or newest_run())  # a missing model is rejected here, before torch is imported
+    folder = find_model(args.run or newest_run())
+    options = {"merge": args.merge, "dtype": args.dtype, "max_shard": args.max_shard}
+    check_export(folder, args.out, **options)  # what is wrong is rejected here, before torch is imported
 
     from sftkit.export.export import export
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
-    for line in export(folder, args.out, merge=args.merge, dtype=args.dtype, max_shard=args.max_shard):
+    for line in export(folder, args.out, **options):
         print_text(line)
 
 

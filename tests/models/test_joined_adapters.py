@@ -132,6 +132,9 @@ def test_the_kernels_are_for_ranks_that_fit_their_tiles(monkeypatch: pytest.Monk
         ({"compile": CompileConfig(options={"shape_padding": True})}, False),
         ({"adapter": {"dropout": 0.1}}, False),
         ({"adapter": None}, False),
+        ({"adapter": {"base": "nf4"}}, False),
+        ({"adapter": {"method": "dora"}}, False),
+        ({"compile": CompileConfig(scope="model")}, False),
         ({"row_length": 1 << 40}, False),  # so long a block that the host is ahead
         ({"kind": "dynamic"}, False),
         ({"world_size": 2}, False),

@@ -56,7 +56,6 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
             asdict(cfg.loss),
             cfg.train.fp8,
             cfg.train.memory,
-            cfg.train.freeze,
         ],
         "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
         "ranks": [one.rank for one in cfg.adapters or ()],

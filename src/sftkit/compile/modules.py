@@ -96,7 +96,11 @@ def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: 
     adapters = adapters_of(orig_model)
     fixed = len(layout.shapes) == 1 and not layout.dynamic
     plain = compile.enabled and compile.backend == "inductor" and not compile.options
-    if compile.mode is not None or not plain or adapters is None or adapters.config.dropout or not fixed:
+    if compile.mode is not None or not plain or compile.scope != "block" or adapters is None or not fixed:
+        return False
+    # Only what was timed and compared on a GPU.
+    config = adapters.config
+    if config.dropout or config.base != "bf16" or config.method != "lora" or adapters.members or adapters.tokens:
         return False
     ((rows, row_length),) = layout.shapes
     block = train_flops(orig_model, Work(rows * row_length, 0, 0)) / max(len(decoder_blocks(orig_model)), 1)

@@ -2,7 +2,6 @@
 plain transformers before it gets its name."""
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from sftkit.checkpoint.checkpoint import make_tokenizer_portable
 from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.export import check_export
 from sftkit.export.reread import answers, write_answers
 from sftkit.models.adapter_files import AdapterFiles
 from sftkit.models.files import adapter_at
@@ -57,25 +57,20 @@ def export(
     Raises:
         ConfigError: the folder is there already, an option has no effect, or the folder answers differently.
     """
-    if out.exists():
-        raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away")
-    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard):
-        raise ConfigError(f"--max-shard {max_shard}: a number and KB, MB, GB or TB, such as 5GB")
+    check_export(path, out, merge=merge, dtype=dtype, max_shard=max_shard)
     source = ModelConfig(path=path)
     files = adapter_at(source)
     alone = files is not None and not merge
-    if files is None and merge:
-        raise ConfigError(f"--merge: {path} is a whole model, so there is nothing to merge: leave --merge out")
-    if alone and dtype is not None:
-        raise ConfigError(f"--dtype {dtype}: an adapter alone is copied as it is: add --merge, or leave --dtype out")
     base = source if files is None else files.base
     config = start_config(path if files is None else str(base.path), load_options(str(base.path), base))
     check_causal(config, "export.py")
     stored = next((name for name, found in _DTYPES.items() if found == config.dtype), "fp32")
     precision = dtype or stored
     tokenizer = load_tokenizer(source)
-    # Half precision has no loader of ours: from fp32, each weight is rounded once.
-    orig_model = load_model(source, tokenizer, 0, "bf16" if precision == "bf16" else "fp32").eval()
+    # Of another precision than the files, each weight is rounded once, after an adapter was added in fp32.
+    orig_model = load_model(source, tokenizer, 0, "bf16" if precision == stored == "bf16" else "fp32").eval()
+    if precision == "bf16":
+        orig_model.bfloat16()
     if precision == "fp16" and not alone:
         _to_half(orig_model)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=_parent(out)))
@@ -89,7 +84,7 @@ def export(
         tokenizer.save_pretrained(temporary)
         make_tokenizer_portable(temporary / "tokenizer_config.json")
         lines = _compared(temporary, orig_model, tokenizer, precision)
-        _write_card(Path(path), temporary, merged=merge)
+        _write_card(Path(path), temporary, files, orig_model.num_parameters() if merge else None)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -160,14 +155,24 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
     return [text]
 
 
-def _write_card(path: Path, folder: Path, *, merged: bool) -> None:
-    """Write the model card of the run that a folder lies in; a folder of no run has none."""
+def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: int | None) -> None:
+    """Write the model card of the run that a folder lies in; a folder of no run has none.
+
+    Args:
+        merged: number of parameters of a model that its adapter was added to; None: it is a start as it is.
+    """
     run_dir = run_of(path / CARD)
     if run_dir is None:
         return
     report = gather_report(run_dir)
-    if merged:
-        report["run"]["adapter"] = False
+    run = report["run"]
+    if files is not None and run["adapters"]:  # one of several, whose numbers are not those of all
+        run |= {"name": f"{run['name']}/{path.name}", "adapters": [], "adapter": True, "parameters": None}
+        run |= {"adapter_settings": f"rank {files.rank}, scale {files.scale:g}", "auto_class": "AutoModelForCausalLM"}
+        report["headline"] = []
+    if merged is not None:
+        run |= {"adapter": False, "parameters": merged, "trained_parameters": None}
+        run["adapter_settings"] = f"merged: {run['adapter_settings']}"
     (folder / CARD).write_text(model_card(report, licence(path / CARD)), encoding="utf-8")
 
 
@@ -205,7 +210,9 @@ def _adapter_commands(out: Path, files: AdapterFiles) -> list[str]:
             extra.append(f"--chat-template {folder}/chat_template.jinja")
         if (out / "generation_config.json").is_file():
             extra.append(f"--generation-config {folder}")
-        lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}"]
+        if length := trained_length(files.folder):
+            extra.append(f"--max-model-len {length}")
+        lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}", f"transformers: {merge}"]
     if Path(str(files.base.path)).is_dir():
         lines.insert(0, f"its base is a folder of this machine: {files.base.path} (base_model_name_or_path)")
     gguf = shlex.quote(f"{out.name}-adapter.gguf")

@@ -94,7 +94,8 @@ class JoinedAttention(torch.nn.Module):
             joint = linear(x, torch.cat([layer.factor_of_rows for layer in layers]).to(x.dtype))
         for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
             layer.joint = (x, part)
-        output = super().forward(*args, **named)
-        for layer in layers:
-            layer.joint = None
-        return output
+        try:
+            return super().forward(*args, **named)
+        finally:
+            for layer in layers:
+                layer.joint = None

@@ -278,6 +278,8 @@ def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> s
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
+    if shapes is not None and shapes[1] and config.base == "nf4":
+        return "adapter: base nf4 does not go with a mixture, whose experts are most of it: set adapter.base=bf16"
     layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
     if files is not None:
         check_continued(files, config, layers)
