@@ -70,7 +70,7 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     # third of the work.
     again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
-    spared = work / 3 * shape.frozen / shape.parameters  # a frozen parameter has no gradient of its own
+    spared = work / 3 * shape.frozen / shape.parameters  # frozen parameters have no gradient
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3) - spared}
     alone, hidden = _exchanging(setup, machines, passes)
     step = count * sum(passes.values()) + alone

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import merged_weights, scalar_kernels, tiny, tiny_llama
+from made_adapters import IDS, adapted_model, loss_of, write_adapter
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -64,37 +64,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (Gemma3TextConfig, {"sliding_window": 8, "query_pre_attn_scalar": 8}),
     "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
 }
-IDS = torch.arange(24).reshape(2, 12) * 5 % 61
 BASE = ModelConfig(path="base")
 
 
 def family(name: str) -> PreTrainedModel:
     config, fields = FAMILIES[name]
     return tiny(config, **fields)
-
-
-def adapted_model(model: PreTrainedModel, base: str = "base", **settings: Any) -> PreTrainedModel:
-    """With adapters whose B is not zero."""
-    add_adapters(model, Adapters(AdapterConfig(**settings), 7, ModelConfig(path=base), ""))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, factor in factors(model).items():
-            if ".lora_B." in name:
-                factor.normal_(0.0, 0.1, generator=generator)
-    return model
-
-
-def write_adapter(model: PreTrainedModel, folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    tensors = {f"base_model.model.{name}": p.detach().clone() for name, p in factors(model).items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(peft_config_text(model))
-    return folder
-
-
-def loss_of(model: Any) -> torch.Tensor:
-    logits = model(input_ids=IDS, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
 
 
 @pytest.mark.parametrize(

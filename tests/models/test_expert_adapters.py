@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import merged_weights, scalar_kernels, tiny
-from safetensors.torch import save_file
-from torch.nn import functional as F
+from made_adapters import IDS, adapted_model, loss_of, write_adapter
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +38,6 @@ from sftkit.models.adapters import (
     factors_moved,
     merge_files,
     peft_config,
-    peft_config_text,
     with_factors,
 )
 from sftkit.models.files import adapter_at
@@ -77,7 +75,6 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "granitemoe": (GraniteMoeConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-IDS = torch.arange(24).reshape(2, 12) * 5 % 61
 BASE = ModelConfig(path="base")
 
 
@@ -89,30 +86,6 @@ def family(name: str, **more: Any) -> PreTrainedModel:
             if p.ndim == 3 or parameter_name.endswith("_bias"):
                 p.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(parameter_name)))
     return model
-
-
-def adapted_model(model: PreTrainedModel, base: str = "base", **settings: Any) -> PreTrainedModel:
-    """With adapters whose B is not zero."""
-    add_adapters(model, Adapters(AdapterConfig(**settings), 7, ModelConfig(path=base), ""))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, factor in factors(model).items():
-            if ".lora_B." in name:
-                factor.normal_(0.0, 0.1, generator=generator)
-    return model
-
-
-def write_adapter(model: PreTrainedModel, folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    tensors = {f"base_model.model.{name}": p.detach().clone() for name, p in factors(model).items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(peft_config_text(model))
-    return folder
-
-
-def loss_of(model: Any) -> torch.Tensor:
-    logits = model(input_ids=IDS, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
 
 
 def gradients_of(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

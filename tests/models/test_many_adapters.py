@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny, tiny_llama
+from made_adapters import move_b
 from transformers import PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from sftkit.config.schema import AdapterConfig, ModelConfig, NamedAdapter
@@ -33,12 +34,7 @@ def several(model: PreTrainedModel) -> PreTrainedModel:
     """With three adapters whose B is not zero."""
     add_adapters(model, members_of(shared(), seed=7, entries=ENTRIES))
     join_layers(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, factor in factors(model).items():
-            if ".lora_B." in name:
-                factor.normal_(0.0, 0.1, generator=generator)
-    return model
+    return move_b(model)
 
 
 def alone(model: PreTrainedModel, like: PreTrainedModel, k: int) -> PreTrainedModel:

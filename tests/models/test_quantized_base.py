@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny, tiny_llama, tiny_recipe
+from made_adapters import move_b
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -45,12 +46,7 @@ IDS = torch.arange(26).reshape(2, 13) * 5 % 61
 def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
     """With adapters whose B is not zero."""
     add_adapters(model, Adapters(AdapterConfig(rank=4, **settings), 7, ModelConfig(path="base"), ""))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, factor in factors(model).items():
-            if ".lora_B." in name:
-                factor.normal_(0.0, 0.1, generator=generator)
-    return model
+    return move_b(model)
 
 
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:

@@ -123,7 +123,7 @@ def test_page_and_card_have_several_adapters_side_by_side(run: Path) -> None:
     assert "lr-1e-32.5–––7" in table
     card = (run / "step-000300" / "README.md").read_text()
     assert "2 low-rank adapters" in card
-    assert "for a language model, each a model of its own in `adapters/`, trained with sftkit" in card
+    assert "for a language model, each a separate model in `adapters/`, trained with sftkit" in card
     assert "library_name: peft" in card
     assert "from_pretrained" not in card
 

@@ -269,7 +269,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(tmp_path: Path, toke
 def test_each_folder_is_a_model_and_the_step_directory_says_so(tmp_path: Path, tokenizer: Any, base: Path) -> None:
     step = last_step(run(recipe(tmp_path / "many", base), tokenizer))
     assert verify(step) is None
-    with pytest.raises(ConfigError, match=r"it holds 4 adapters, each a model of its own: name one of .*adapters/a, "):
+    with pytest.raises(ConfigError, match=r"it holds 4 adapters, each a separate model: name one of .*adapters/a, "):
         resolve(str(tmp_path / "many"))
     ids = torch.arange(12)[None]
     for one in FOUR:

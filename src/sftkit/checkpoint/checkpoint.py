@@ -170,7 +170,7 @@ class Checkpoints:
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        # Each of several adapters is a model of its own.
+        # Each of several adapters is a separate model.
         adapters = adapters_of(self.orig_model)
         names = [member.name for member in adapters.members] if adapters is not None else []
         files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}

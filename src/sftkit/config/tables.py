@@ -46,7 +46,7 @@ of a half, for micro-batches at different places of a step; split: a pass over e
 the place of parts of a half; codegen: generates code for a half, instead of calling one operator after the other;
 replay: what is called instead of that code."""
 REMOVED_PASSES = {
-    "prefetching": "block_bucketing moves collectives alike, and merges them",
+    "prefetching": "block_bucketing moves collectives too, and merges them",
     "full_checkpointing": "train.memory=low recomputes activations",
     "selective_checkpointing": "train.memory=balanced recomputes activations",
 }

@@ -381,7 +381,7 @@ def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] | Non
 
 
 def _leaves(node: yaml.Node, keys: KeyPath) -> Iterator[tuple[int, KeyPath]]:
-    """Yield (number of the last line, keys) of every value that has a line of its own."""
+    """Yield (number of the last line, keys) of every value that starts on its own line."""
     if isinstance(node, yaml.MappingNode) and node.value:
         for key, value in node.value:
             yield from _leaves(value, (*keys, key.value))

@@ -50,7 +50,7 @@ class SumsOfMembers:
         return self._objective.divisors(examples)
 
     def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
-        """Return the sums of a batch, those of each share computed by itself: a NaN stays in its share."""
+        """Return the sums of a batch, computed separately for each share: a NaN stays in its share."""
         zero = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
         found = dict.fromkeys(self.measured, zero)
         if not batch.adapters:

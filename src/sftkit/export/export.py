@@ -124,7 +124,7 @@ def _copy_adapter(files: AdapterFiles, folder: Path) -> None:
 
 
 def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precision: str) -> list[str]:
-    """Return lines about the comparison with the folder, loaded by plain transformers in a process of its own.
+    """Return lines about the comparison with the folder, loaded by plain transformers in a separate process.
 
     Raises:
         ConfigError: it cannot be loaded, or answers differently.

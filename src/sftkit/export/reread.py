@@ -1,4 +1,4 @@
-"""What a model answers to a few prompts, and the comparison of an exported folder with it, in a process of its own with
+"""What a model answers to a few prompts, and the comparison of an exported folder with it, in a separate process with
 nothing but transformers: the folder is read as a stranger reads it.
 
 python -m sftkit.export.reread FOLDER ANSWERS      ANSWERS: the file of `write_answers`; prints a JSON object

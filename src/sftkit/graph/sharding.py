@@ -7,7 +7,7 @@ it a rank computes: the code need not know which values ranks have in common.
 
 All shapes are known when a graph is captured: no size depends on the choices of a router. The matrix products of
 experts are operators of static shapes: torch's grouped matrix product over rows of one expert each, which skips the
-rows that no expert of this rank computes. Each tensor-parallel rank has experts of its own. The ranks gather each
+rows that no expert of this rank computes. Each tensor-parallel rank has different experts. The ranks gather each
 other's tokens and what the router chose for them; each computes its own experts for all of these, and the results are
 added up where the tokens came from. So the host waits for nothing, and no token is dropped.
 

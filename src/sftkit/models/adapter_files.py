@@ -155,7 +155,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     odd = {
         "bias": found.get("bias", "none") != "none",
         **{name: bool(found.get(name)) for name in _NOT_LOADED},
-        # Each of the parameters of experts has a wrapper of its own in peft, so one alone has the other's name. The
+        # Each of the parameters of experts has a separate wrapper in peft, so one alone has the other's name. The
         # weight of a linear layer has the factors that the layer has.
         "target_parameters": parameters - {"weight"} not in (set(), {*EXPERT_WEIGHTS}),
         # Some kinds of start (pissa, olora, corda, loftq) also change the weights under the adapter.

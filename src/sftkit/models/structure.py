@@ -217,7 +217,7 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}
     frozen = any(not p.requires_grad for p in orig_model.parameters() if id(p) in met)
     unneeded = _unneeded(orig_model, met, set(encoding)) if frozen else Unneeded()
-    # Rows of their own stand in for some of the head, whose only further product is their gradient.
+    # Separate rows replace some of the head, whose only further product is their gradient.
     if hasattr(output_projection(orig_model), "own_rows"):
         unneeded = unneeded._replace(head=unneeded.head - [*own_rows.values()][-1])
     return ParameterCount(total, body, in_head, in_encoder, trained, unneeded)

@@ -43,7 +43,7 @@ class TokenRows(torch.nn.Module):
 
 
 class WithRows(torch.nn.Module):
-    """A table with rows of its own for some tokens."""
+    """A table with separate rows for some tokens."""
 
     rows_of: tuple[TokenRows, ...]
     "a tuple, so that the rows of a tied embedding are no module of the head too"
@@ -103,7 +103,7 @@ def in_front(front: type, own: Any) -> type:
 
 
 def rows_as_written(orig_model: torch.nn.Module) -> None:
-    """Let the modules with rows of their own compute with whole tables."""
+    """Let the modules with separate rows compute with whole tables."""
     for module in orig_model.modules():
         if isinstance(module, TokenEmbedding | TokenHead):
             module.__class__ = in_front(PlainTokenRows, type(module).__bases__[1])
@@ -137,7 +137,7 @@ def tokens_to_train(
 
 
 def add_token_rows(orig_model: PreTrainedModel, tokens: Mapping[str, tuple[int, ...]]) -> None:
-    """Give tables of a frozen model rows of their own, and the vocabulary room for them.
+    """Give tables of a frozen model separate rows, and the vocabulary room for them.
 
     Raises:
         ConfigError: another module than embedding and head, or rows that neither model nor adapter has.

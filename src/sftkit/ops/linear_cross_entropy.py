@@ -160,7 +160,7 @@ def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
 def _called_as_operator(
     hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None, None]:
-    """Compute `_sums_and_gradients` as one node of a graph; a head there has no rows of its own."""
+    """Compute `_sums_and_gradients` as one node of a graph; a head there has no separate rows."""
     wanted = wanted[:3]
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
     sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)

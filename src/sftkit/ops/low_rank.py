@@ -1,6 +1,6 @@
 """The low-rank products that adapters add to frozen layers: of one layer, and of a whole gated MLP.
 
-As operators of their own, the three low-rank products of an MLP down(silu(gate(x)) * up(x)) make some twelve passes
+As separate operators, the three low-rank products of an MLP down(silu(gate(x)) * up(x)) make some twelve passes
 over its widest activations; at small sizes that costs more than the gradients of frozen weights save. gated_mlp makes
 none: the kernels of the gated product read these activations once, as they do without factors. They add the products of
 gate's and up's factors in registers, and multiply the result with A of down on its way out.

@@ -24,9 +24,9 @@ QUANTILES = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 BLOCK = 64
-"Elements with a magnitude of their own."
+"Elements that share a magnitude."
 GROUP = 256
-"Blocks whose magnitudes have a scale of their own."
+"Blocks whose magnitudes share a scale."
 
 
 class Nf4(NamedTuple):
@@ -131,7 +131,7 @@ def dense_matrix(matrix: Nf4, dtype: torch.dtype) -> Tensor:
     packed, size, blocks, at_once = matrix.packed, 2 * matrix.packed.numel(), len(matrix.absmax), 32
     out = torch.empty(len(packed), 2 * packed.shape[1], dtype=dtype, device=packed.device)
     with torch.cuda.device(packed.device):
-        # Sum and product rounded each by itself, as on the host.
+        # Sum and product are rounded separately, as on the host.
         _kernel()[(-(-blocks // at_once),)](
             *matrix, *tables(packed.device), out, size, blocks, BLOCKS=at_once, enable_fp_fusion=False
         )

@@ -470,7 +470,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
-    # Of several, each is a model of its own.
+    # Each of several is a separate model.
     adapters = sorted(one.name for one in folder.glob(f"{names.ADAPTER_FOLDERS}/*")) if folder else []
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {

@@ -233,7 +233,7 @@ def resolve(path: str) -> str:
         return resolve(str(newest))
     if several := sorted(folder.glob(f"{ADAPTER_FOLDERS}/*/{ADAPTER_CONFIG}")):
         names = ", ".join(str(one.parent) for one in several)
-        raise ConfigError(f"{path}: it holds {len(several)} adapters, each a model of its own: name one of {names}")
+        raise ConfigError(f"{path}: it holds {len(several)} adapters, each a separate model: name one of {names}")
     if folder.is_dir():
         problem = f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         raise ConfigError(problem)

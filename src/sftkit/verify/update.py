@@ -9,7 +9,7 @@ clipping, the arithmetic.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from sftkit.tracking.names import Check
 
 UPDATE_SAMPLE = 512
 "Maximum number of compared elements of a parameter, or of this rank's shard."
+Update = Callable[[float, Tensor], None]
+"The method of an optimizer, of a learning rate and a factor of the gradients."
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 LIMIT = 2e-3
 "Largest relative difference of an update or a moment, beyond the rounding of stored values."
@@ -81,25 +83,12 @@ class FirstUpdate:
         self._given: tuple[float, Tensor] | None = None
         self._of_members = engine.training.members is not None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Observe the engine's optimizer within the context, in which one step runs."""
         optimizer = self._engine.optimizer
-        update = optimizer.update
+        return _watching(optimizer, lambda *given: self.observe(optimizer, *given))
 
-        def watched(learning_rate: float, coefficient: Tensor) -> None:
-            self.observe(optimizer, update, learning_rate, coefficient)
-
-        # Set on the object, so that it hides the method of its class.
-        vars(optimizer)["update"] = watched
-        try:
-            yield
-        finally:
-            del vars(optimizer)["update"]
-
-    def observe(
-        self, optimizer: Optimizer, update: Callable[[float, Tensor], None], learning_rate: float, coefficient: Tensor
-    ) -> None:
+    def observe(self, optimizer: Optimizer, update: Update, learning_rate: float, coefficient: Tensor) -> None:
         """Update, with copies before and after. `update`: the optimizer's own method."""
         self._before(optimizer)
         # The optimizer may compute in place on its argument.
@@ -114,7 +103,7 @@ class FirstUpdate:
         tables = {id(m.weight) for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)}
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in orig_model.named_parameters():
-            # a parameter of another stage, or of another adapter, which an update of its own changes
+            # a parameter of another stage, or of another adapter, which a separate update changes
             if p.is_meta or (self._of_members and p.requires_grad and id(p) not in own):
                 continue
             # Decoupled decay on matrices; none on norms, biases and tables, a tied head included.
@@ -323,6 +312,18 @@ class FirstUpdate:
         return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of stored values", _HOW)
 
 
+@contextmanager
+def _watching(optimizer: Optimizer, observe: Callable[[Update, float, Tensor], None]) -> Iterator[None]:
+    """Call `observe` in place of the optimizer's update within the context, with that update and its arguments."""
+    update = optimizer.update
+    # Set on the object, so that it hides the method of its class.
+    vars(optimizer)["update"] = lambda learning_rate, coefficient: observe(update, learning_rate, coefficient)
+    try:
+        yield
+    finally:
+        del vars(optimizer)["update"]
+
+
 class UpdatesOfMembers:
     """Observe the update of each of several adapters in one step, as FirstUpdate does."""
 
@@ -331,21 +332,15 @@ class UpdatesOfMembers:
         self._engine, self._optim, self._rt = engine, optim, rt
         self._each: dict[int, FirstUpdate] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Observe the updates of the step that runs within the context."""
         optimizer = self._engine.optimizer
-        update = optimizer.update
 
-        def watched(learning_rate: float, coefficient: Tensor) -> None:
+        def observe(update: Update, learning_rate: float, coefficient: Tensor) -> None:
             one = self._each[optimizer.param_groups[0]["member"]] = FirstUpdate(self._engine, self._optim, self._rt)
             one.observe(optimizer, update, learning_rate, coefficient)
 
-        vars(optimizer)["update"] = watched
-        try:
-            yield
-        finally:
-            del vars(optimizer)["update"]
+        return _watching(optimizer, observe)
 
     def checks(self, grad_norm: float, learning_rate: float) -> list[Check]:
         """Return the two checks of FirstUpdate, of the adapters together; those that failed are named."""

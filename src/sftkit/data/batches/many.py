@@ -1,5 +1,5 @@
 """The batches of several adapters that are trained side by side: each adapter's step has the rows that it would have
-alone, in the order of its own plan.
+alone, in the order of its plan.
 
 A micro-batch has rows of one group of G adapters, the same number of each: first those of the first adapter, and so on.
 An adapter whose data has ended has padding there; a group whose adapters have all ended is left out.

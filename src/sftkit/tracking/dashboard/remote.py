@@ -1,6 +1,6 @@
 """The dashboard of a run on wandb: rows, tables and numbers of proof.json and preflight.json, and how the run ended.
 
-A thread of its own feeds the dashboard, so a service that is stuck delays nothing.
+A separate thread feeds the dashboard, so a service that is stuck delays nothing.
 """
 
 import logging
