@@ -145,7 +145,9 @@ def collate(
         num_tokens=int(lengths.sum()),
         num_targets=int(is_target.sum()),
         adapters=shape.adapters,
-        targets_of_shares=tuple(int(share.sum()) for share in np.split(is_target, len(shape.adapters) or 1)),
+        targets_of_shares=tuple(
+            int(share.sum()) for share in (np.split(is_target, len(shape.adapters)) if shape.adapters else ())
+        ),
     )
     return batch if shard.kind == "full" else _shard_batch(batch, shard)
 
