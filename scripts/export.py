@@ -4,6 +4,7 @@ to serve it.
 .venv/bin/python scripts/export.py runs/default/sft --out exported/sft
 .venv/bin/python scripts/export.py runs/lora/sft --out exported/merged --merge --dtype bf16
 .venv/bin/python scripts/export.py runs/lora/sft --out exported/adapter          the adapter alone, as peft has it
+.venv/bin/python scripts/export.py runs/moe/sft --out exported/adapter --per-expert    for servers: a pair per expert
 """
 
 from sftkit.runtime.script import script
@@ -23,9 +24,18 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="add an adapter to its model, in fp32, and write that")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights; default: as stored")
     parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file of weights; default: 5GB")
+    parser.add_argument(
+        "--onto",
+        choices=("full", "nf4"),
+        help="what --merge adds an adapter to: the weights of its model (default; what servers and `make chat` add it "
+        "to), or what NF4 holds of them, as dense weights: the model that a run with adapter.base=nf4 has trained",
+    )
+    parser.add_argument(
+        "--per-expert", action="store_true", help="of an adapter of experts: a pair for each matrix of each expert"
+    )
     args = parser.parse_args()
     folder = find_model(args.run or newest_run())
-    options = {"merge": args.merge, "dtype": args.dtype, "max_shard": args.max_shard}
+    options = {name: getattr(args, name) for name in ("merge", "dtype", "max_shard", "onto", "per_expert")}
     check_export(folder, args.out, **options)  # what is wrong is rejected here, before torch is imported
 
     from sftkit.export.export import export

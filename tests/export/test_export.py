@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import tiny, tiny_llama
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
@@ -132,6 +132,90 @@ def test_an_adapter_with_rows_of_added_tokens_is_exported_alone_and_merged(model
     assert torch.equal(merged.get_parameter(f"{name}.weight")[len(tokenizer) - 1 :], row)
 
 
+def mixture(folder: Path, config: Any, fields: dict[str, Any]) -> Path:
+    """A mixture of experts with its tokenizer."""
+    tokenizer = train_tokenizer(["a few words about words"], 300, TEMPLATE)
+    tiny(config, vocab_size=len(tokenizer), **fields).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+MIXTURES = {
+    "qwen3_moe": (Qwen3MoeConfig, {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # peft looks at layers alone
+def test_each_expert_gets_factors_under_the_names_of_its_matrices_and_peft_reads_them(
+    name: str, tmp_path: Path
+) -> None:
+    base = mixture(tmp_path / "base", *MIXTURES[name])
+    adapter = adapter_on(base, tmp_path / "adapter", rank=3, alpha=5.0)
+    lines = export(str(adapter), tmp_path / "out", per_expert=True)
+    # transformers gives these files to peft, which joins the factors again in its own way.
+    assert "8 of 8 greedy answers are the same" in lines[1]
+    assert any("vllm serve" in line for line in lines)
+    found = load_file(tmp_path / "out" / module.ADAPTER_WEIGHTS)
+    matrices = {n for n in load_file(base / "model.safetensors") if ".experts." in n}
+    assert matrices
+    assert {n.replace(".lora_A", "") for n in found if ".experts." in n and "lora_A" in n} == {
+        f"base_model.model.{n}" for n in matrices
+    }
+    # The sum for one expert, by hand.
+    own = load_file(adapter / module.ADAPTER_WEIGHTS)
+    layer = "base_model.model.model.layers.1.mlp.experts"
+    a, b = own[f"{layer}.base_layer.lora_A.weight"][6:9], own[f"{layer}.base_layer.lora_B.weight"][:, 2::4]
+    block, gate, up = ("block_sparse_moe", "w1", "w3") if name == "mixtral" else ("mlp", "gate_proj", "up_proj")
+    expert = f"base_model.model.model.layers.1.{block}.experts.2"
+    parts = [found[f"{expert}.{m}.lora_B.weight"] @ found[f"{expert}.{m}.lora_A.weight"] for m in (gate, up)]
+    torch.testing.assert_close(torch.cat(parts), b @ a)
+
+
+def test_an_adapter_of_experts_says_how_it_can_be_served(tmp_path: Path) -> None:
+    adapter = adapter_on(mixture(tmp_path / "base", *MIXTURES["qwen3_moe"]), tmp_path / "adapter", rank=3)
+    lines = export(str(adapter), tmp_path / "out")
+    assert "load no adapters of experts in this form: add --per-expert, or add --merge" in lines[-1]
+    settings = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(settings | {"model_type": "granitemoe"}))
+    with pytest.raises(ConfigError, match="the files of granitemoe have no matrix for each expert"):
+        export(str(adapter), tmp_path / "other", per_expert=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_merged_onto_nf4_is_the_model_that_was_trained(dtype: Any, model: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=4)
+    recipe = {"adapter": {"base": "nf4"}, "train": {"precision": "fp32"}}
+    (adapter / "recipe.yaml").write_text(json.dumps(recipe))
+    lines = export(str(adapter), tmp_path / "full", merge=True)
+    assert lines[2].startswith("merged onto the full base, and trained on it in NF4: --onto nf4")
+    lines = export(str(adapter), tmp_path / "nf4", merge=True, onto="nf4", dtype=dtype)
+    assert lines[2].startswith("merged onto what NF4 holds of its base")
+    source = ModelConfig(path=str(adapter))
+    trained = load_model(source, load_tokenizer(source), 0, adapter=AdapterConfig(rank=4, base="nf4"))
+    ids = torch.arange(12)[None]
+    expected = trained(ids).logits.detach()
+    merged, full = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("nf4", "full"))
+    assert merged.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    changes = [
+        float((one(ids).logits.detach() - expected).abs().max() / expected.abs().max()) for one in (merged, full)
+    ]
+    assert changes[0] < {"fp32": 1e-5, "bf16": 0.03}[dtype] < 0.05 < changes[1]
+
+
+def test_an_adapter_of_a_full_model_is_not_merged_onto_nf4(model: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=4)
+    (adapter / "recipe.yaml").write_text(json.dumps({"adapter": {"rank": 4}, "train": {"precision": "auto"}}))
+    with pytest.raises(ConfigError, match="trained on the full model: leave --onto out"):
+        export(str(adapter), tmp_path / "out", merge=True, onto="nf4")
+
+
 def test_servers_are_named_that_cannot_load_an_adapter(model: Path, tmp_path: Path) -> None:
     lines = export(str(adapter_on(model, tmp_path / "adapter", rank=4, method="dora")), tmp_path / "out")
     assert lines[-1] == "vLLM and llama.cpp load no DoRA: add --merge, and serve that folder"
@@ -164,6 +248,8 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
         ({"merge": True}, "nothing to merge"),
         ({"max_shard": "5XB"}, "such as 5GB"),
         ({"out": "base"}, "it is there already"),
+        ({"onto": "nf4"}, "says what an adapter is merged into"),
+        ({"per_expert": True}, "only an adapter alone has that form"),
     ],
 )
 def test_options_that_do_not_go_with_a_model_are_errors(

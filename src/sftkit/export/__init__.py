@@ -1,14 +1,29 @@
 """A run's model in the form in which others load it."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.files import adapter_at
+from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
+from sftkit.models.files import adapter_at, fields_of
+from sftkit.rundir.names import RECIPE
 
 
-def check_export(path: str, out: Path, *, merge: bool, dtype: str | None, max_shard: str) -> None:
+def check_export(
+    path: str,
+    out: Path,
+    *,
+    merge: bool,
+    dtype: str | None,
+    max_shard: str,
+    onto: str | None = None,
+    per_expert: bool = False,
+) -> None:
     """Reject options of an export that do not go with the model, before torch is loaded.
 
     Raises:
@@ -18,8 +33,38 @@ def check_export(path: str, out: Path, *, merge: bool, dtype: str | None, max_sh
         raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away")
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard):
         raise ConfigError(f"--max-shard {max_shard}: a number and KB, MB, GB or TB, such as 5GB")
-    is_adapter = adapter_at(ModelConfig(path=path)) is not None
-    if merge and not is_adapter:
+    files = adapter_at(ModelConfig(path=path))
+    if merge and files is None:
         raise ConfigError(f"--merge: {path} is a whole model, so there is nothing to merge: leave --merge out")
-    if is_adapter and not merge and dtype is not None:
+    if files is not None and not merge and dtype is not None:
         raise ConfigError(f"--dtype {dtype}: an adapter alone is copied as it is: add --merge, or leave --dtype out")
+    if onto is not None and not merge:
+        raise ConfigError(f"--onto {onto}: says what an adapter is merged into: add --merge, or leave --onto out")
+    if files is not None and onto == "nf4" and trained_on(files).get("base", "nf4") != "nf4":
+        raise ConfigError("--onto nf4: the adapter was trained on the full model: leave --onto out")
+    if per_expert and (merge or files is None or not files.experts):
+        raise ConfigError(
+            f"--per-expert: only an adapter alone has that form, and only one of experts: leave it out for {path}"
+            f"{' with --merge' * merge}"
+        )
+    if per_expert and files is not None and (kind := model_type(files)) not in PER_EXPERT:
+        raise ConfigError(
+            f"--per-expert: the files of {kind} have no matrix for each expert (those of {', '.join(PER_EXPERT)} "
+            "have): add --merge instead"
+        )
+
+
+def model_type(files: AdapterFiles) -> str:
+    """Return the architecture of an adapter's model."""
+    return str((fields_of(files.base) or {}).get("model_type"))
+
+
+def trained_on(files: AdapterFiles) -> Mapping[str, Any]:
+    """Return how a run had the model under an adapter, by its recipe: `base` (full or nf4) and `precision`; empty: it
+    is of no run of ours."""
+    for folder in (files.folder, files.folder.parent.parent):  # one of several is two folders deeper
+        if (folder / RECIPE).is_file():
+            recipe = yaml.safe_load((folder / RECIPE).read_text())
+            adapter = recipe.get("adapter") or {}
+            return {"base": adapter.get("base", "bf16"), "precision": recipe["train"]["precision"]}
+    return {}

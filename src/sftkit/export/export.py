@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sftkit.checkpoint.checkpoint import make_tokenizer_portable
 from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.export import check_export
+from sftkit.export import check_export, model_type, trained_on
 from sftkit.export.reread import answers, write_answers
-from sftkit.models.adapter_files import AdapterFiles
+from sftkit.models import expert_adapters
+from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
 from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, start_config
@@ -40,7 +42,14 @@ _OF_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER_CONFIG, "generation_config.json", "chat_
 
 
 def export(
-    path: str, out: Path, *, merge: bool = False, dtype: Dtype | None = None, max_shard: str = "5GB"
+    path: str,
+    out: Path,
+    *,
+    merge: bool = False,
+    dtype: Dtype | None = None,
+    max_shard: str = "5GB",
+    onto: Literal["full", "nf4"] | None = None,
+    per_expert: bool = False,
 ) -> list[str]:
     """Write a model into a new folder, and compare what plain transformers answers there with what it answers here.
 
@@ -50,6 +59,9 @@ def export(
         merge: whether an adapter is added to its model, in fp32 and rounded once; else its files are copied.
         dtype: precision of the weights; None: that of the model's files.
         max_shard: size of a file of weights at most, as save_pretrained of transformers takes it.
+        onto: weights that an adapter is merged into: those of the files, or what NF4 holds of them, which a run with
+            adapter.base=nf4 has computed with. None: full.
+        per_expert: whether an adapter of experts gets a pair of factors for each matrix of each expert.
 
     Returns:
         lines about what was written, the comparison, and how to serve it.
@@ -57,7 +69,7 @@ def export(
     Raises:
         ConfigError: the folder is there already, an option has no effect, or the folder answers differently.
     """
-    check_export(path, out, merge=merge, dtype=dtype, max_shard=max_shard)
+    check_export(path, out, merge=merge, dtype=dtype, max_shard=max_shard, onto=onto, per_expert=per_expert)
     source = ModelConfig(path=path)
     files = adapter_at(source)
     alone = files is not None and not merge
@@ -67,17 +79,18 @@ def export(
     stored = next((name for name, found in _DTYPES.items() if found == config.dtype), "fp32")
     precision = dtype or stored
     tokenizer = load_tokenizer(source)
+    trained = {} if files is None else trained_on(files)
+    nf4_of = _DTYPES["fp32" if trained.get("precision") == "fp32" else "bf16"] if onto == "nf4" else None
     # Of another precision than the files, each weight is rounded once, after an adapter was added in fp32.
-    orig_model = load_model(source, tokenizer, 0, "bf16" if precision == stored == "bf16" else "fp32").eval()
-    if precision == "bf16":
-        orig_model.bfloat16()
-    if precision == "fp16" and not alone:
-        _to_half(orig_model)
+    rounded = precision == stored == "bf16" and nf4_of is None
+    orig_model = load_model(source, tokenizer, 0, "bf16" if rounded else "fp32", nf4_of=nf4_of).eval()
+    if precision == "bf16" or (precision == "fp16" and not alone):
+        _round(orig_model, _DTYPES[precision])
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=_parent(out)))
     try:
         temporary.chmod(0o755)
         if files is not None and alone:
-            _copy_adapter(files, temporary)
+            _write_adapter(files, temporary, per_expert=per_expert)
         else:
             with working(f"writing {out}"):
                 orig_model.save_pretrained(temporary, max_shard_size=max_shard)
@@ -90,7 +103,14 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.iterdir())
     what = "adapter" if alone else f"model, {precision}"
-    served = _adapter_commands(out, files) if files is not None and alone else _commands(out, Path(path))
+    if nf4_of is not None:
+        lines.append("merged onto what NF4 holds of its base, written as dense weights: the model that was trained")
+    elif merge and trained.get("base") == "nf4":
+        lines.append("merged onto the full base, and trained on it in NF4: --onto nf4 gives the model that was trained")
+    if files is not None and alone:
+        served = _adapter_commands(out, files, per_expert=per_expert)
+    else:
+        served = _commands(out, Path(path))
     return [f"{out}: {what}, {size / 1e6:,.1f} MB in {len(list(out.iterdir()))} files", *lines, "", *served]
 
 
@@ -103,24 +123,42 @@ def _parent(out: Path) -> Path:
     return out.absolute().parent
 
 
-def _to_half(orig_model: PreTrainedModel) -> None:
-    """Round the weights to fp16, whose largest number is 65,504.
+def _round(orig_model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights, but not buffers: rotary frequencies stay in fp32, as transformers has them.
 
     Raises:
-        ConfigError: a weight is larger.
+        ConfigError: fp16 has no number as large as a weight.
     """
-    largest = torch.finfo(torch.float16).max
-    for name, weight in orig_model.state_dict().items():
-        if weight.is_floating_point() and float(weight.abs().max()) > largest:
+    largest = torch.finfo(dtype).max
+    for name, weight in orig_model.named_parameters():
+        if float(weight.data.abs().max()) > largest:
             raise ConfigError(f"--dtype fp16: {name} has numbers above {largest:,.0f}: take bf16 or fp32")
-    orig_model.half()
+        weight.data = weight.data.to(dtype)
 
 
-def _copy_adapter(files: AdapterFiles, folder: Path) -> None:
-    """Copy the files of an adapter that others read."""
+def _write_adapter(files: AdapterFiles, folder: Path, *, per_expert: bool) -> None:
+    """Copy the files of an adapter that others read.
+
+    Args:
+        per_expert: whether its experts get factors of their own.
+    """
     for name in _OF_ADAPTER:
         if (files.folder / name).is_file():
             shutil.copyfile(files.folder / name, folder / name)
+    if not per_expert:
+        return
+    kind = model_type(files)
+    save_file(
+        expert_adapters.per_expert(load_file(files.folder / ADAPTER_WEIGHTS), kind, files.rank),
+        folder / ADAPTER_WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+    settings["target_modules"] = sorted({*settings["target_modules"], *PER_EXPERT[kind][1:]})
+    # Layers whose names peft would take for experts stay parameters.
+    layers = [name for name in settings["target_parameters"] if name.endswith(".weight")]
+    settings["target_parameters"] = layers or None
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2))
 
 
 def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precision: str) -> list[str]:
@@ -189,18 +227,19 @@ def _commands(out: Path, path: Path) -> list[str]:
     ]
 
 
-def _adapter_commands(out: Path, files: AdapterFiles) -> list[str]:
+def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> list[str]:
     """Return the commands that serve an adapter next to its base, and what servers cannot load."""
     folder = shlex.quote(str(out))
     base = shlex.quote(str(files.base.path))
     merge = "add --merge, and serve that folder"
+    own = f"{'add --per-expert, or ' * (model_type(files) in PER_EXPERT)}{merge}"
     kinds = {
-        "DoRA": files.dora,
-        "adapters of experts in this form": files.experts,
-        "trained rows of tokens": files.tokens,
+        f"DoRA: {merge}": files.dora,
+        f"trained rows of tokens: {merge}": files.tokens,
+        f"adapters of experts in this form: {own}": files.experts and not per_expert,
     }
     if no := [name for name, has in kinds.items() if has]:
-        return [f"vLLM and llama.cpp load no {no[0]}: {merge}"]
+        return [f"vLLM and llama.cpp load no {no[0]}"]
     rank = next((one for one in RANKS if one >= files.rank), None)
     lines = [f"vLLM takes ranks up to {RANKS[-1]}, and this one has {files.rank}: {merge}"]
     if rank is not None:

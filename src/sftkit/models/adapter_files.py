@@ -34,6 +34,11 @@ _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
 "Architectures whose files have the names of the live model, but a matrix for each expert."
+PER_EXPERT = {
+    **dict.fromkeys(MIXTURES, ("mlp", "gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+"Architecture -> its block with experts, and an expert's gate, up and down projection, as files name them."
 
 
 def target_layers(

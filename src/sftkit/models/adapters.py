@@ -40,7 +40,7 @@ from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, 
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
-from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize_layer
+from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
@@ -230,7 +230,8 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     targets = target_modules(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     if config.base == "nf4":
-        _quantize_layers(orig_model, device)
+        for quantized in _layers_in_nf4(orig_model):  # one after the other: one dense matrix is on the device
+            quantize_layer(quantized, device)
     for layer in targets.values():
         if not isinstance(layer, torch.nn.Linear):
             from sftkit.models.expert_adapters import adapt  # most models have none
@@ -261,19 +262,23 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     return found
 
 
-def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
-    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+def _layers_in_nf4(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """Return the layers that adapter.base=nf4 quantizes: the linear layers of the blocks but for routers.
+
+    Raises:
+        ConfigError: a model with experts, or a layer that cannot be quantized.
+    """
     for name, module in orig_model.named_modules():
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ConfigError(
                 f"adapter.base: the experts {name} have three-dimensional weights, most of the model, which would stay "
                 "as they are: set adapter.base=bf16"
             )
-    for name, layer in _linears(orig_model).items():
+    layers = {name: layer for name, layer in _linears(orig_model).items() if not ROUTER.search(name)}
+    for name, layer in layers.items():
         if layer.in_features % 2:
             raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
-        if not ROUTER.search(name):
-            quantize_layer(layer, device)
+    return list(layers.values())
 
 
 def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -435,8 +440,12 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: T
 
 
 @torch.no_grad()
-def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
+def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.dtype | None = None) -> None:
     """Add the adapter of a folder to the weights of a model that has none, each rank to its own part; no collective.
+
+    Args:
+        nf4_of: precision of the weights that a run has quantized: the adapter is added to what NF4 holds of them. The
+            model is whole. None: it is added to the weights as they are.
 
     Raises:
         ConfigError: the folder's adapters are those of another model.
@@ -448,6 +457,8 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     of_experts = expert_weights(orig_model) if files.experts else {}
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
     cure = f"merge it: {merge_command(files.folder)}"
+    for layer in () if nf4_of is None else _layers_in_nf4(orig_model):
+        layer.weight.data = dequantize(quantize(layer.weight.to(nf4_of)), layer.weight.dtype)
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         for name, ids in files.tokens.items():
             make_room_for(orig_model, ids)

@@ -6,14 +6,14 @@ only, and no W + scale * B A is made. Factors have the shapes and names of peft'
 Letters: E experts, S rows of tokens (one for each expert that a token visits), r rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sftkit.models.adapter_files import EXPERT_WEIGHTS
+from sftkit.models.adapter_files import EXPERT_WEIGHTS, PER_EXPERT
 from sftkit.models.adapters import Factor
 from sftkit.models.token_rows import in_front
 from sftkit.ops.grouped import by_expert, grouped_product, rows_in_order
@@ -133,6 +133,34 @@ def by_expert_factors(pair: Any, experts: int) -> tuple[Tensor, Tensor]:
     """Return A [E, r, in] and B [E, out, r]."""
     a, b = pair.lora_A.weight, pair.lora_B.weight
     return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+
+
+def per_expert(tensors: Mapping[str, Tensor], model_type: str, rank: int) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's file with a pair of factors for each matrix of each expert, as servers read
+    them. The gate and up projection of an expert have the same A, and each its half of the rows of B.
+
+    Args:
+        model_type: one of PER_EXPERT.
+    """
+    block, *gate_up, down = PER_EXPERT[model_type]
+    found = {}
+    for key, tensor in tensors.items():
+        layer, experts, factor = key.rpartition(".mlp.experts.")
+        if not experts:
+            found[key] = tensor
+            continue
+        matrices = gate_up if factor.startswith("base_layer.") else [down]
+        factor = factor.removeprefix("base_layer.")
+        pairs: Iterable[Sequence[Tensor]]
+        if factor.startswith("lora_A."):
+            pairs = ([a] * len(matrices) for a in tensor.view(-1, rank, tensor.shape[1]))
+        else:
+            pairs = (b.chunk(len(matrices)) for b in tensor.view(len(tensor), rank, -1).permute(2, 0, 1))
+        for expert, values in enumerate(pairs):
+            for matrix, value in zip(matrices, values, strict=True):
+                name = f"{layer}.{block}.experts.{expert}.{matrix}.{factor}"
+                found[name] = value.clone(memory_format=torch.contiguous_format)
+    return found
 
 
 def expert_weights(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -110,6 +110,7 @@ def load_model(
     several: Callable[[Adapters], Adapters] = lambda adapters: adapters,
     rounded: bool = True,
     device: torch.device | None = None,
+    nf4_of: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -126,6 +127,7 @@ def load_model(
         rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
             model to the tokens of the tokenizer.
         device: which quantizes the weights under adapters; they stay on the host. None: the host.
+        nf4_of: as merge_files has it, of an adapter that is merged.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -145,7 +147,7 @@ def load_model(
         if files is not None and adapter is None and not empty:
             from sftkit.models.adapters import merge_files
 
-            merge_files(orig_model, files)
+            merge_files(orig_model, files, nf4_of)
         elif files is not None:
             for ids in files.tokens.values():
                 make_room_for(orig_model, ids)
