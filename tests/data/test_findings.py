@@ -18,7 +18,7 @@ from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.reading import findings, readers
+from sftkit.data.reading import columns, readers
 from sftkit.data.reading.rows import parse
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples, Row
@@ -156,7 +156,7 @@ def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, capl
     ]
     assert [one.first.split(".jsonl:")[1].split(":")[0] for one in found] == ["3", "2", "4", "6"]
     told = [message for message in caplog.messages if "a.jsonl" in message]
-    assert told == [f"a: {findings.finding_text(one)}" for one in found]
+    assert told == [f"a: {columns.finding_text(one)}" for one in found]
     assert told[0].startswith("a: 3 bad rows skipped, no assistant turn; the first: ")
     assert told[3].startswith(f"a: 1 row accepted, {NO_CALL}; the first: ")
 
@@ -210,7 +210,7 @@ def test_a_row_without_a_target_in_its_first_tokens_says_so(load) -> None:
 
 
 def test_what_the_caller_shows_itself_is_not_told(load, caplog) -> None:
-    with caplog.at_level(logging.WARNING), findings.without_logging():
+    with caplog.at_level(logging.WARNING), columns.without_logging():
         assert load(GOOD, "{").findings["a"]
     assert caplog.messages == []
     load(GOOD, "[")
@@ -296,7 +296,7 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         NO_EFFECT,
         "not JSON",
         "duplicate JSON key",
-        *findings.DROPPED.values(),
+        *columns.DROPPED.values(),
         *(key.partition(" / ")[0] for key in texts("data/reading/faults.yaml")["rows"]),
     }
     docs = (ROOT / "docs" / "data.md").read_text()
