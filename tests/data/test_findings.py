@@ -271,12 +271,14 @@ def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
     modules = [f"reading.{name}" for name in ("columns", "conversation", "rows")]
-    modules += [f"tokens.{name}" for name in ("answers", "chat", "loss_mask", "template", "text")]
+    modules += [f"tokens.{name}" for name in ("chat", "loss_mask", "template", "text")]
     for name in modules:
         module = importlib.import_module(f"sftkit.data.{name}")
         for node in calls_of(Path(module.__file__), "DataError", "wrong_kind"):
             given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
             assert given, f"{name}:{node.lineno}: a DataError without a reason cannot be counted by it"
+            if isinstance(given[0], ast.Attribute):
+                continue  # `error.reason`: the same error again, with advice
             fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one
             assert type(given[0]) in fixed, f"{name}:{node.lineno}: a reason is the same for all rows"
             reason = getattr(given[0], fixed[type(given[0])])
