@@ -6,8 +6,9 @@ python -m labs.serving gguf LLAMA_CPP_SCRIPT ARGS...                      a conv
 
 ask: 20 conversations, and where the chat template has them 6 with tools and 6 with thinking turned on and off. They are
 sent to /v1/chat/completions of an OpenAI-compatible server at temperature 0, and answered here by RUN in fp32, as
-`sftkit chat` answers. The number of tokens of each prompt must be the same, which shows that the template is, and so
-must the answer be: its text, its reasoning and its calls, whether the server takes them apart or not.
+`sftkit chat` answers. The tokens of each prompt must be the same, which shows that the template is (vLLM and llama.cpp
+show them; of other servers their number is compared), and so must the answer be: its text, its reasoning and its
+calls, whether the server takes them apart or not.
 
 gguf: llama.cpp knows how a tokenizer splits texts by a hash of what it makes of one text, so it knows no tokenizer that
 was trained here. This runs its converter in a Python with its requirements, and names the closest one, of SmolLM, which
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 WEATHER = {
     "type": "function",
     "function": {
@@ -39,8 +40,6 @@ CITIES = (
     *("Accra", "Athens", "Berlin", "Bogota", "Cairo", "Dakar", "Delhi", "Hanoi", "Havana", "Kyiv", "Lagos", "Lima"),
     *("London", "Madrid", "Manila", "Nairobi", "Osaka", "Oslo", "Paris", "Prague", "Quito", "Rome", "Seoul", "Tokyo"),
 )
-ASKED_CITIES = ("Lima", "Oslo", "Rome")
-"Not in the data."
 SKIES = ("sunny", "rainy", "cloudy", "windy")
 QUESTIONS = (
     "What day comes after Monday?",
@@ -68,7 +67,7 @@ def conversations() -> list[tuple[str, dict[str, Any]]]:
         for i, (question, answer) in enumerate(turns)
     ]
     found: list[tuple[str, dict[str, Any]]] = [("chat", {"messages": messages}) for messages in asked]
-    for i, city in enumerate(ASKED_CITIES):
+    for i, city in enumerate(CITIES[:3]):
         *messages, _ = weather(city, SKIES[i])
         found += [("tools", {"messages": m, "tools": [WEATHER]}) for m in (messages[:1], messages)]
     for on in (True, False):
@@ -95,7 +94,7 @@ def weather(city: str, sky: str) -> list[dict[str, Any]]:
 def data() -> Iterator[dict[str, Any]]:
     """Yield conversations to train on: with the tool, and without."""
     for number in range(20):
-        for i, city in enumerate(sorted({*CITIES} - {*ASKED_CITIES})):
+        for i, city in enumerate(CITIES):
             yield {"messages": weather(city, SKIES[(i + number) % 4]), "tools": [WEATHER]}
             yield {
                 "messages": [
@@ -124,23 +123,47 @@ def parts_of(message: dict[str, Any]) -> tuple[str, str, list[Any]]:
     thought, text, calls = parts(message.get("content") or "")
     for call in message.get("tool_calls") or ():
         made = call["function"]
-        calls.append({"name": made["name"], "arguments": json.loads(made["arguments"])})
+        try:
+            arguments = json.loads(made["arguments"])
+        except ValueError:  # of a call that was cut
+            arguments = made["arguments"]
+        calls.append({"name": made["name"], "arguments": arguments})
     given = message.get("reasoning_content") or message.get("reasoning") or ""
     return given.strip() or thought, text, calls
 
 
-def answer_of_server(url: str, name: str, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the number of tokens of the prompt, and the server's message."""
-    body = {"model": name, "temperature": 0, "max_tokens": MAX_TOKENS, **request}
-    sent = urllib.request.Request(
-        f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's reply.
+
+    Raises:
+        ConfigError: the server rejects the request.
+    """
+    from sftkit.errors import ConfigError
+
+    data = json.dumps(body).encode()
+    sent = urllib.request.Request(f"{url.rstrip('/')}{path}", data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(sent, timeout=300) as reply:
-            found = json.load(reply)
+            found: dict[str, Any] = json.load(reply)
+            return found
     except urllib.error.HTTPError as error:
-        raise ConfigError(f"{url} answers {error.code}: {error.read().decode(errors='replace')[:500]}") from error
-    return found["usage"]["prompt_tokens"], found["choices"][0]["message"]
+        problem = f"{url}{path} answers {error.code}: {error.read().decode(errors='replace')[:500]}"
+        raise ConfigError(problem) from error
+
+
+def answer_of_server(url: str, request: dict[str, Any]) -> tuple[list[int] | int, dict[str, Any]]:
+    """Return the tokens of the prompt, or their number if the server shows no more, and the server's message."""
+    from sftkit.errors import ConfigError
+
+    found = post(url, "/v1/chat/completions", {"temperature": 0, "max_tokens": MAX_TOKENS, **request})
+    message = found["choices"][0]["message"]
+    if found.get("prompt_token_ids"):  # of vLLM
+        return found["prompt_token_ids"], message
+    try:  # of llama.cpp
+        text = post(url, "/apply-template", request)["prompt"]
+        return post(url, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"], message
+    except ConfigError:
+        return found["usage"]["prompt_tokens"], message
 
 
 def compare(run: str, url: str, name: str | None) -> dict[str, Any]:
@@ -155,13 +178,18 @@ def compare(run: str, url: str, name: str | None) -> dict[str, Any]:
     from sftkit.data.tokens import chat
     from sftkit.data.tokens.template import template_of
     from sftkit.data.types import Row
+    from sftkit.errors import ConfigError
     from sftkit.models.files import find_with_base
     from sftkit.models.load import load_model, stop_ids
     from sftkit.models.tokenizer import load_tokenizer
 
-    if name is None:
+    try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=60) as reply:
-            name = str(json.load(reply)["data"][0]["id"])
+            first = json.load(reply)["data"][0]
+    except urllib.error.HTTPError:  # of transformers, on a machine without a cache of the hub
+        first = {"id": run}
+    # Others reject the field.
+    shown_ids = {"return_token_ids": True} if first.get("owned_by") == "vllm" else {}
     source = ModelConfig(path=find_with_base(run))
     tokenizer = load_tokenizer(source)
     orig_model = load_model(source, tokenizer, 0).eval()
@@ -183,11 +211,16 @@ def compare(run: str, url: str, name: str | None) -> dict[str, Any]:
             pad_token_id=tokenizer.pad_token_id,
         )
         own = str(tokenizer.decode(generated[0, prompt.shape[1] :], skip_special_tokens=True))
-        tokens, message = answer_of_server(url, name, {**request, **({"chat_template_kwargs": args} if args else {})})
-        same = {"prompt": tokens == prompt.shape[1], "answer": parts_of(message) == parts(own)}
-        rows.append({"kind": kind, "question": request["messages"][-1]["content"], "own": own, "server": message, **same})
-        rows[-1]["prompt_tokens"] = [prompt.shape[1], tokens]
-    return {"run": run, "model": name, "rows": rows}
+        asked = {"model": name or first["id"], **request, **shown_ids}
+        try:
+            tokens, message = answer_of_server(url, asked | ({"chat_template_kwargs": args} if args else {}))
+        except ConfigError as error:
+            tokens, message = 0, {"content": str(error)}
+        ids = prompt[0].tolist()
+        same = {"prompt": tokens in (ids, len(ids)), "answer": parts_of(message) == parts(own)}
+        shown = [tokenizer.decode(ids), tokenizer.decode(tokens) if isinstance(tokens, list) else tokens]
+        rows.append({"kind": kind, "prompts": shown, "own": own, "server": message, **same})
+    return {"run": run, "model": name or first["id"], "rows": rows}
 
 
 def summary(found: dict[str, Any]) -> list[str]:
@@ -200,8 +233,9 @@ def summary(found: dict[str, Any]) -> list[str]:
         lines.append(f"{kind}: {len(of)} prompts, {prompts} with the same tokens, {answers} answers equal")
     for row in rows:
         if not (row["prompt"] and row["answer"]):
-            own, server = row["prompt_tokens"]
-            lines.append(f"  {row['question']!r} ({own} and {server} tokens): {row['own']!r} and {row['server']!r}")
+            own, server = row["prompts"]
+            prompts = f"prompt {own!r}" + ("" if row["prompt"] else f" and {server!r}")
+            lines.append(f"  {prompts}: {row['own']!r} and {row['server']!r}")
     return lines
 
 

@@ -25,7 +25,7 @@ from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
 from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, start_config
-from sftkit.models.tokenizer import load_tokenizer
+from sftkit.models.tokenizer import PRE_TOKENIZER_PATTERN, load_tokenizer
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, trained_length
@@ -220,11 +220,20 @@ def _commands(out: Path, path: Path) -> list[str]:
     length = trained_length(path)
     limit = f" --max-model-len {length}" if length else ""
     gguf = shlex.quote(f"{out.name}.gguf")
+    context = f" -c {length}" if length else ""
     return [
         f"vLLM:         vllm serve {folder}{limit}",
         f"transformers: transformers serve {folder}",
-        f"llama.cpp:    python convert_hf_to_gguf.py {folder} --outfile {gguf} && llama-server -m {gguf}",
+        f"llama.cpp:    python convert_hf_to_gguf.py {folder} --outfile {gguf} && llama-server -m {gguf}{context}",
+        *_unknown_to_llama_cpp(out),
     ]
+
+
+def _unknown_to_llama_cpp(out: Path) -> list[str]:
+    """Return a line about a tokenizer that was trained here, which llama.cpp's converter rejects."""
+    text = (out / "tokenizer.json").read_text(encoding="utf-8") if (out / "tokenizer.json").is_file() else ""
+    own = json.dumps(PRE_TOKENIZER_PATTERN) in text
+    return ["llama.cpp's converter knows no tokenizer that was trained here: see docs/serving.md"] * own
 
 
 def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> list[str]:
@@ -241,18 +250,30 @@ def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> li
     if no := [name for name, has in kinds.items() if has]:
         return [f"vLLM and llama.cpp load no {no[0]}"]
     rank = next((one for one in RANKS if one >= files.rank), None)
+    template = f"{folder}/chat_template.jinja" if (out / "chat_template.jinja").is_file() else ""
+    length = trained_length(files.folder)
     lines = [f"vLLM takes ranks up to {RANKS[-1]}, and this one has {files.rank}: {merge}"]
     if rank is not None:
         extra = [f"--enable-lora --max-lora-rank {rank}", f"--lora-modules {shlex.quote(out.name)}={folder}"]
         # Servers take both from the base, which has neither the ends of turns nor the template of the training.
-        if (out / "chat_template.jinja").is_file():
-            extra.append(f"--chat-template {folder}/chat_template.jinja")
+        if template:
+            extra.append(f"--chat-template {template}")
         if (out / "generation_config.json").is_file():
             extra.append(f"--generation-config {folder}")
-        if length := trained_length(files.folder):
+        if length:
             extra.append(f"--max-model-len {length}")
         lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}", f"transformers: {merge}"]
-    if Path(str(files.base.path)).is_dir():
+    local = Path(str(files.base.path)).is_dir()
+    if local:
         lines.insert(0, f"its base is a folder of this machine: {files.base.path} (base_model_name_or_path)")
-    gguf = shlex.quote(f"{out.name}-adapter.gguf")
-    return [*lines, f"llama.cpp:    python convert_lora_to_gguf.py {folder} --base {base} --outfile {gguf}"]
+    gguf = shlex.quote(f"{out.name}.gguf")
+    words = [f"llama-server -m base.gguf --lora {gguf}", f"--chat-template-file {template}" * bool(template)]
+    words.append(f"-c {length}" * bool(length))
+    convert = f"python convert_hf_to_gguf.py {base}{'' if local else ' --remote'} --outfile base.gguf"
+    given = f"--base{'' if local else '-model-id'} {base}"
+    return [
+        *lines,
+        f"llama.cpp:    {convert} && python convert_lora_to_gguf.py {folder} {given} --outfile {gguf} && "
+        + " ".join(filter(None, words)),
+        *_unknown_to_llama_cpp(out),
+    ]
