@@ -89,8 +89,8 @@ class ManyLora(LoraLinear):
             joint = torch.nn.Parameter(factors[0].new_zeros(len(factors), size))
             for own, factor in zip(joint.data, factors, strict=True):
                 factor.data = own[: factor.numel()].view_as(factor).copy_(factor.data)
-            joint.register_post_accumulate_grad_hook(partial(hand_out, factors))
             self.joined[which] = joint, [factor.shape for factor in factors]
+            joint.register_post_accumulate_grad_hook(partial(hand_out, factors, self.joined[which][1]))
 
     def _apply(self, *args: Any, **named: Any) -> Any:
         """Join the factors again after torch has moved each by itself."""
@@ -153,11 +153,15 @@ ManyLora.plain = PlainMany
 
 
 @torch.no_grad()
-def hand_out(factors: Sequence[torch.nn.Parameter], joint: torch.nn.Parameter) -> None:
-    """Give each adapter's factor its part of the gradient of all; that of an adapter without a share is 0."""
-    assert joint.grad is not None
-    parts = [own[: f.numel()].view_as(f) for own, f in zip(joint.grad, factors, strict=True)]
+def hand_out(factors: Sequence[torch.nn.Parameter], shapes: Sequence[torch.Size], joint: torch.nn.Parameter) -> None:
+    """Give each adapter's factor its part of the gradient of all."""
+    gradient = joint.grad
+    assert gradient is not None
     joint.grad = None
+    if len({*shapes}) == 1:  # a single call of torch: the host is the limit of short rows
+        parts = gradient.view(-1, *shapes[0]).unbind()
+    else:
+        parts = tuple(own[: shape.numel()].view(shape) for own, shape in zip(gradient, shapes, strict=True))
     for factor, part in zip(factors, parts, strict=True):
         factor.grad = part if factor.grad is None else factor.grad + part
 
