@@ -246,18 +246,14 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
         if isinstance(layer, DoraLinear):
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
-            if (matrix := matrix_of(layer)) is not None:
-                squared = torch.zeros(layer.out_features)
-                if not matrix.packed.is_meta:
-                    there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
-                    squared = dequantize(there, torch.float32).square().sum(1).to(lengths.device)
-                layer.register_buffer("squared_rows", squared, persistent=False)
+            if matrix_of(layer) is not None:
+                layer.register_buffer("squared_rows", torch.zeros(layer.out_features), persistent=False)
         layer.train(orig_model.training)
     add_token_rows(orig_model, adapters.tokens)
     found = replace(adapters, modules=tuple(targets))
     setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
-        fill_factors(orig_model)
+        fill_factors(orig_model, device)
     return found
 
 
@@ -314,14 +310,21 @@ def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[s
     return {name: found[name] for name in target_layers(shapes, config, head, experts)}
 
 
-def fill_factors(orig_model: PreTrainedModel) -> None:
+def fill_factors(orig_model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Fill the factors with what training starts from: those of a file, or A at random and B zero.
 
     A layer's numbers depend on the seed and its name, so other targets or ranks do not change them, and each rank
     keeps its part of the same ones.
+
+    Args:
+        device: which dequantizes the matrices whose rows DoRA measures, one at a time; None: the one that they are on.
     """
     adapters = adapters_of(orig_model)
     assert adapters is not None
+    for layer in adapted(orig_model).values():
+        if isinstance(layer, DoraLinear) and (matrix := matrix_of(layer)) is not None:
+            there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
+            layer.squared_rows.copy_(dequantize(there, torch.float32).square().sum(1))
     if adapters.known is not None:
         fill_token_rows(orig_model, adapters.known)
     if adapters.start is not None:
