@@ -230,7 +230,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     targets = target_modules(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     if config.base == "nf4":
-        _quantize_layers(orig_model, device)
+        quantize_layers(orig_model, device)
     for layer in targets.values():
         if not isinstance(layer, torch.nn.Linear):
             from sftkit.models.expert_adapters import adapt  # most models have none
@@ -257,8 +257,16 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     return found
 
 
-def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
-    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+def quantize_layers(orig_model: PreTrainedModel, device: torch.device | None = None) -> None:
+    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device. Those in
+    NF4 already stay.
+
+    Args:
+        device: which computes it; None: the one that a layer is on.
+
+    Raises:
+        ConfigError: a model that cannot be quantized.
+    """
     for name, module in orig_model.named_modules():
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ConfigError(
@@ -268,14 +276,16 @@ def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -
     for name, layer in _linears(orig_model).items():
         if layer.in_features % 2:
             raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
-        if not ROUTER.search(name):
+        if not ROUTER.search(name) and type(layer) is not Nf4Linear:
             quantize_layer(layer, device)
 
 
 def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Return the linear layers of the blocks by name: torch's own and no subclass, which may compute something else."""
+    """Return the linear layers of the blocks by name: torch's own, those in NF4, and no other subclass, which may
+    compute something else."""
     inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    own = torch.nn.Linear, Nf4Linear
+    return {name: m for name, m in orig_model.named_modules() if type(m) in own and id(m) in inside}
 
 
 def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
