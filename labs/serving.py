@@ -1,8 +1,8 @@
 """Compare the answers of a server with those of the model it serves, and make what the comparison needs.
 
-python -m labs.serving ask RUN URL [--model NAME] [--out FILE.json]       ask a server that is running, see docs/serving.md
-python -m labs.serving data FILE.jsonl                                    conversations with tools and thoughts to train on
-python -m labs.serving gguf LLAMA_CPP_SCRIPT ARGS...                      a converter of llama.cpp, for our own tokenizers
+python -m labs.serving ask RUN URL [--model NAME] [--out FILE.json]     ask a running server, see docs/serving.md
+python -m labs.serving data FILE.jsonl                                  conversations with tools, to train on
+python labs/serving.py gguf SCRIPT_OF_LLAMA_CPP ARGS...                 a converter of llama.cpp, for our own tokenizers
 
 ask: 20 conversations, and where the chat template has them 6 with tools and 6 with thinking turned on and off. They are
 sent to /v1/chat/completions of an OpenAI-compatible server at temperature 0, and answered here by RUN in fp32, as
@@ -197,7 +197,9 @@ def compare(run: str, url: str, name: str | None) -> dict[str, Any]:
     rows = []
     for kind, request in conversations():
         switch = request.pop("template_args", None)
-        if (kind == "tools" and "tools" not in template.source) or (kind == "thinking" and not template.thinking_argument):
+        if (kind == "tools" and "tools" not in template.source) or (
+            kind == "thinking" and not template.thinking_argument
+        ):
             continue
         args = {} if switch is None else {str(template.thinking_argument): switch}
         row = Row(kind, messages=request["messages"], tools=request.get("tools"), template_args=args or None)

@@ -78,7 +78,8 @@ def test_a_whole_model_is_written_in_shards_and_answers_the_same(model: Path, tm
     before = load_file(model / "model.safetensors")
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    assert f"vllm serve {tmp_path / 'out'}" in lines[-3]
+    assert f"vllm serve {tmp_path / 'out'}" in lines[-4]
+    assert lines[-1].startswith("llama.cpp's converter knows no tokenizer that was trained here")
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -105,6 +106,7 @@ def test_an_adapter_alone_is_its_files_and_peft_reads_them(model: Path, tmp_path
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert "8 of 8 greedy answers are the same" in lines[1]
     assert any("--max-lora-rank 8" in line for line in lines)
+    assert any(f"--base {model} " in line and "llama-server -m base.gguf --lora out.gguf" in line for line in lines)
 
 
 def test_an_adapter_with_rows_of_added_tokens_is_exported_alone_and_merged(model: Path, tmp_path: Path) -> None:
