@@ -19,7 +19,7 @@ from sftkit.models.tokenizer import train_tokenizer
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}{{ c | tojson }}{% endfor %}\n{% endfor %}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
     "{% endif %}"
 )
