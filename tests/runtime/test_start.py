@@ -227,23 +227,6 @@ def test_a_launcher_that_starts_one_process_of_several_is_told() -> None:
     assert check_launcher({}) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how a process was started")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["--config_file", "configs/pp.yaml", "script.py"], "configs/pp.yaml"),
-        (["--config_file=pp.yaml", "script.py"], "pp.yaml"),
-        (["script.py"], "None"),
-        (["--config_file"], "None"),
-    ],
-)
-def test_the_accelerate_config_is_read_from_the_words_of_the_launcher(words: list[str], found: str) -> None:
-    child = "from sftkit.runtime.launcher import config_file_of_launcher as find; print(find())"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    done = subprocess.run([sys.executable, "-c", parent, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == found
-
-
 def test_the_size_of_the_group_is_that_of_the_launcher() -> None:
     check_group({}, 1, lambda: "no driver")
     check_group({"WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2, lambda: "no driver")

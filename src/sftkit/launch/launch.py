@@ -36,7 +36,7 @@ from sftkit.rundir.files import read_text
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import killed_by, newest_start, report_killed, stopped_by
 from sftkit.runtime.launcher import signal_env
-from sftkit.runtime.script import counted, likely_cause, oom_kills
+from sftkit.runtime.script import counted, likely_cause
 from sftkit.runtime.signals import handled_by, heeded, torch_passes_on_once
 
 _WATCH_SECONDS = 0.5
@@ -358,15 +358,13 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
         print_text(line)
-    # A stopped run has recorded that itself; a killed run shows only in its files and in the kernel's counters.
+    # A stopped run has recorded that itself; a killed run shows only in its files.
     earlier = newest_start(Path(cfg.run.dir))
-    before = oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), earlier)) is not None:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
-        cause = likely_cause(number, before)
-        text = report_killed(Path(cfg.run.dir), number, cause, earlier, [script, recipe, *overrides])
+        text = report_killed(Path(cfg.run.dir), number, likely_cause(number), earlier, [script, recipe, *overrides])
         print_text(f"\n{text}", error=True, level="error")
     return code
 
@@ -396,8 +394,7 @@ def main() -> int:
         print_text(typed(f"{__doc__}\n{other}"))
         return 0
     if words[0].startswith("-"):
-        moved = " It moved to labs/primer.py (docs/distributed.md)." if words[0] == "--demo" else ""
-        fail(f"{words[0]}: no such option.{moved} To train: SCRIPT RECIPE [key=value ...]")
+        fail(f"{words[0]}: no such option. To train: SCRIPT RECIPE [key=value ...]")
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

@@ -2,8 +2,8 @@
 
 `stagewise` is for evaluation, generation and checks. All ranks of a pipeline call orig_model with the same inputs, as
 if each had all of it. Each computes its own layers and passes the others by; hidden states go from stage to stage,
-logits from the last stage to all. No weight leaves its stage. Autograd sends gradients back the same way. Between
-passes nothing waits: the first stage is at the next rows while later ones are at these.
+logits from the last stage to all. No weight leaves its stage. Gradients do not pass through. Between passes nothing
+waits: the first stage is at the next rows while later ones are at these.
 
 `Pipelined` is for training. Torch's stages and schedules (torch.distributed.pipelining) send hidden states and their
 gradients, and order the passes. Batches, loss and gradients are not left to them: a stage takes each micro-batch whole,
@@ -60,17 +60,8 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     assert isinstance(orig_model, PreTrainedModel)
     stages.entered = True
     links = _Links(stages)
-    # transformers sets and reads gradient_checkpointing on each layer. The first layer of each stage but the first goes
-    # without: a forward pass that a backward pass repeats would wait for hidden states that nobody sends again.
-    blocks = structure.decoder_blocks(orig_model)
-    receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
-    once = {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
     try:
-        with (
-            _own_weights(orig_model),
-            replaced_in_each("gradient_checkpointing", once),
-            replaced_in_each("forward", dict(_forwards(orig_model, links))),
-        ):
+        with _own_weights(orig_model), replaced_in_each("forward", dict(_forwards(orig_model, links))), torch.no_grad():
             yield
         links.finish()  # not after an error, which another rank may not have
     finally:
@@ -119,12 +110,11 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     norm = structure.decoder(orig_model).norm
     assert isinstance(norm, torch.nn.Module)
     as_it_is: Forward = lambda hidden: hidden  # noqa: E731
-    if stages.pipeline_rank > 0:
-        yield embedding, partial(_no_hidden_states, embedding)
+    if stages.pipeline_rank > 0:  # stands in for the embedding's output, [B, T, H]
+        width = embedding.weight.shape[1]  # type: ignore[union-attr,index]
+        yield embedding, lambda ids: torch.zeros(*ids.shape, width, dtype=embedding.weight.dtype, device=ids.device)
     blocks = iter(enumerate(structure.decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
-        # The first layer of a stage receives on every rank: ranks that are neither sender nor receiver have the node in
-        # the same place of the graph, so that backward passes meet there, too.
         for first in (True, *(False,) * (count - 1)):
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
@@ -134,18 +124,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
                 yield block, own
     if not stages.last:
         yield norm, as_it_is
-    # The head is the last that is called; ranks without it give their hidden states, which only have to
-    # have a gradient.
-    own_logits = projection.forward if stages.last else as_it_is
-    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
-
-
-def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Stand in for the embedding's output, [B, T, H]; a part of the graph, so that backward passes come by here."""
-    weight = embedding.weight
-    assert isinstance(weight, Tensor)
-    shape = (*ids.shape, weight.shape[1])
-    return torch.zeros(shape, dtype=weight.dtype, device=ids.device, requires_grad=torch.is_grad_enabled())
+    # The head is the last that is called.
+    yield projection, partial(_logits, projection.forward if stages.last else None, projection.out_features, stages)
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
@@ -161,7 +141,14 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
 
 def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more: Any, **arguments: Any) -> Tensor:
     """Call the first layer of a stage with the hidden states that come from the stage before."""
-    return forward(_Passed.apply(links, stage, hidden), *more, **arguments)
+    return forward(links.moved(hidden, *links.ends(stage)), *more, **arguments)
+
+
+def _logits(head: Forward | None, width: int, stages: Stages, hidden: Tensor) -> Tensor:
+    """Return the logits of the last stage, [..., V], on all ranks."""
+    logits = hidden.new_empty(*hidden.shape[:-1], width) if head is None else head(hidden).contiguous()
+    dist.broadcast(logits, src=stages.last_rank, group=stages.group)
+    return logits
 
 
 class _Links:
@@ -202,41 +189,6 @@ class _Links:
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work
-
-
-class _Passed(torch.autograd.Function):
-    """Hidden states from the rank of one stage to the rank of the next; on other ranks the input itself."""
-
-    @staticmethod
-    def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
-        ctx.links = links
-        ctx.stage = stage
-        return links.moved(hidden, *links.ends(stage))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        sender, receiver = ctx.links.ends(ctx.stage)
-        # The receiver of the forward pass gives its gradient away: what stood at its input was not used.
-        moved = ctx.links.moved(gradients[0], receiver, sender)
-        return None, None, torch.zeros_like(moved) if ctx.links.stages.pipeline_rank == receiver else moved
-
-
-class _Logits(torch.autograd.Function):
-    """Logits of the last stage on all ranks; those of the others get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [...,
-        H] in others."""
-        ctx.last = stages.last
-        ctx.shape = own.shape
-        logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
-        dist.broadcast(logits, src=stages.last_rank, group=stages.group)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0] if ctx.last else gradients[0].new_zeros(ctx.shape), None, None
 
 
 SCHEDULES: Any = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}

@@ -31,13 +31,13 @@ from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
-from sftkit.config.topology import Topology, idle_pipeline, take_topology
+from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, RunError, Stopped, hint
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
-from sftkit.runtime.launcher import check_group, check_variables, config_file_of_launcher
+from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.script import counted
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
@@ -475,9 +475,6 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
-    launched_with = config_file_of_launcher()
-    if launched_with and (idle := idle_pipeline(launched_with, train.engine, topology)):
-        rt.print(idle, "warning")
     if rt.device.type == "cpu" and (warning := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
         rt.print(warning, "warning")
     return rt
