@@ -177,14 +177,6 @@ def test_one_of_several_ranks_ends_its_process_at_once_while_it_still_listens(tm
     assert ended == [1]
 
 
-def test_more_processes_than_cores_are_told() -> None:
-    """As with an accelerate config that is meant for eight GPUs."""
-    assert start.crowded(2, 2) is None
-    assert start.crowded(8, 2) == (
-        "8 processes on 2 CPU cores wait for each other: accelerate_configs/cpu_*.yaml have one or two"
-    )
-
-
 def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_with_the_cause(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("ACCELERATE_USE_CPU", None)  # as for a GPU run whose driver is broken

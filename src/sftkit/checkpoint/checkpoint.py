@@ -257,10 +257,6 @@ class Checkpoints:
                 f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
                 "resume with its optim.name and train.precision, or start from its weights with model.path"
             )
-        if not (folder / rundir.OPTIMIZER).is_dir():
-            raise ConfigError(
-                f"{prefix} has no {rundir.OPTIMIZER}/, so an earlier version wrote it: use it as model.path"
-            )
         check_identity(checkpoint.state.get("identity"), self.identity, prefix)
         return check_recipe((folder / rundir.RECIPE).read_text(), self.recipe, changes, prefix)
 

@@ -9,13 +9,11 @@ import hashlib
 import io
 import json
 import logging
-import os
 import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import fsspec
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -33,7 +31,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
-NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
+NOT_IN_GRAPH = ("enabled", "on_recompile", "cache")
 "Settings of compile that change no graph, so they are not in the key."
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
@@ -78,8 +76,7 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
 
     Args:
         index: number of this rank's GPU in its machine.
-        where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or
-            an fsspec URL of either.
+        where: a file (`*.compiled`, or any existing file), or a folder that holds one file per key.
 
     Returns:
         a line for the console. A file that is missing, damaged or of another key never stops a run: its graphs are
@@ -125,7 +122,7 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     try:
         _write(path, json.dumps(header).encode() + b"\n" + content)
-    except Exception as error:  # fsspec's file systems have errors of their own
+    except OSError as error:
         log.warning("compile.cache: %s cannot be written: %s", path, error)
         return f"compiled code not saved to {path}"
     return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
@@ -179,7 +176,7 @@ def _file(where: str, key: str, index: int) -> str | None:
 
     It is `where` itself if that is or looks like a file, for the first GPU only, else a file in that folder.
     """
-    if where.endswith(SUFFIX) or ("://" not in where and Path(where).is_file()):
+    if where.endswith(SUFFIX) or Path(where).is_file():
         return where if index == 0 else None
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
@@ -187,11 +184,10 @@ def _file(where: str, key: str, index: int) -> str | None:
 def _read(path: str, key: str) -> tuple[bytes | None, str]:
     """Return (content, "") or (None, why there is none)."""
     try:
-        with fsspec.open(path, "rb") as file:  # of a path on disk, too
-            whole = file.read()
+        whole = Path(path).read_bytes()
     except FileNotFoundError:
         return None, "missing"
-    except Exception as error:
+    except OSError as error:
         return None, f"cannot be read ({error})"
     # A line of JSON, then bytes: the hash of these finds a file that was cut off or changed.
     first, _, content = whole.partition(b"\n")
@@ -210,13 +206,5 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
 
 def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
-    if "://" in path:
-        # Processes that write the same file at once have a temporary name each; what is renamed last stays.
-        filesystem, inside = fsspec.core.url_to_fs(path)
-        filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
-        temporary = f"{inside}.{os.getpid()}.tmp"
-        filesystem.pipe_file(temporary, content)
-        filesystem.mv(temporary, inside)
-    else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_shared(Path(path), content)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    replace_shared(Path(path), content)

@@ -18,6 +18,7 @@ from typing import Any, get_origin
 
 import torch
 import torch._dynamo
+import torch._dynamo.exc
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo import callback as dynamo_callback
@@ -333,25 +334,12 @@ def _recompile_error(reason: str) -> RecompileError:
     )
 
 
-def undo_compile(model: torch.nn.Module) -> None:
-    """Return a model to eager for good."""
-    for module in model.modules():
-        # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13).
-        module._compiled_call_impl = None
-    # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
-    # them.
-    torch.compiler.reset()
-
-
 def warm_up(
     model: torch.nn.Module,
     run_shape: Callable[[int, int], None],
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
-    any_rank: Callable[[bool], bool],
-    *,
-    sharded: bool = False,
-) -> bool:
+) -> None:
     """Build every graph: a forward and backward pass of each declared shape.
 
     Random state is afterwards as before, and there are no gradients.
@@ -359,71 +347,27 @@ def warm_up(
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         shapes: (rows, row length) of each.
-        any_rank: returns whether a flag is set on any rank, so that all fall back together.
-        sharded: ranks wait for each other in forward and backward. So a small function first finds out whether all can
-            compile, and an error of one rank after that ends the run.
 
-    Returns:
-        whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
+    Raises:
+        ConfigError: the compiler does not work here.
     """
-
-    def run(chosen: Sequence[tuple[int, int]], passes: int = 1) -> None:
-        # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
+    # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
+    passes = 3 if compile.enabled and has_cuda_graphs(compile) else 1
+    try:
         with random_state_kept():
-            for rows, row_length in chosen:
+            # Eagerly there is nothing to build, but the largest batch must fit.
+            for rows, row_length in shapes if compile.enabled else shapes[-1:]:
                 for _ in range(passes):
                     run_shape(rows, row_length)
+                    # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
                     model.zero_grad(set_to_none=True)
-
-    if not compile.enabled:
-        run(shapes[-1:])  # nothing to build, but the largest batch must fit
-        return False
-    # Sharded ranks meet in the first forward pass already. If one had no compiler there, the others would wait forever.
-    error: Exception | None = _compiler_problem(compile) if sharded else None
-    if sharded and any_rank(error is not None):
-        return _fall_back(model, compile, error)
-    try:
-        # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
-        run(shapes, passes=3 if has_cuda_graphs(compile) else 1)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as caught:
-        if sharded:
-            raise
-        error = caught
-    model.zero_grad(set_to_none=True)
-    if not any_rank(error is not None):
-        return True
-    if error is not None:
-        # An error that eager execution has too is not the compiler's fault: it is raised from here.
-        undo_compile(model)
-        run(shapes[-1:])
-    return _fall_back(model, compile, error)
-
-
-def _compiler_problem(compile: CompileConfig) -> Exception | None:
-    """Return the error of compiling a function of one operator; None if it runs."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
-    except Exception as error:
-        return error
-    return None
-
-
-def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception | None) -> bool:
-    """Train eagerly with a warning, or not at all, as compile.on_failure says; returns False.
-
-    `error`: None where it was another rank's.
-    """
-    reason = " ".join(str(error or "it failed on another rank").split())[:300]
-    if compile.on_failure == "error":
-        raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
-    log.warning(
-        "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
-    )
-    undo_compile(model)
-    return False
+    # Private: the errors of Dynamo and of what compiles for it have no public base class (torch 2.11 to 2.13).
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the model cannot be compiled here: {reason}. Without a working compiler set compile.enabled=false to "
+            "train eagerly"
+        ) from error
 
 
 _KINDS = {

@@ -4,7 +4,6 @@ Loss, optimizers and checks are those of the other engines. The model is put on 
 processes, each rank reading its own shards.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -105,9 +104,6 @@ def distribute_for_graph(model: ModelWithLoss, source: ModelConfig | None, rt: R
     materialize_weights(model.orig_model, source, rt.device)
 
 
-log = logging.getLogger(__name__)
-
-
 class GraphEngine:
     """See engine.Engine."""
 
@@ -199,7 +195,9 @@ class GraphEngine:
         # A graph is of the mode that it was captured in.
         orig_model.train()
         with working("capturing the graph of a step"):
-            self.compiled = cfg.compile.enabled and self._capture()
+            if cfg.compile.enabled:
+                self._capture()
+            self.compiled = cfg.compile.enabled
         # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
@@ -215,39 +213,23 @@ class GraphEngine:
             yield losses
         self._print_setup(print_line, time.perf_counter() - started)
 
-    def _capture(self) -> bool:
-        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
-        error, as compile.on_failure says."""
-        # A capture runs no collective, so one rank may fail alone without leaving the others in the middle
-        # of an exchange.
-        error: Exception | None = None
+    def _capture(self) -> None:
+        """Capture every shape. A capture runs no collective, so a rank may fail alone.
+
+        Raises:
+            ConfigError: it cannot be captured.
+        """
+        model = self.model.orig_model
+        layout = self.training.layout
         try:
-            for rows, row_length in self.training.layout.shapes:
-                self.captured.capture(
-                    worst_case_batch(self._rt, self.model.orig_model, self.training.layout, rows, row_length)
-                )
-        # No fault of the graph: training eagerly, which keeps more, is not what helps here.
-        except torch.OutOfMemoryError:
+            for rows, row_length in layout.shapes:
+                self.captured.capture(worst_case_batch(self._rt, model, layout, rows, row_length))
+        except (torch.OutOfMemoryError, ConfigError):  # no fault of the graph, or one that says what to do
             raise
-        except Exception as caught:
-            error = caught
-        # All ranks ask, whatever became of their own capture, so that all run graphs or none does: the exchanges inside
-        # them may come in another order than eagerly.
-        if not self._rt.any_rank(error is not None):
-            return True
-        # A mistake in the recipe is an error even where compile.on_failure=warn: eager training would hide it.
-        reason = " ".join(str(error or "it failed on another rank").split())[:300]
-        if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
-            known = isinstance(error, ConfigError)  # which says what to do
-            advice = "" if known else "; set train.engine=blocks, or compile.on_failure=warn to train without a graph"
-            raise ConfigError(
-                f"train.engine=graph: the graph of a step cannot be captured here: {reason}{advice}"
-            ) from error
-        log.warning(
-            "the graph of a step cannot be captured, training eagerly: %s (train.engine=blocks compiles)", reason
-        )
-        self.captured.forget()
-        return False
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            problem = f"train.engine=graph: the graph of a step cannot be captured here: {reason}"
+            raise ConfigError(f"{problem}; set train.engine=blocks") from error
 
     def _run_shapes(self) -> dict[tuple[int, int], float]:
         """Run forward and backward of each declared shape and return the objective per target of each; random state and

@@ -32,13 +32,12 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, take_topology
-from sftkit.errors import ConfigError, RunError, Stopped, hint
+from sftkit.errors import ConfigError, RunError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
-from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
+from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
 from sftkit.runtime.launcher import check_group, check_variables
-from sftkit.runtime.script import counted
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
 BITS = {"AVX512": 512, "AVX2": 256}
@@ -475,16 +474,7 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
-    if rt.device.type == "cpu" and (warning := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
-        rt.print(warning, "warning")
     return rt
-
-
-def crowded(processes: int, cores: int) -> str | None:
-    """Return a warning of more processes on the CPU of a machine than it has cores; None: there are enough."""
-    if processes <= cores:
-        return None
-    return hint("crowded CPU", processes=processes, cores=counted(cores, "CPU core"))
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
