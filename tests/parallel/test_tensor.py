@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import contains_collective, contains_wait
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from sftkit.compile.contract import _is_product as is_product
+from sftkit.compile.contract import behind_products, collectives_hidden
 from sftkit.config.schema import LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
@@ -128,6 +132,10 @@ def four_heads() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+class Enough(Exception):
+    """Raised where Inductor has merged what it can, before it generates code."""
+
+
 def sharded() -> PreTrainedModel:
     """Blocks whose matrices two of the four ranks share."""
     orig_model = qwen3()
@@ -137,3 +145,85 @@ def sharded() -> PreTrainedModel:
 
 def tensor_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))["tensor"]
+
+
+def test_cached_code_of_another_order_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has the code of the pass and not its name alone."""
+    from torch._inductor import config
+
+    def key() -> bytes:
+        with collectives_hidden():
+            return config.save_config()
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr("sftkit.compile.contract.get_hash_for_files", lambda _: "other code")
+    assert key() != before
+
+
+@OWN_PROCESS
+@pytest.mark.slow
+def test_gradients_of_weights_stand_where_a_backward_pass_would_wait_for_an_exchange(group_of_four: None) -> None:
+    """Of a block's four exchanges all but the first, before which nothing is computed."""
+    from torch._inductor import config
+
+    found: list[list[str]] = []
+
+    def watched(nodes: list[Any]) -> list[Any]:
+        ordered = behind_products(nodes)
+        assert sorted(map(id, ordered)) == sorted(map(id, nodes))
+        found.append([kind(node) for node in ordered])
+        if len(found) == 2:
+            raise Enough  # before code is generated
+        return ordered
+
+    def kind(node: Any) -> str:
+        if contains_wait(node):
+            return "wait"
+        return "start" if contains_collective(node) else "product" if is_product(node) else "other"
+
+    settings = {"reorder_for_compute_comm_overlap_passes": [watched], "fx_graph_cache": False}
+    with collectives_hidden(), config.patch(settings), pytest.raises(Exception, match="Enough"):
+        traced(sharded(), 1, "inductor")
+    forward, backward = (between_start_and_wait(kinds) for kinds in found)
+    assert forward == [0, 0, 0, 0]
+    assert backward[0] == 0
+    assert all(products == 1 for products in backward[1:-1]), "one each, as long as there is a later wait"
+    assert backward[-1] > 1, "and the rest at the last"
+
+
+def between_start_and_wait(kinds: list[str]) -> list[int]:
+    """The number of products between the start of each exchange and the wait for it."""
+    text = " ".join(kind for kind in kinds if kind != "other")
+    return [part.partition("wait")[0].count("product") for part in text.split("start")[1:]]
+
+
+def test_the_order_keeps_what_depends_on_each_other_in_order() -> None:
+    """A chain start -> wait -> product -> start -> wait, gradients that need either wait, and one that needs nothing."""
+    chain = [Fake("a", "start"), Fake("b", "wait", "a"), Fake("c", "product", "b"), Fake("d", "start", "c")]
+    chain += [Fake("e", "wait", "d"), Fake("f", "other", "e")]
+    nodes = [
+        Fake("x", "product"),
+        chain[0],
+        chain[1],
+        Fake("y", "product", "b"),
+        *chain[2:],
+        Fake("z", "product", "e", "y"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sftkit.compile.contract.contains_collective", lambda node: node.kind == "start")
+        patch.setattr("sftkit.compile.contract.contains_wait", lambda node: node.kind == "wait")
+        patch.setattr("sftkit.compile.contract._is_product", lambda node: node.kind == "product")
+        order = "".join(node.name for node in behind_products(nodes))
+    assert order == "axbcdyefz"
+
+
+class Fake:
+    """A node of Inductor's scheduler, as far as the order asks it."""
+
+    def __init__(self, name: str, kind: str, *needs: str) -> None:
+        self.name, self.kind = name, kind
+        self.unmet_dependencies = [SimpleNamespace(name=need) for need in needs]
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]

@@ -6,10 +6,16 @@ the whole process.
 Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing
 it is a recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards, since
 pytorch/pytorch#98371), and a hook that is added later is left out without a message (pytorch/pytorch#117758).
+
+`collectives_hidden` hides exchanges inside a compiled block of a tensor-parallel model. Ranks exchange activations four
+times a pass of a block, and what follows needs what has arrived. Only gradients of weights are needed by nobody until
+the optimizer: in the backward pass they are put where the block would wait. On two H100 at 8B, on rank 0 9 % of a step
+are exchanges that nothing hides, 11 % before that (benchmarks/h200_patterns).
 """
 
 import difflib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +29,9 @@ import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo import callback as dynamo_callback
 from torch._dynamo import utils as dynamo_utils
+from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch._inductor.ir import ExternKernelOut
+from torch._inductor.utils import contains_collective, contains_wait
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
@@ -174,6 +183,79 @@ def compiler_switches(
             if dynamic_layout:
                 stack.enter_context(torch._inductor.config.patch(_ANY_LENGTH))
         yield
+
+
+SchedulerNode = Any
+"A node of Inductor's scheduler: a kernel, a product, the start of an exchange, or the wait for one."
+
+
+@contextmanager
+def collectives_hidden() -> Iterator[None]:
+    """Order what Inductor compiles within the context by `behind_products`."""
+    # Private, but meant for passes of one's own (pytorch/pytorch#150074); Inductor's hide the last exchange of a block
+    # at most (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by
+    # rank.
+    passes = {"reorder_for_compute_comm_overlap_passes": [_BehindProducts()]}
+    here = {"reorder_for_compute_comm_overlap": True, **passes}
+    with torch._inductor.config.patch(here):
+        yield
+
+
+class _BehindProducts:
+    """A pass whose code is in the key of cached code; a plain function has no place for it."""
+
+    def __init__(self) -> None:
+        self.code = get_hash_for_files((__file__,))
+
+    def __call__(self, nodes: list[SchedulerNode]) -> list[SchedulerNode]:
+        return behind_products(nodes)
+
+
+def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
+    """Return the nodes of a graph in another order: what no exchange depends on is put off until there is one to wait
+    for, a matrix product at each wait and the rest at the last.
+
+    The order follows from the graph alone, so it is the same on every rank.
+    """
+    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    reads = [{makers.get(each.name, i) for each in node.unmet_dependencies} for i, node in enumerate(nodes)]
+    needs = [found - {i} for i, found in enumerate(reads)]  # indices of the nodes that must come before each
+    put_off = dict.fromkeys(sorted(_free(nodes, needs)))
+    order: dict[int, None] = {}
+    waits = [i for i, node in enumerate(nodes) if contains_wait(node)]
+    for i in range(len(nodes)):
+        if i in put_off:
+            continue
+        if i in waits:
+            # In their own order, so that each finds what it needs; what needs this exchange stays put off.
+            for other in [other for other in put_off if other not in order]:
+                if needs[other] <= order.keys():
+                    order[other] = None
+                    if i != waits[-1] and _is_product(nodes[other]):
+                        break
+        order[i] = None
+    return [nodes[i] for i in (*order, *(i for i in put_off if i not in order))]
+
+
+def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:
+    """Return the indices of the nodes that no exchange depends on, exchanges aside."""
+    readers: dict[int, set[int]] = defaultdict(set)
+    for i, read in enumerate(needs):
+        for maker in read:
+            readers[maker].add(i)
+    free: set[int] = set()
+    # From the end: a reader comes after its inputs.
+    for i in reversed(range(len(nodes))):
+        exchange = contains_collective(nodes[i]) or contains_wait(nodes[i])
+        if not exchange and readers[i] <= free:
+            free.add(i)
+    return free
+
+
+def _is_product(node: SchedulerNode) -> bool:
+    """Return whether a node is a matrix product: a template, or one that torch computes into memory of Inductor's. Of
+    other calls of torch some compute nothing: they name one of several results."""
+    return bool(node.is_template() or isinstance(node.node, ExternKernelOut))
 
 
 log = logging.getLogger(__name__)

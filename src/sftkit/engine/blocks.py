@@ -25,6 +25,7 @@ from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.protocol import Optimizer, build_optimizer
+from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import as_whole, distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
@@ -81,6 +82,8 @@ class Blocks:
             )
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
+            if tensor_group(orig_model) is not None:
+                stack.enter_context(contract.collectives_hidden())
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.

@@ -54,6 +54,12 @@ def without_sequence_parallel(orig_model: PreTrainedModel) -> AbstractContextMan
     return replaced(activations, "sequence_parallel", value=False)
 
 
+def tensor_group(orig_model: PreTrainedModel) -> ProcessGroup | None:
+    """Return the ranks that share the matrices of a model; None without tensor parallelism."""
+    activations = getattr(orig_model, "_activations", None)
+    return activations.group if isinstance(activations, Activations) else None
+
+
 def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
 
