@@ -260,7 +260,11 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
         ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` has a key that no
             recipe has.
     """
-    _check_keys(allowed)
+    for key in allowed:
+        if key not in key_table():
+            close = difflib.get_close_matches(key, key_table(), n=1)
+            meant = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{meant}")
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
@@ -279,14 +283,6 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
-
-
-def _check_keys(keys: Sequence[str]) -> None:
-    """Reject keys in train.resume_changes that no recipe has."""
-    for key in keys:
-        if key not in key_table():
-            hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""
-            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
 
 
 def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:

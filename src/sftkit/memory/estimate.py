@@ -173,7 +173,9 @@ def estimate(s: EstimateInputs) -> Estimate:
     last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: gradients are views of the buckets
     head = 0 if m.frozen_head else width * m.vocab * m.hidden
     # The head's gradient is the first of a backward pass, and stays during the backward pass of the blocks.
-    block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
+    block = tokens * _block_bytes_per_token(s) + _mask_bytes(s)
+    if s.encoder is not None:
+        block = max(block, s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder)))
     block += width * m.hidden * m.inner if m.nf4 else 0  # the largest matrix, dequantized
     at_start = Estimate(
         _weight_bytes(s),
@@ -202,11 +204,6 @@ def _encoder_elements(s: EstimateInputs, tokens: int) -> float:
         return 0.0
     own = s.encoded * _kept_blocks(s.encoder) * kept_elements(replace(s, shape=s.encoder))
     return own + s.shape.blocks * (2 * s.shape.key * s.encoded + (2 * s.shape.query + s.shape.hidden) * tokens)
-
-
-def _encoder_block_bytes(s: EstimateInputs) -> float:
-    """Return the bytes of the backward pass of one encoder block."""
-    return 0.0 if s.encoder is None else s.encoded * _block_bytes_per_token(replace(s, shape=s.encoder))
 
 
 def held_bytes(s: EstimateInputs) -> int:

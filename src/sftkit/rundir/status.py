@@ -22,7 +22,7 @@ import psutil
 from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
+from sftkit.rundir.files import read_metric_rows, read_object, replace_shared
 from sftkit.rundir.lock import at_work, boot_id, process_start
 from sftkit.rundir.names import ERRORS, METRICS_FILE, STATUS, error_file, error_files, latest_checkpoint, step_dirs
 
@@ -432,10 +432,6 @@ def _replace(path: Path, values: dict[str, Any]) -> None:
             file.truncate()
 
 
-_TAIL = 1 << 16
-"Bytes at the end of METRICS_FILE in which its last line is looked for."
-
-
 def killed_by(code: int) -> signal.Signals | None:
     """Return the signal that killed a process of this exit code (128 + the signal's number).
 
@@ -472,17 +468,8 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS_FILE; None without one."""
-    try:
-        # Backwards from the end: the file may be large, and its last line incomplete.
-        with (run_dir / METRICS_FILE).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with suppress(*UNREADABLE):
-            return int(json.loads(line)["step"])
-    return None
+    rows = read_metric_rows(run_dir / METRICS_FILE)
+    return int(rows[-1]["step"]) if rows else None
 
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:

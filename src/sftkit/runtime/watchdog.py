@@ -118,7 +118,9 @@ class Watchdog:
             idle: seconds since its last progress.
         """
         status = self._status
-        stack = main_stack()
+        # Documented by Python in spite of its underscore, and the only way to another thread's stack.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame))
         text = f"rank {status.rank} hangs at step {status.step} in phase {status.phase}, last progress {idle:.0f} s ago"
         behind: list[int] = []
         if status.world_size > 1:
@@ -188,10 +190,3 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start
     ]
     behind = places[min(places)] if len(places) > 1 else []
     return behind, "; ".join(words)
-
-
-def main_stack() -> str:
-    """Return where the main thread is, as Python sees it, innermost call last."""
-    # Documented by Python in spite of its underscore, and the only way to another thread's stack.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
