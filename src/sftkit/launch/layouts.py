@@ -22,7 +22,7 @@ from sftkit.models.files import ModelSize, fields_of, of_fields, size_of
 from sftkit.rundir.names import resolve, trained_length
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.stages."
+"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.pipeline."
 Way = tuple[EstimateInputs, str]
 "A layout for a model on some GPUs, and its train.memory."
 
@@ -86,7 +86,7 @@ def setups(shape: Shape, of: Iterable[Topology], rows: int, row_length: int, mic
         if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
-        # The parameters that a token passes decide, as in parallel.stages.
+        # The parameters that a token passes decide, as in parallel.pipeline.
         layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.

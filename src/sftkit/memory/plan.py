@@ -41,7 +41,6 @@ from sftkit.models.kind import kind_of
 from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
-from sftkit.parallel.stages import layers_of_stages
 from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
 
@@ -450,6 +449,8 @@ def _inputs(
     )
     if rt.topology.stages == 1:
         return setup
+    from sftkit.parallel.pipeline import layers_of_stages
+
     layers = layers_of_stages(orig_model, cfg.train, rt.topology.stages)
     return replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
 

@@ -187,8 +187,7 @@ def distribute(
         what the train step calls; `model.orig_model` stays the same object.
     """
     if rt.topology.stages > 1:
-        from sftkit.parallel.pipeline import into_stages
-        from sftkit.parallel.stages import layers_of_stages
+        from sftkit.parallel.pipeline import into_stages, layers_of_stages
 
         train = train or TrainConfig()
         layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
