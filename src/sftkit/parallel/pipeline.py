@@ -1,5 +1,5 @@
-"""A model whose stages are on several ranks: how layers are split over them, its whole forward pass, and micro-batches in
-the order of a schedule.
+"""A model whose stages are on several ranks: the split of its layers, its whole forward pass, and micro-batches in the
+order of a schedule.
 
 The split is such that a step, head and loss included, takes least. The transformers model stays as it is, with all its
 modules and names: each rank keeps the weights of its stages, and a parameter on the meta device is another rank's.
