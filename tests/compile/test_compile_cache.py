@@ -204,7 +204,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
         make_key(train=TrainConfig(freeze=("lm_head.*",))),
         make_key(topology=Topology(tensor=2, sharded=True)),
     ]
-    monkeypatch.setattr(compile_cache, "installed_version", lambda package: "99")
+    monkeypatch.setattr(compile_cache.hardware, "installed_version", lambda package: "99")
     other.append(make_key())
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "vectors of another width")
     other.append(make_key())

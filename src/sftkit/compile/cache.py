@@ -20,12 +20,10 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import Config
 from sftkit.data.batches.pack import Layout
-from sftkit.models.structure import plain_class
-from sftkit.models.vocabulary import padding_rows
+from sftkit.models import structure, vocabulary
 from sftkit.ops.flash import fa4_folder
 from sftkit.rundir.files import replace_shared
-from sftkit.runtime.hardware import installed_version
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, start
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
 
 
-def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: start.Runtime) -> str:
     """Return the sha256 of what compiled code depends on: model, shapes, settings, versions,
     device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
@@ -46,7 +44,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     # Whatever a graph or kernel has as a constant, and whatever decides which one is generated. An entry too many
     # costs a needless cold compile. With one too few a useless file is loaded: torch checks each graph and compiles it.
     parts = {
-        "model": [plain_class(orig_model).__name__, config],
+        "model": [structure.plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
         "settings": [
             compile,
@@ -58,10 +56,10 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
         "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
         "ranks": [one.rank for one in cfg.adapters or ()],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
-        "padding": padding_rows(orig_model),
+        "padding": vocabulary.padding_rows(orig_model),
         "precision": rt.precision,
         "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
-        "versions": {name: installed_version(name) for name in _PACKAGES},
+        "versions": {name: hardware.installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(rt.device) if cuda else torch.backends.cpu.get_cpu_capability(),

@@ -42,8 +42,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import Work, called, decoder_blocks, embedding_module, train_flops
 from sftkit.models.trained import adapters_of
-from sftkit.runtime.hardware import uses_cuda_graphs
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, start
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
@@ -99,7 +98,7 @@ SHORT_BLOCK = 3e12
 H100 computes for 4.8 ms and its host launches for 5.4 ms and more."""
 
 
-def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> bool:
+def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: start.Runtime) -> bool:
     """Return whether a run without compile.mode takes CUDA graphs: one GPU, adapters, rows of one shape, short blocks.
 
     Adapters launch three to four times as many kernels as the frozen layers, most of them small. With long blocks the
@@ -345,7 +344,7 @@ def begin_step() -> None:
 
     Gradients that must outlive that pass are copied: see engine.step.GradientSum.
     """
-    if uses_cuda_graphs():
+    if hardware.uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -19,14 +19,10 @@ from torch import Tensor
 
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
-from sftkit.graph import compat
-from sftkit.graph.graphs import blocks_tagged, buckets_of, first_names, mark_buckets
+from sftkit.graph import compat, graphs, sharding
 from sftkit.graph.passes.apply import Passes, Stage
-from sftkit.graph.sharding import looked_up_in_shards
 from sftkit.objectives.objective import ModelWithLoss, Sums
-from sftkit.ops.attention import eager_backend
-from sftkit.ops.flex import attention_as_operator
-from sftkit.ops.linear_cross_entropy import loss_as_operator
+from sftkit.ops import attention, flex, linear_cross_entropy
 from sftkit.runtime.start import replaced
 
 OWN = ("targets", "doc_ids", "cu_seqlens")
@@ -110,16 +106,16 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     # Held until both halves are compiled. Within, loss and attention are one operator each: a trace would unroll the
     # loop over chunks of logits, and torch's own flex_attention would start Dynamo in the middle of it.
     with ExitStack() as stack:
-        stack.enter_context(loss_as_operator())
-        stack.enter_context(blocks_tagged(model.orig_model))
-        stack.enter_context(attention_as_operator(compat.flex_operator))
-        stack.enter_context(looked_up_in_shards(model.orig_model, batch.inputs["input_ids"].numel()))
+        stack.enter_context(linear_cross_entropy.loss_as_operator())
+        stack.enter_context(graphs.blocks_tagged(model.orig_model))
+        stack.enter_context(flex.attention_as_operator(compat.flex_operator))
+        stack.enter_context(sharding.looked_up_in_shards(model.orig_model, batch.inputs["input_ids"].numel()))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         # While weights and gradients have their names, and before any pass: the marks travel with the nodes
         # into both halves.
         prefix = "model.orig_model."
-        first = first_names(model.orig_model, prefix)
-        mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first)
+        first = graphs.first_names(model.orig_model, prefix)
+        graphs.mark_buckets(joint.graph_module, graphs.buckets_of(model.orig_model, prefix), first)
         passes.on_joint(joint.graph_module)
         # Known only after the trace, which asks the objective for its sums.
         num_sums = 1 + len(traced.measured)
@@ -153,7 +149,7 @@ class CapturedModel(torch.nn.Module):
         super().__init__()
         self.model = model
         self.passes = Passes(passes, micro_batches, saves_memory=saves_memory)
-        self._eager = eager_backend(model.backend, model.orig_model)
+        self._eager = attention.eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
         self.step_of = self.passes.step_of

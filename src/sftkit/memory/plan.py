@@ -36,8 +36,7 @@ from sftkit.memory.estimate import (
     gib,
     held_bytes,
 )
-from sftkit.models import structure
-from sftkit.models.kind import kind_of
+from sftkit.models import kind, structure
 from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
@@ -445,7 +444,7 @@ def _inputs(
         checkpointing=checkpointing,
         topology=rt.topology,
         encoder=encoder_shape_of(orig_model),
-        encoded_length=kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
+        encoded_length=kind.kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
     )
     if rt.topology.stages == 1:
         return setup

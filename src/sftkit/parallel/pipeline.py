@@ -35,22 +35,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.config.rules import split_problems, stages_of_schedule
-from sftkit.config.schema import ModelConfig, TrainConfig
+from sftkit.config import rules, schema
 from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
-from sftkit.models import structure
-from sftkit.models.kind import decoded
-from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection, stages_of
-from sftkit.models.weights import fill_with_memory, load_model_weights
+from sftkit.models import kind, structure, weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
 from sftkit.parallel.wrap import add_up_gradients, policy_of, without_one_replica
 from sftkit.runtime.start import Runtime, replaced_in_each
 
 
-def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+def layers_of_stages(orig_model: PreTrainedModel, train: schema.TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Return the layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
 
     Args:
@@ -59,12 +55,12 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     Raises:
         ConfigError: a model that has no stages, or layers that are not the model's.
     """
-    num_layers = len(decoder_blocks(orig_model))
+    num_layers = len(structure.decoder_blocks(orig_model))
     schedule = train.pipeline_schedule
     configured = train.pipeline_layers
     model_type = orig_model.config.get_text_config().model_type
     # A launch has asked the same where the model's config was there to be read (preflight.launched).
-    for _, text in split_problems(schedule, configured, pipeline_size, model_type, num_layers):
+    for _, text in rules.split_problems(schedule, configured, pipeline_size, model_type, num_layers):
         raise ConfigError(text)
     if len(structure.attention_windows(orig_model) or ()) != 1:
         raise ConfigError(
@@ -74,13 +70,13 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     if configured is not None:
         return configured
     parameters = structure.count_parameters(orig_model)
-    stages = stages_of_schedule(schedule, configured, pipeline_size)
+    stages = rules.stages_of_schedule(schedule, configured, pipeline_size)
     return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
 
 
 def split_layers(
     orig_model: PreTrainedModel, layers: tuple[int, ...], topology: Topology, device: torch.device
-) -> Stages:
+) -> structure.Stages:
     """Leave this rank the weights of its stages, on the device; every rank calls it.
 
     Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
@@ -90,7 +86,7 @@ def split_layers(
     # group, in the same order, and keeps its own.
     groups = {(ranks[0], ranks[-1]): dist.new_group([ranks[0], ranks[-1]]) for ranks in mesh.mesh.T.tolist()}
     ends = next((group for ranks, group in groups.items() if dist.get_rank() in ranks), None)
-    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), ends)
+    stages = structure.Stages(layers, mesh, _holders(orig_model, layers, topology.stages), ends)
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
@@ -120,10 +116,10 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size
     of_layer = [stage % pipeline_size for stage, count in enumerate(layers) for _ in range(count)]
     last = pipeline_size - 1
     at: dict[int, tuple[int, ...]] = {}
-    for rank, block in zip(of_layer, decoder_blocks(orig_model), strict=True):
+    for rank, block in zip(of_layer, structure.decoder_blocks(orig_model), strict=True):
         at |= {id(p): (rank,) for p in block.parameters()}
-    tied = {id(p) for p in output_projection(orig_model).parameters()}
-    for p in embedding_module(orig_model).parameters():
+    tied = {id(p) for p in structure.output_projection(orig_model).parameters()}
+    for p in structure.embedding_module(orig_model).parameters():
         at[id(p)] = (0, last) if id(p) in tied else (0,)
     return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
 
@@ -144,9 +140,9 @@ class StageModule(torch.nn.Module):
         self.decoder = _decoder_slice(
             structure.decoder(orig_model), sum(layers[:number]), layers[number], last=self.is_last
         )
-        self.head = output_projection(orig_model) if self.is_last else None
-        tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
-        self.tied = embedding_module(orig_model) if tied and not self.is_first else None
+        self.head = structure.output_projection(orig_model) if self.is_last else None
+        tied = self.head is not None and self.head.weight is structure.embedding_module(orig_model).weight
+        self.tied = structure.embedding_module(orig_model) if tied and not self.is_first else None
         "the embedding, if it shares the head's weight, so that sharding finds it"
         self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
         self._batches: list[Batch] = []
@@ -177,7 +173,7 @@ class StageModule(torch.nn.Module):
         if not self.is_first:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = received
-        hidden = decoded(self.decoder, inputs, batch, model.backend)
+        hidden = kind.decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
             # Received tensors are contiguous, and both sides must agree (pytorch/pytorch#114982); torch 2.11 checks it.
             return hidden.contiguous()
@@ -233,7 +229,7 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Hidden states of the decoder are the last stage's alone: `models.structure.from_last`. Logits are the same on all.
     """
-    stages = stages_of(orig_model)
+    stages = structure.stages_of(orig_model)
     if stages is None or stages.entered:
         yield
         return
@@ -324,7 +320,7 @@ def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more
     return forward(links.moved(hidden, *links.ends(stage)), *more, **arguments)
 
 
-def _logits(head: Forward | None, width: int, stages: Stages, hidden: Tensor) -> Tensor:
+def _logits(head: Forward | None, width: int, stages: structure.Stages, hidden: Tensor) -> Tensor:
     """Return the logits of the last stage, [..., V], on all ranks."""
     logits = hidden.new_empty(*hidden.shape[:-1], width) if head is None else head(hidden).contiguous()
     dist.broadcast(logits, src=stages.last_rank, group=stages.group)
@@ -334,7 +330,7 @@ def _logits(head: Forward | None, width: int, stages: Stages, hidden: Tensor) ->
 class _Links:
     """The tensors in flight between the ranks of a pipeline."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: structure.Stages) -> None:
         self.stages = stages
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -379,7 +375,9 @@ FEW = 3
 class Pipelined(torch.nn.Module):
     """Replaces the model in a train step: the stages of this rank, and the exchange with the other ranks."""
 
-    def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
+    def __init__(
+        self, model: ModelWithLoss, placement: structure.Stages, stages: list[StageModule], schedule: str
+    ) -> None:
         """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""
         super().__init__()
         self.model = model
@@ -491,7 +489,7 @@ class Pipelined(torch.nn.Module):
 
 
 def into_stages(
-    model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
+    model: ModelWithLoss, source: schema.ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
     """Split the model, in place, into stages, each on its rank; every rank calls it.
 
@@ -511,10 +509,10 @@ def into_stages(
         for stage in stages:
             shard_stage(stage, mesh, rt.precision)
             if empty:
-                fill_with_memory(stage, rt.device)
+                weights.fill_with_memory(stage, rt.device)
         # Sharding has made new parameters, so that embedding and head are two again.
         orig_model.tie_weights()
     if empty:
-        load_model_weights(orig_model, source)
+        weights.load_model_weights(orig_model, source)
     rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

@@ -29,8 +29,7 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broa
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import RunConfig, TrainConfig, num_stages
-from sftkit.config.terminal import Level, TerminalHandler, print_text
+from sftkit.config import schema, terminal
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, RunError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
@@ -382,10 +381,10 @@ class Runtime:
                     time.sleep(WAIT_SECONDS)
             raise
 
-    def print(self, text: str, level: Level | None = None) -> None:
+    def print(self, text: str, level: terminal.Level | None = None) -> None:
         """Print once for the whole run."""
         if self.is_main:
-            print_text(text, level=level)
+            terminal.print_text(text, level=level)
 
     def stop_requested(self) -> bool:
         """Return whether any rank requests a stop; every rank must call it."""
@@ -434,7 +433,7 @@ def resolve_precision(wanted: str) -> str:
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
 
-def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | None = None) -> Runtime:
+def start(run: schema.RunConfig, train: schema.TrainConfig, page: Callable[[Path], None] | None = None) -> Runtime:
     """Join the process group, seed every generator, and return the Runtime.
 
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see
@@ -454,7 +453,7 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
     use_one_worker_per_group()
     use_ptxas_of_workers()
     name_vector_width()
-    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), schema.num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
@@ -479,7 +478,7 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
 
 def quiet_libraries(level: int = logging.INFO) -> None:
     """Log our own messages as plain lines, and only warnings of the libraries that chat at info level."""
-    logging.basicConfig(level=level, handlers=[TerminalHandler()], format="%(message)s")
+    logging.basicConfig(level=level, handlers=[terminal.TerminalHandler()], format="%(message)s")
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
     transformers_logging.set_verbosity_error()

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sftkit.config.tables import PASSES, Pass
-from sftkit.graph import compat
+from sftkit.graph import compat, passes
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
-from sftkit.graph.passes import once
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
@@ -137,8 +136,8 @@ class Passes:
         self.for_inductor = "full_inductor" in names
         "whether the graphs are Inductor's as a whole: captured in its operators, and split for it"
         self._recorder: Recorder | None = None
-        self._shared = once.SharedWeights() if "gather_once" in names else None
-        self._sums = once.WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
+        self._shared = passes.once.SharedWeights() if "gather_once" in names else None
+        self._sums = passes.once.WholeGradients(several=micro_batches > 2) if "reduce_once" in names else None
         self.begin()
 
     def begin(self) -> None:
@@ -215,24 +214,24 @@ class Passes:
         return Replayed(run, in_place, num_sums if half == "forward" else None, self._recorder)
 
     def _gathering_once(
-        self, shared: once.SharedWeights, graph: GraphModule, examples: Sequence[Any]
+        self, shared: passes.once.SharedWeights, graph: GraphModule, examples: Sequence[Any]
     ) -> compat.Boxed | None:
         """Return the function of the forward half of any micro-batch; None: it gathers no weight to share."""
-        fork = once.fork(graph)
+        fork = passes.once.fork(graph)
         if fork is None:
             return None
         self._aliases = fork.aliases
         graphs = {"forward": graph, "later-forward": fork.later}
         for name, each in graphs.items():
             self._record(name, "gather_once", each)
-        halves = once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
+        halves = passes.once.compile_both(fork, examples, lambda name, given: self._compiled(name, graphs[name], given))
         return shared.half_of(fork.keys, *halves)
 
     def _reducing_once(
-        self, sums: once.WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
+        self, sums: passes.once.WholeGradients, graph: GraphModule, examples: Sequence[Any], kept: int | None
     ) -> compat.Boxed | None:
         """Return the function of the backward half of any micro-batch; None: it reduces no gradient."""
-        fork = once.fork_backward(graph, several=sums.several)
+        fork = passes.once.fork_backward(graph, several=sums.several)
         if fork is None:
             return None
         self.reduced_once = fork.weights
