@@ -19,7 +19,7 @@ from sftkit.config import rules, schema, tables
 from sftkit.engine import engine, step
 from sftkit.errors import ConfigError
 from sftkit.graph import capture, graphs, sharding
-from sftkit.graph.passes.apply import dump
+from sftkit.graph.capture import dump
 from sftkit.memory.plan import (
     Fixed,
     MemoryPlan,
