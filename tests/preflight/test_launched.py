@@ -12,8 +12,8 @@ import pytest
 from sftkit.config.load import read_config
 from sftkit.config.topology import Topology, read_topology, topology_of
 from sftkit.errors import ConfigError
+from sftkit.preflight import inputs
 from sftkit.preflight.inputs import launch_rules
-from sftkit.runtime import launcher
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -111,15 +111,15 @@ def test_a_models_own_config_says_its_layers() -> None:
 
 
 def test_this_machine_without_a_gpu_counts_only_for_processes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: False)
     assert "cuda_graphs needs a GPU" in problem(Topology(), GRAPH, CUDA_GRAPHS, here=True)
     assert problem(Topology(), GRAPH, CUDA_GRAPHS) == ""
-    monkeypatch.setattr(launcher, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: True)
     assert problem(Topology(), GRAPH, CUDA_GRAPHS, here=True) == ""
 
 
 def test_a_cpu_is_told_the_configs_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: False)
     assert "with accelerate_configs/cpu_fsdp2.yaml" in problem(REPLICAS, GRAPH, here=True)
     assert "with accelerate_configs/fsdp2.yaml or hsdp.yaml" in problem(REPLICAS, GRAPH)
 

@@ -20,7 +20,9 @@ from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, 
 from sftkit.checkpoint.states import copies_done, load_common_states, load_states, snapshot_states, snapshot_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.models import kind, structure, trained
+from sftkit.models.kind import kind_of
+from sftkit.models.structure import stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
@@ -135,7 +137,7 @@ class Checkpoints:
             generation.pad_token_id = self.tokenizer.pad_token_id
         # Collectives, in this order on all ranks.
         weights = snapshot_weights(self.orig_model, rank, world_size)
-        named, stages = named_states(self.optimizer, self.orig_model), structure.stages_of(self.orig_model)
+        named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
         among = (rank, world_size)
         # each stage of a pipeline writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
@@ -169,13 +171,13 @@ class Checkpoints:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         # Each of several adapters is a separate model.
-        adapters = trained.adapters_of(self.orig_model)
+        adapters = adapters_of(self.orig_model)
         names = [member.name for member in adapters.members] if adapters is not None else []
         files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,
-            **kind.kind_of(self.orig_model.config).files(self.orig_model),
+            **kind_of(self.orig_model.config).files(self.orig_model),
             rundir.RECIPE: self.recipe.encode(),
             f"{rundir.STATE}/{rundir.ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
@@ -235,7 +237,7 @@ class Checkpoints:
         # may draw numbers.
         load_checkpoint(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
-        stages = structure.stages_of(self.orig_model)
+        stages = stages_of(self.orig_model)
         states = folder / rundir.OPTIMIZER
         if "train.freeze" in changes:
             load_common_states(tensors, states)

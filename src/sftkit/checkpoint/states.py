@@ -28,8 +28,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError
-from sftkit.models import load, structure, trained, vocabulary
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
+from sftkit.models.load import from_config
+from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.trained import adapters_of, factors
+from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
@@ -284,9 +287,9 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     trains them (experts of a mixture in one tensor): only a whole model can be converted, so the main rank keeps all
     of it. Padding of the vocabulary is left out. Pipeline stages each write their own files.
     """
-    tensors, saved_rows = saved_tensors(orig_model), vocabulary.without_padding(orig_model)
-    stages = structure.stages_of(orig_model)
-    if (adapters := trained.adapters_of(orig_model)) is not None and adapters.members:
+    tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
+    stages = stages_of(orig_model)
+    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
         from sftkit.models.many_adapters import member_files
 
         files = {
@@ -345,10 +348,10 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that transformers loads.
     A model with adapters saves only its factors, under the names of peft.
     """
-    if trained.adapters_of(orig_model) is not None:
+    if adapters_of(orig_model) is not None:
         from sftkit.models.adapters import PEFT_PREFIX
 
-        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in trained.factors(orig_model).items()}
+        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
     # without save_pretrained.
@@ -371,19 +374,19 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: tensors are missing, unexpected or of another shape.
     """
-    if trained.adapters_of(orig_model) is not None:  # its checkpoints hold nothing of the model
+    if adapters_of(orig_model) is not None:  # its checkpoints hold nothing of the model
         return
-    plain, config = structure.plain_class(orig_model), copy.deepcopy(orig_model.config)
+    plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
     name = plain.__name__
     with torch.device("meta"), no_init_weights():
-        fresh: Any = plain(config) if orig_model.is_remote_code() else load.from_config(config, orig_model.dtype)
+        fresh: Any = plain(config) if orig_model.is_remote_code() else from_config(config, orig_model.dtype)
     fresh.tie_weights()
     if type(fresh).__name__ != name:
         raise ConfigError(
             f"checkpoints could not be loaded: config.json names {name}, and transformers makes a "
             f"{type(fresh).__name__} of it. Train a model whose class is in transformers"
         )
-    rows = vocabulary.without_padding(orig_model)
+    rows = without_padding(orig_model)
     saved = {
         key: (rows.get(id(tensor), tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
         for key, tensor in saved_tensors(orig_model).items()
@@ -433,7 +436,7 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     A model with adapters gets adapter_config.json and no config.json: with one, transformers would look for the whole
     model in this folder. Its generation_config.json has the ends of turns, which the base's may lack.
     """
-    if (adapters := trained.adapters_of(orig_model)) is not None:
+    if (adapters := adapters_of(orig_model)) is not None:
         from sftkit.models.adapters import peft_config_text
 
         for one in adapters.members or (adapters,):

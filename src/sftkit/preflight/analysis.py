@@ -45,8 +45,12 @@ from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
 from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan, remedies
 from sftkit.memory.plan import log as plan_log
-from sftkit.models import adapter_files, files, load, structure, trained
+from sftkit.models.adapter_files import adapter_words
+from sftkit.models.files import adapter_at
+from sftkit.models.load import load_model
+from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
+from sftkit.models.trained import freeze
 from sftkit.preflight import data as facts
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import PREFLIGHT
@@ -206,17 +210,17 @@ def meta_model(
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            orig_model = load.load_model(model, tokenizer, 0, precision, empty=True, rounded=adapter is None)
+            orig_model = load_model(model, tokenizer, 0, precision, empty=True, rounded=adapter is None)
     except ConfigError as error:
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
     orig_model.tie_weights()  # inside, each name was given a parameter of its own
-    trained.freeze(orig_model, patterns)
+    freeze(orig_model, patterns)
     if adapter is not None:
         from sftkit.models.adapters import Adapters, add_adapters
         from sftkit.models.token_rows import tokens_to_train
 
-        tokens, _ = tokens_to_train(orig_model, tokenizer, files.adapter_at(model))
+        tokens, _ = tokens_to_train(orig_model, tokenizer, adapter_at(model))
         adapters = Adapters(adapter, 0, model, digest="", tokens=tokens)
         if several:
             from sftkit.models.many_adapters import members_of
@@ -325,8 +329,7 @@ def analyse(
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
         "adapter": cfg.adapter
-        and adapter_files.adapter_words(asdict(cfg.adapter))
-        + (f": {structure.count_parameters(orig_model).describe()}" if orig_model else ""),
+        and adapter_words(asdict(cfg.adapter)) + (f": {count_parameters(orig_model).describe()}" if orig_model else ""),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,

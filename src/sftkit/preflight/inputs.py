@@ -29,16 +29,20 @@ from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
-from sftkit.data import reading, types
 from sftkit.data.demo.builtin import FAMILIES
+from sftkit.data.reading import conversation, readers, rows
+from sftkit.data.reading import origin as hub
 from sftkit.data.reading.columns import advised
 from sftkit.data.reading.origin import find_here
+from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models import files as model_files
 from sftkit.models.trained import pattern_problem
 from sftkit.rundir.files import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
-from sftkit.runtime import hub, launcher, script
+from sftkit.runtime.hub import find_model
+from sftkit.runtime.launcher import may_have_gpu
+from sftkit.runtime.script import first_of
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
 "Metrics that a captioning run writes for the captions of its data.val (evals/scoring.py)."
@@ -66,7 +70,7 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
         meant = f' Did you mean "{near[0]}"?' if near else ""
         yield (
             "checkpoint.best",
-            f'"{wanted}" is no metric that an evaluation of this run writes: {script.first_of(names, 8)}.{meant}',
+            f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}',
         )
 
 
@@ -87,26 +91,26 @@ SMALL_BYTES = 2 * 2**20
 "Largest file that is read to the end if no first row is found."
 
 
-def _readable(row: types.Row) -> list[reading.conversation.Message] | None:
+def _readable(row: Row) -> list[conversation.Message] | None:
     """Return the messages of a conversation with any roles; None: a text."""
-    return None if row.messages is None else reading.conversation.validated(row, ())
+    return None if row.messages is None else conversation.validated(row, ())
 
 
-def _learnable(row: types.Row) -> None:
+def _learnable(row: Row) -> None:
     if (messages := _readable(row)) is not None:
-        reading.conversation.require_answer(messages, row.where)
+        conversation.require_answer(messages, row.where)
 
 
-def _conversation(row: types.Row) -> None:
-    reading.rows.require_conversation(row)
+def _conversation(row: Row) -> None:
+    rows.require_conversation(row)
     _learnable(row)
 
 
-REQUIRED: dict[str, Callable[[types.Row], object]] = {
-    "base": reading.rows.require_text,
+REQUIRED: dict[str, Callable[[Row], object]] = {
+    "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
-    "caption": reading.rows.require_source_and_texts,
+    "caption": rows.require_source_and_texts,
 }
 "Stage -> the function that rejects a row that the stage cannot learn from; a stage that is not here takes any row."
 
@@ -150,7 +154,7 @@ def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Itera
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _sources(get: Get, part: str, require: Callable[[types.Row], object] | None) -> Iterator[Problem]:
+def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> Iterator[Problem]:
     """Yield the problems of the sources in one part of the data settings.
 
     Args:
@@ -174,12 +178,12 @@ def _sources(get: Get, part: str, require: Callable[[types.Row], object] | None)
         )
 
 
-def _adapter_sources(get: Get, require: Callable[[types.Row], object] | None) -> Iterator[Problem]:
+def _adapter_sources(get: Get, require: Callable[[Row], object] | None) -> Iterator[Problem]:
     for i in range(len(get("adapters") or ())):
         yield from _sources(get, f"adapters.{i}.data", require)
 
 
-def _check_source(source: schema.SourceConfig, require: Callable[[types.Row], object] | None, *, skips: bool) -> None:
+def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
     """Find a source and look at its first rows. Rows that the run would skip are rejected if the source has no others,
     or if the columns of all of the first rows are wrong in the same way.
 
@@ -188,7 +192,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[types.Row], ob
     """
     origin = find_here(source)
     if origin is None:
-        reading.origin.check_dataset(source)
+        hub.check_dataset(source)
         return
     errors: list[DataError] = []
     seen = 0
@@ -196,24 +200,24 @@ def _check_source(source: schema.SourceConfig, require: Callable[[types.Row], ob
     for raw in itertools.islice(origin.beginning(), most):
         seen += 1
         try:
-            row = reading.rows.parse(raw)
+            row = rows.parse(raw)
             if require is not None:
                 require(row)
         except DataError as error:
             if not skips:
                 # To skip rows whose columns are wrong would skip all of them.
-                raise error if error.reason in reading.rows.WRONG_COLUMNS else advised(error) from error
+                raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
-        raise reading.readers.no_rows(source)
+        raise readers.no_rows(source)
     if not errors or len(errors) < seen:
         return
     if seen < FIRST_ROWS:  # the source has no other rows
         raise errors[0]
     reasons = {error.reason for error in errors}
-    if len(reasons) == 1 and reasons <= reading.rows.WRONG_COLUMNS:
+    if len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
         like = f"All of the first {seen} rows are like this, so on_bad_row=skip does not skip them"
         raise DataError(f"{errors[0]}. {like}")
 
@@ -228,13 +232,13 @@ def _model(get: Get, made: Collection[str]) -> Iterator[Problem]:
 
 
 def _check_model(path: str, revision: str | None) -> str | None:
-    folder = Path(hub.find_model(path, revision))
+    folder = Path(find_model(path, revision))
     if not folder.is_dir():
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
             model_files.check_unquantized(model_files.json_object(Path(cached)), f"{path}: config.json")
         return None
     if (adapter := model_files.adapter_at(schema.ModelConfig(path=path, revision=revision))) is not None:
-        hub.find_model(str(adapter.base.path), adapter.base.revision)
+        find_model(str(adapter.base.path), adapter.base.revision)
         return None
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
@@ -291,7 +295,7 @@ def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
     if not patterns or path is None or _is_made(path, made) or not known:
         return
     with suppress(ConfigError):  # what is wrong with the files is told without this
-        sizes, tied = model_files.stored_sizes(Path(hub.find_model(path, get("model.revision"))))
+        sizes, tied = model_files.stored_sizes(Path(find_model(path, get("model.revision"))))
         if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
             yield "train.freeze", problem
 
@@ -320,7 +324,7 @@ def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
     path = get("model.tokenizer")
     if path is not None:
         if not (Path(path) / "tokenizer_config.json").is_file():
-            yield from _as_problem("model.tokenizer", lambda: hub.find_model(path) and None)
+            yield from _as_problem("model.tokenizer", lambda: find_model(path) and None)
     elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
         yield (
             "model.train_tokenizer",
@@ -388,7 +392,7 @@ def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
 
 def _on_cpu(topology: Topology, *, here: bool) -> bool:
     """Return whether a launch computes on the CPU."""
-    return topology.on_cpu or (here and not launcher.may_have_gpu())
+    return topology.on_cpu or (here and not may_have_gpu())
 
 
 def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
