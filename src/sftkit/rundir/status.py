@@ -435,9 +435,8 @@ def killed_by(code: int) -> signal.Signals | None:
     Returns:
         None: no signal did, or it was one that asks for a stop (runtime.signals.SIGNALS).
     """
-    queues = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
-    asked = {*queues, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-    return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
+    asked = ("TERM", "USR1", "USR2", "XCPU", "INT", "HUP", "QUIT")
+    return next((s for s in signal.Signals if s == code - 128 and s.name.removeprefix("SIG") not in asked), None)
 
 
 def where_it_was(run_dir: Path) -> str:
