@@ -11,8 +11,10 @@ import json
 import logging
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch._dynamo.utils import counters
@@ -28,6 +30,8 @@ from sftkit.runtime import hardware, start
 log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
+TORCH_CODE = "torch"
+"Name of torch's code in a file, a ZIP archive; all others are kernels. The archive's comment is the key."
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "cache")
 "Settings of compile that change no graph, so they are not in the key."
@@ -83,20 +87,17 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
     path = _file(where, key, index)
     if path is None:
         return "cold compile"
-    content, problem = _read(path, key)
-    if problem == "missing":
+    try:
+        parts = _read(path, key)
+        loaded = torch.compiler.load_cache_artifacts(parts.pop(TORCH_CODE))
+        write_kernels(parts)
+        if loaded is None:
+            raise ValueError("torch cannot read it")
+        return f"compiled code from {path} ({Path(path).stat().st_size / 2**20:.1f} MiB)"
+    except FileNotFoundError:
         return f"no compiled code for this model and machine in {where} yet"
-    if content is not None:
-        try:
-            artifacts, kernels = unpack(content)
-            loaded = torch.compiler.load_cache_artifacts(artifacts)
-            write_kernels(kernels)
-            if loaded is not None:
-                return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
-            problem = "torch cannot read it"
-        except Exception as error:  # torch may raise anything for a file that it cannot use
-            problem = f"torch cannot read it ({error})"
-    log.warning("compile.cache: %s: %s; compiling from scratch", path, problem)
+    except Exception as error:  # torch may raise anything for a file that it cannot use
+        log.warning("compile.cache: %s: %s; compiling from scratch", path, error)
     return "cold compile"
 
 
@@ -111,38 +112,24 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
         return ""
     # Private: torch tells of misses in a log alone (pytorch/pytorch#183005). Without one all graphs came from the
     # cache.
-    if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
-        return f"compiled code in {path} is complete"
+    if not counters["inductor"]["fxgraph_cache_miss"]:
+        with suppress(OSError, ValueError):
+            _read(path, key)
+            return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return f"nothing was compiled that {path} could hold"
-    content = pack_artifacts(artifacts[0], read_kernels())
-    header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    content = io.BytesIO()
+    with ZipFile(content, "w") as file:
+        file.comment = key.encode()
+        for name, code in {TORCH_CODE: artifacts[0], **read_kernels()}.items():
+            file.writestr(name, code)
     try:
-        _write(path, json.dumps(header).encode() + b"\n" + content)
+        _write(Path(path), content.getvalue())
     except OSError as error:
         log.warning("compile.cache: %s cannot be written: %s", path, error)
         return f"compiled code not saved to {path}"
-    return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
-
-
-def pack_artifacts(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
-    """Return one sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
-    sizes = {name: len(code) for name, code in kernels.items()}
-    first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
-    return first + b"\n" + artifacts + b"".join(kernels.values())
-
-
-def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """Split what `pack_artifacts` has put together into (torch's artifacts, kernels by name).
-
-    Raises:
-        ValueError: the bytes are no such sequence.
-    """
-    first, _, rest = content.partition(b"\n")
-    sizes = json.loads(first)
-    stream = io.BytesIO(rest)
-    return stream.read(sizes["torch"]), {name: stream.read(size) for name, size in sizes["kernels"].items()}
+    return f"compiled code saved to {path} ({content.tell() / 2**20:.1f} MiB)"
 
 
 def read_kernels() -> dict[str, bytes]:
@@ -166,7 +153,7 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
         if path.suffix != ".o" or not path.is_relative_to(folder):
             raise ValueError(f"{name} is no name of a kernel")
         if not path.exists():
-            _write(str(path), code)
+            _write(path, code)
 
 
 def _file(where: str, key: str, index: int) -> str | None:
@@ -179,30 +166,21 @@ def _file(where: str, key: str, index: int) -> str | None:
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
 
-def _read(path: str, key: str) -> tuple[bytes | None, str]:
-    """Return (content, "") or (None, why there is none)."""
+def _read(path: str, key: str) -> dict[str, bytes]:
+    """Return the parts of a file by their names, torch's and kernels.
+
+    Raises:
+        OSError, ValueError: it is not there, cannot be read, is damaged, or of another key.
+    """
     try:
-        whole = Path(path).read_bytes()
-    except FileNotFoundError:
-        return None, "missing"
-    except OSError as error:
-        return None, f"cannot be read ({error})"
-    # A line of JSON, then bytes: the hash of these finds a file that was cut off or changed.
-    first, _, content = whole.partition(b"\n")
-    try:
-        header = json.loads(first)
-        wanted = header["sha256"]
-        found = header["key"]
-    except (ValueError, KeyError, TypeError):
-        return None, "not a file of compiled code"
-    if found != key:
-        return None, "made for another model, layout, version or device"
-    if hashlib.sha256(content).hexdigest() != wanted:
-        return None, "damaged"
-    return content, ""
+        with ZipFile(path) as file:
+            if file.comment != key.encode():
+                raise ValueError("made for another model, layout, version or device")
+            return {name: file.read(name) for name in file.namelist()}
+    except BadZipFile as error:
+        raise ValueError(f"damaged, or not a file of compiled code ({error})") from error
 
 
-def _write(path: str, content: bytes) -> None:
-    """Write all of it or nothing: a reader never sees half a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_shared(Path(path), content)
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_shared(path, content)
