@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -89,7 +90,7 @@ def warmed_up(
     config = CompileConfig(**{"backend": "eager", **settings})
     compile_in_run(orig_model, config, budget, dynamic_layout, len(shapes))
     watch = CompileWatch()
-    warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config)
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), shapes, config, bool)
     watch.warm_up_done()
     return orig_model, watch
 
@@ -125,7 +126,7 @@ def test_one_graph_has_batches_that_inductor_would_fuse_in_another_way(dynamic: 
     orig_model = AutoModelForCausalLM.from_config(config).cuda().bfloat16()
     watch, settings = CompileWatch(), CompileConfig(dynamic=dynamic)
     compile_in_run(orig_model, settings, dynamic_layout=True)
-    warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), [(64, 128)], settings)
+    assert warm_up(orig_model, lambda rows, length: float(run(orig_model, rows, length)), [(64, 128)], settings, bool)
     watch.warm_up_done()
     with step_contract("error", watch.graph_break_reasons()):
         for row_length in (16, 128, 72, 32):
@@ -435,7 +436,7 @@ def test_each_row_length_of_a_dynamic_layout_has_a_cuda_graph_of_its_own_and_is_
         orig_model.zero_grad()  # gradients lie in memory of the graphs, which the next step writes over
 
     watch = CompileWatch()
-    warm_up(orig_model, run_shape, [(2, 32)], settings)
+    assert warm_up(orig_model, run_shape, [(2, 32)], settings, bool)
     watch.warm_up_done()
     recorded = watch.counts()["compile/cuda_graphs"]
     assert recorded > 0
@@ -496,6 +497,7 @@ def test_warm_up_leaves_random_state_and_gradients_as_they_were() -> None:
         lambda rows, length: float(torch.rand(()) * run(orig_model, rows, length)),
         [(2, 8)],
         config,
+        bool,
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in orig_model.parameters())
@@ -548,16 +550,27 @@ def broken_compiler(*_: object) -> None:
     raise RuntimeError("no working C++ compiler found")
 
 
-def test_a_machine_without_a_compiler_is_told_to_train_eagerly() -> None:
+@pytest.mark.parametrize("on_failure", ["warn", "error"])
+def test_a_machine_without_a_compiler_trains_eagerly_after_one_warning_or_stops(on_failure, caplog) -> None:
     orig_model = tiny_llama()
+    config = CompileConfig(on_failure=on_failure)
     for block in decoder_blocks(orig_model):
         block.compile(backend=broken_compiler)
 
     def run_shape(rows: int, row_length: int) -> None:
         run(orig_model, rows, row_length)
 
-    with pytest.raises(ConfigError, match=r"no working C\+\+ compiler.*compile\.enabled=false"):
-        warm_up(orig_model, run_shape, [(2, 16)], CompileConfig())
+    if on_failure == "error":
+        with pytest.raises(ConfigError, match=r"no working C\+\+ compiler"):
+            warm_up(orig_model, run_shape, [(2, 16)], config, bool)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert warm_up(orig_model, run_shape, [(2, 16)], config, bool) is False
+    (line,) = told(caplog)
+    assert "training eagerly" in line
+    with step_contract("error"):
+        run(orig_model)  # eager now, so any shape works
+        run(orig_model, 1, 9)
 
 
 def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
@@ -568,13 +581,13 @@ def test_an_error_that_eager_has_too_is_raised_as_it_is() -> None:
         raise ZeroDivisionError("a bug of the step")
 
     with pytest.raises(ZeroDivisionError, match="a bug of the step"):
-        warm_up(orig_model, run_shape, [(2, 16)], config)
+        warm_up(orig_model, run_shape, [(2, 16)], config, bool)
 
 
 def test_disabled_compile_builds_no_graph() -> None:
     orig_model, config, watch = tiny_llama(), CompileConfig(enabled=False), CompileWatch()
     assert compile_in_run(orig_model, config) == 0
-    warm_up(orig_model, lambda rows, length: None, [(2, 16)], config)
+    assert not warm_up(orig_model, lambda rows, length: None, [(2, 16)], config, bool)
     run(orig_model)
     assert watch.counts()["compile/graphs"] == 0
 
@@ -594,7 +607,7 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
             return run(orig_model, rows, row_length).clone()
 
         watch = CompileWatch()
-        warm_up(orig_model, run_shape, [(2, 16), (4, 16)], config)
+        assert warm_up(orig_model, run_shape, [(2, 16), (4, 16)], config, bool) is enabled
         watch.warm_up_done()
         for parameter in orig_model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -607,3 +620,42 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
         assert (watch.counts()["compile/cuda_graphs"] > 0, watch.late_cuda_graphs()) == (enabled, [])
         torch.compiler.reset()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+def test_sharded_ranks_fall_back_together_before_they_wait_for_each_other(monkeypatch, caplog) -> None:
+    """One rank has no compiler: none of them may begin a compiled pass in which it would wait for that one."""
+    asked: list[bool] = []
+    eager: list[int] = []
+
+    def any_rank(flag: bool) -> bool:
+        asked.append(flag)
+        return True
+
+    def no_compiler(_: torch.Tensor) -> torch.Tensor:
+        raise torch._dynamo.exc.TorchDynamoException("no C compiler")
+
+    def run_shape(rows: int, row_length: int) -> None:
+        eager.append(len(asked))
+
+    model, config = tiny_llama(), CompileConfig(on_failure="warn", backend="aot_eager")
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: no_compiler)
+    assert not warm_up(model, run_shape, [(2, 32)], config, any_rank, sharded=True)
+    assert (asked, eager) == ([False, True], [1, 2]), "once all know, each tries the largest batch eagerly"
+    assert "it failed on another rank" in caplog.text
+    assert "no C compiler" in caplog.text
+
+
+def test_an_error_of_one_sharded_rank_in_the_warm_up_ends_it_for_the_others_to_find() -> None:
+    def run_shape(rows: int, row_length: int) -> None:
+        raise ValueError("only here")
+
+    with pytest.raises(ValueError, match="only here"):
+        warm_up(
+            tiny_llama(),
+            run_shape,
+            [(2, 32)],
+            CompileConfig(backend="aot_eager"),
+            lambda flag: flag,
+            sharded=True,
+        )

@@ -39,7 +39,7 @@ orig_model, compile, watch = tiny_llama().to(device), CompileConfig(), CompileWa
 print(compile_cache.load_compiled(where, "a" * 64))
 modules = compile_model(orig_model, compile)
 with compiler_switches(compile, graphs=modules):
-    warm_up(orig_model, run_shape, [(2, 16)], compile)
+    assert warm_up(orig_model, run_shape, [(2, 16)], compile, bool)
 counts, misses = watch.counts(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
 print(compile_cache.save_compiled(where, "a" * 64, writes=True))
 print(int(counts["compile/graphs"]), int(counts["compile/cache_hits"]), misses)
@@ -72,8 +72,8 @@ def test_a_second_process_compiles_nothing_and_leaves_the_file_alone(tmp_path: P
     assert counts == "1 0 2"  # forward and backward
     (file,) = where.iterdir()
     before = file.stat().st_mtime_ns, file.read_bytes()
-    loaded, saved, counts = compile_elsewhere(str(file), tmp_path / "second", device)
-    assert loaded.startswith(f"compiled code from {file}")
+    loaded, saved, counts = compile_elsewhere(file.as_uri(), tmp_path / "second", device)
+    assert loaded.startswith(f"compiled code from file://{file}")
     assert saved.endswith("is complete")
     graphs, hits, misses = counts.split()
     assert (graphs, misses) == ("1", "0")
@@ -91,16 +91,16 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return handed
 
 
-@pytest.mark.parametrize("form", ["folder", "file"])
-def test_a_folder_or_a_file_holds_what_was_saved(tmp_path: Path, fake_torch, form: str) -> None:
-    path = tmp_path / "new" / ("x.compiled" if form == "file" else "caches")
-    where = str(path)
+@pytest.mark.parametrize("form", ["folder", "file", "file://folder", "file://file"])
+def test_a_folder_a_file_and_a_url_of_either_hold_what_was_saved(tmp_path: Path, fake_torch, form: str) -> None:
+    path = tmp_path / "new" / ("x.compiled" if form.endswith("file") else "caches")
+    where = path.as_uri() if "://" in form else str(path)
     assert "saved" in compile_cache.save_compiled(where, KEY, writes=True)
     assert compile_cache.load_compiled(where, KEY).startswith("compiled code from")
     assert fake_torch == [b"arti\nfacts"]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) == 1  # nothing temporary is left
-    assert files[0] == path if form == "file" else files[0].parent == path
+    assert files[0] == path if form.endswith("file") else files[0].parent == path
 
 
 def test_a_folder_holds_one_file_per_key(tmp_path: Path, fake_torch) -> None:
@@ -157,9 +157,10 @@ def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch
     assert "torch cannot read it" in caplog.text
 
 
-def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(fake_torch, caplog) -> None:
-    compile_cache.load_compiled("/proc/nowhere", KEY)
-    assert "not saved" in compile_cache.save_compiled("/proc/nowhere", KEY, writes=True)
+@pytest.mark.parametrize("where", ["/proc/nowhere", "unknown://bucket/graphs"])
+def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where: str, fake_torch, caplog) -> None:
+    compile_cache.load_compiled(where, KEY)
+    assert "not saved" in compile_cache.save_compiled(where, KEY, writes=True)
     assert "cannot be written" in caplog.text
 
 
@@ -183,7 +184,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
     same = [
         make_key(),
         make_key(model=tiny_llama(seed=1)),
-        make_key(compile=CompileConfig(cache="elsewhere", on_recompile="warn")),
+        make_key(compile=CompileConfig(cache="elsewhere", on_recompile="warn", on_failure="error")),
         make_key(train=TrainConfig(max_steps=7)),
     ]
     renamed = tiny_llama()

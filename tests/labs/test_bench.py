@@ -636,7 +636,7 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
     ]
     defaults = {
         "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
-        "compile": {"backend": "aot_eager"},
+        "compile": {"backend": "aot_eager", "on_failure": "error"},
         "optim": {"name": "adamw", "lr": 1e-3},
     }
     one, two = bench(write_plan(tmp_path, runs=runs, defaults=defaults), tmp_path / "out")["runs"]

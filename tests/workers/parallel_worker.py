@@ -208,7 +208,7 @@ def train(
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
         run_shape = shape_runner(rt, wrapped, model, layout, {})
-        warm_up(wrapped, run_shape, layout.shapes, compile)
+        warm_up(wrapped, run_shape, layout.shapes, compile, rt.any_rank)
         watch.warm_up_done()
         train_step = TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0)
         trained = [p for group in optimizer.param_groups for p in group["params"]]

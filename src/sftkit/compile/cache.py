@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import platform
 import sys
 from contextlib import suppress
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
+import fsspec
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -33,7 +35,7 @@ SUFFIX = ".compiled"
 TORCH_CODE = "torch"
 "Name of torch's code in a file, a ZIP archive; all others are kernels. The archive's comment is the key."
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
-NOT_IN_GRAPH = ("enabled", "on_recompile", "cache")
+NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 "Settings of compile that change no graph, so they are not in the key."
 VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
@@ -78,7 +80,8 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
 
     Args:
         index: number of this rank's GPU in its machine.
-        where: a file (`*.compiled`, or any existing file), or a folder that holds one file per key.
+        where: a file (`*.compiled`, or any existing file), a folder that holds one file per key, or
+            an fsspec URL of either.
 
     Returns:
         a line for the console. A file that is missing, damaged or of another key never stops a run: its graphs are
@@ -93,7 +96,7 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
         write_kernels(parts)
         if loaded is None:
             raise ValueError("torch cannot read it")
-        return f"compiled code from {path} ({Path(path).stat().st_size / 2**20:.1f} MiB)"
+        return f"compiled code from {path}"
     except FileNotFoundError:
         return f"no compiled code for this model and machine in {where} yet"
     except Exception as error:  # torch may raise anything for a file that it cannot use
@@ -113,7 +116,7 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     # Private: torch tells of misses in a log alone (pytorch/pytorch#183005). Without one all graphs came from the
     # cache.
     if not counters["inductor"]["fxgraph_cache_miss"]:
-        with suppress(OSError, ValueError):
+        with suppress(Exception):  # fsspec's file systems have errors of their own
             _read(path, key)
             return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
@@ -125,11 +128,11 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
         for name, code in {TORCH_CODE: artifacts[0], **read_kernels()}.items():
             file.writestr(name, code)
     try:
-        _write(Path(path), content.getvalue())
-    except OSError as error:
+        _write(path, content.getvalue())
+    except Exception as error:
         log.warning("compile.cache: %s cannot be written: %s", path, error)
         return f"compiled code not saved to {path}"
-    return f"compiled code saved to {path} ({content.tell() / 2**20:.1f} MiB)"
+    return f"compiled code saved to {path} ({len(content.getvalue()) / 2**20:.1f} MiB)"
 
 
 def read_kernels() -> dict[str, bytes]:
@@ -153,7 +156,7 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
         if path.suffix != ".o" or not path.is_relative_to(folder):
             raise ValueError(f"{name} is no name of a kernel")
         if not path.exists():
-            _write(path, code)
+            _write(str(path), code)
 
 
 def _file(where: str, key: str, index: int) -> str | None:
@@ -161,7 +164,7 @@ def _file(where: str, key: str, index: int) -> str | None:
 
     It is `where` itself if that is or looks like a file, for the first GPU only, else a file in that folder.
     """
-    if where.endswith(SUFFIX) or Path(where).is_file():
+    if where.endswith(SUFFIX) or ("://" not in where and Path(where).is_file()):
         return where if index == 0 else None
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
@@ -170,10 +173,10 @@ def _read(path: str, key: str) -> dict[str, bytes]:
     """Return the parts of a file by their names, torch's and kernels.
 
     Raises:
-        OSError, ValueError: it is not there, cannot be read, is damaged, or of another key.
+        Exception: it is not there, cannot be read, is damaged, or of another key.
     """
     try:
-        with ZipFile(path) as file:
+        with fsspec.open(path, "rb") as stream, ZipFile(stream) as file:  # of a path on disk, too
             if file.comment != key.encode():
                 raise ValueError("made for another model, layout, version or device")
             return {name: file.read(name) for name in file.namelist()}
@@ -181,6 +184,15 @@ def _read(path: str, key: str) -> dict[str, bytes]:
         raise ValueError(f"damaged, or not a file of compiled code ({error})") from error
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_shared(path, content)
+def _write(path: str, content: bytes) -> None:
+    """Write all of it or nothing: a reader never sees half a file."""
+    if "://" in path:
+        # Processes that write the same file at once have a temporary name each; what is renamed last stays.
+        filesystem, inside = fsspec.core.url_to_fs(path)
+        filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
+        temporary = f"{inside}.{os.getpid()}.tmp"
+        filesystem.pipe_file(temporary, content)
+        filesystem.mv(temporary, inside)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_shared(Path(path), content)

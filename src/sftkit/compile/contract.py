@@ -420,7 +420,10 @@ def warm_up(
     run_shape: Callable[[int, int], None],
     shapes: Sequence[tuple[int, int]],
     compile: CompileConfig,
-) -> None:
+    any_rank: Callable[[bool], bool],
+    *,
+    sharded: bool = False,
+) -> bool:
     """Build every graph: a forward and backward pass of each declared shape.
 
     Random state is afterwards as before, and there are no gradients.
@@ -428,27 +431,55 @@ def warm_up(
     Args:
         run_shape: runs forward and backward on random tokens of the shape; replicas without communication.
         shapes: (rows, row length) of each.
+        any_rank: returns whether a flag is set on any rank, so that all fall back together.
+        sharded: ranks wait for each other in forward and backward. So a small function first finds out whether all can
+            compile, and an error of one rank after that ends the run.
 
-    Raises:
-        ConfigError: the compiler does not work here.
+    Returns:
+        whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
     """
-    # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
-    passes = 3 if compile.enabled and has_cuda_graphs(compile) else 1
-    try:
+
+    def run(chosen: Sequence[tuple[int, int]], passes: int = 1) -> None:
+        # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
         with random_state_kept():
-            # Eagerly there is nothing to build, but the largest batch must fit.
-            for rows, row_length in shapes if compile.enabled else shapes[-1:]:
+            for rows, row_length in chosen:
                 for _ in range(passes):
                     run_shape(rows, row_length)
-                    # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
                     model.zero_grad(set_to_none=True)
+
+    if not compile.enabled:
+        run(shapes[-1:])  # nothing to build, but the largest batch must fit
+        return False
+    # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
+    passes = 3 if has_cuda_graphs(compile) else 1
+    error: Exception | None = None
+    try:
+        if sharded:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
+        else:
+            run(shapes, passes)
     # Private: the errors of Dynamo and of what compiles for it have no public base class (torch 2.11 to 2.13).
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"the model cannot be compiled here: {reason}. Without a working compiler set compile.enabled=false to "
-            "train eagerly"
-        ) from error
+    except torch._dynamo.exc.TorchDynamoException as caught:
+        error = caught
+    if not any_rank(error is not None):
+        if sharded:
+            run(shapes, passes)
+        return True
+    reason = " ".join(str(error or "it failed on another rank").split())[:300]
+    if compile.on_failure == "error":
+        raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
+    # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13). Dynamo keeps graphs
+    # by code object, not by module: without a reset other models of this class would still find them.
+    for module in model.modules():
+        module._compiled_call_impl = None
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    run(shapes[-1:])  # which raises an error that eager execution has too
+    log.warning(
+        "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
+    )
+    return False
 
 
 _KINDS = {

@@ -42,8 +42,6 @@ class Unusable(Exception):
 
 
 def _compiled_only(get: Get) -> Iterator[Problem]:
-    if "://" in (get("compile.cache") or ""):
-        yield "compile.cache", "a URL: name a file or folder of this machine"
     if get("compile.enabled"):
         return
     useless = {

@@ -322,7 +322,9 @@ class CompileConfig:
     on_recompile: Literal["error", "warn"] = "error"
     "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn, compile it and count it."
     cache: FilePath | None = None
-    "File or folder from which compiled code is loaded before the warm-up and to which it is saved after it."
+    "File, folder or fsspec URL from which compiled code is loaded before the warm-up and to which it is saved after it."
+    on_failure: Literal["warn", "error"] = "warn"
+    "If this machine has no working compiler. warn: warn once and train eagerly; error: stop."
 
 
 @settings

@@ -136,9 +136,11 @@ class Blocks:
         with working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-                contract.warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile)
-            self.compiled = cfg.compile.enabled
-            if not self.compiled:  # flex exists as generated code only
+                self.compiled = contract.warm_up(
+                    self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
+                )
+            # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
+            if not self.compiled:
                 self.model.backend = eager_backend(self.model.backend, orig_model)
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on every compile counts as a recompile, and added hooks are reported.
