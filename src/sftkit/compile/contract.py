@@ -81,7 +81,7 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
     dynamic = dynamic_layout or compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
-        # Of a private module, but torch.compile's documentation names it, and reads a mode's options with it.
+        # A function of a private module that torch.compile's documentation names: it returns a mode's options.
         of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
         return {**found, "options": {**of_mode, **compile.options}}
     return found if compile.mode is None else {**found, "mode": compile.mode}

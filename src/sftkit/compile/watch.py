@@ -1,4 +1,4 @@
-"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, hits.
+"""Count what the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, hits.
 
 The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
 torch has no public ones. Records of all ranks are put together, because guards may fail on one rank alone. A rejected
@@ -254,8 +254,7 @@ def _cache_hits() -> int:
 
 @dataclass(frozen=True)
 class Records:
-    """What went wrong on one rank, or on several: then counts are added up, and texts of other
-    ranks than 0 name their rank."""
+    """Faults of one rank or of several: counts are added up, texts of ranks other than 0 name their rank."""
 
     recompiles: int = 0
     in_evaluation: int = 0

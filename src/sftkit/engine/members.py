@@ -91,7 +91,7 @@ class SumsOfMembers:
 
 
 class Member:
-    """What one of several adapters has for itself in a run."""
+    """State that each of several adapters has for itself in a run."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ class GraphEngine:
             keep_gradients = "reduce_once" in passes
             kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
-            # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time.
+            # train.memory=speed recomputes only what Inductor fuses, which costs no time.
             kept = cfg.compile.activation_memory_budget
             again = cfg.train.memory != "speed" or "full_inductor" in passes
             kept = 1.0 if kept is None and not again else kept
@@ -283,7 +283,7 @@ class GraphEngine:
         watch = self.watch
         captured = self.captured
         assert self._hooks is not None, "warm_up comes first"
-        # To the records of torch.compile come our own: captured graphs are none of its.
+        # torch.compile has no records of captured graphs: these are added.
         own = records_of(watch, self._hooks.unheeded())
         own = replace(
             own,

@@ -272,7 +272,7 @@ def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
     By itself, with a single process, it ends at a signal and leaves the script running (huggingface/accelerate#929).
-    With several processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a
+    Torch's elastic agent passes signals on to several processes, see torch_passes_on_once. If a signal has ended a
     process, the exit code says which.
     """
     from accelerate.commands.launch import main as accelerate_main

@@ -152,7 +152,7 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     if left:
         return []
     layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
-    # With the smallest sharding, because the run did not fit.
+    # The sharding that takes least memory, because the run did not fit.
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
     engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]

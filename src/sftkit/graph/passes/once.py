@@ -212,7 +212,7 @@ class WholeGradients:
     ) -> compat.Boxed:
         """Return a backward half that runs the graph of its place in the step. It raises RuntimeError if another half
         of the same step summed other gradients, or the step has more micro-batches than there are graphs for."""
-        # Of the examples, which are fake tensors, only what zeros are made of.
+        # The examples are fake tensors: shape, dtype and device are kept, to make zeros of.
         sums = {key: (example.shape, example.dtype, example.device) for key, example in fork.sums.items()}
         left_out = {at: (example.shape, example.dtype, example.device) for at, example in fork.left_out.items()}
         nothing: dict[Any, Tensor] = {}
