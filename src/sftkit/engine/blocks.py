@@ -46,8 +46,8 @@ class Blocks:
         layout = training.layout
         contract.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            # First float8 layers and attention, which the compiler will see. Saved compiled code is loaded before attention
-            # is chosen, since timing the candidates may run kernels that the saved code holds.
+            # First float8 layers and attention, which the compiler will see. Saved compiled code is loaded before
+            # attention is chosen, since timing the candidates may run kernels that the saved code holds.
             float8.apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
             self._code_key = cache.code_key(cfg, orig_model, layout, rt)
             if cfg.compile.enabled and cfg.compile.cache:
