@@ -195,7 +195,9 @@ def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, token
     assert any("source data: 20 of 40 rows not used" in w for w in dropped["warnings"])
 
 
-def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_are_told_by_reason_with_the_first_of_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = {"messages": [{"role": "tool", "content": "4"}, *CHATS[0]["messages"]]}
     empty = {"messages": [*chat("Hi", "")["messages"], {"role": "assistant", "content": ""}]}
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (CHATS[0], empty)))
@@ -210,7 +212,7 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
     assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
     assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
-    plain = shown(prepared, 0, force_terminal=False)
+    plain = shown(prepared, 0, capsys)
     assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain
     assert "rows      val: 1 bad row skipped, empty answer; the first: " in plain
     assert "\x1b" not in plain
@@ -220,11 +222,11 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
 
 
 def test_columns_that_nothing_reads_are_shown_as_text_and_on_the_page(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*CHATS, *({**chat, "quality <b>": 3} for chat in CHATS)]
     prepared = Prepared(tmp_path, tokenizer, rows)
-    plain = shown(prepared, 0, force_terminal=False)
+    plain = shown(prepared, 0, capsys)
     assert "% targets, 1 of their columns and keys not used" in plain
     first = f"{tmp_path}/data.jsonl:21"
     assert f"rows      data: 20 rows have a column quality <b>, which is not used; the first: {first}" in plain
@@ -717,19 +719,6 @@ def test_rows_that_the_ranks_of_a_launch_cannot_share_are_refused(
     with pytest.raises(ConfigError, match=r"data\.row_length: rows of 66 positions do not split into 4 chunks"):
         inspect(monkeypatch, str(recipe), *launch)
     inspect(monkeypatch, str(recipe), *launch, "data.row_length=68")
-
-
-def test_the_config_for_pipelines_without_the_engine_for_them_is_told(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    recipe, told = write_recipe(tmp_path, tokenizer, CHATS), "pp.yaml makes no pipeline with train.engine=blocks"
-    inspect(monkeypatch, str(recipe), *PIPELINE_LAUNCH[:2])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"{told}: this run is ddp, and each process holds the whole model" in shown
-    assert shown.count("add train.engine=pipeline") == 1
-    for words in (DDP_LAUNCH, (*PIPELINE_LAUNCH, "train.micro_batch_size=1")):
-        inspect(monkeypatch, str(recipe), *words)
-        assert "makes no pipeline" not in capsys.readouterr().out
 
 
 def test_what_a_launch_takes_on_paper_is_shown_where_the_size_of_a_gpu_is_known(
