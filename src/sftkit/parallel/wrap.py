@@ -193,7 +193,7 @@ def distribute(
         return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
         if any(p.is_meta for p in model.orig_model.parameters()):
-            materialize_weights(model.orig_model, source, rt.device)
+            weights.materialize_weights(model.orig_model, source, rt.device)
         return replicate(model, rt)
     meshes = make_meshes(rt.topology, rt.device.type)
     shard(model, meshes, sharding, rt.precision)
