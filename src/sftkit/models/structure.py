@@ -1,6 +1,6 @@
 """The parts of a transformers model by function, the work that they cost, and the pipeline stages that hold them.
 
-In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
+In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/pipeline.py).
 """
 
 import itertools
@@ -436,7 +436,7 @@ class Stages:
 
 
 def stages_of(orig_model: torch.nn.Module) -> Stages | None:
-    """Return the stages that parallel/stages.py gave the model; None without a pipeline."""
+    """Return the stages that parallel/pipeline.py gave the model; None without a pipeline."""
     return getattr(orig_model, "_stages", None)
 
 

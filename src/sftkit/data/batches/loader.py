@@ -21,7 +21,7 @@ from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError
-from sftkit.runtime.script import likely_cause, oom_kills
+from sftkit.runtime.script import likely_cause
 from sftkit.runtime.signals import ignore_signals
 
 
@@ -184,15 +184,13 @@ class Batches:
         Raises:
             WorkerError: with process and cause.
         """
-        # Counted now, to distinguish a later kill for memory from earlier ones.
-        before = oom_kills()
         try:
             yield
         except RuntimeError as error:
             if not _WORKER_DIED.search(str(error)):
                 raise
             said = str(error).partition("\n")[0].strip().rstrip(".")
-            cause = likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
+            cause = likely_cause(signal.SIGKILL) if "Killed" in said else "a crash"
             raise WorkerError(
                 f"{said}: {cause}. train.resume=auto resumes from the newest checkpoint, if there is one; fewer "
                 "workers (data.num_workers) take less memory, and with 0 the training process builds the rows"

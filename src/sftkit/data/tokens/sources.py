@@ -36,7 +36,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError
-from sftkit.runtime.script import counted, likely_cause, oom_kills, working
+from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
@@ -366,7 +366,6 @@ def _in_processes(
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
-    before = oom_kills()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
@@ -382,7 +381,7 @@ def _in_processes(
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
         raise WorkerError(
-            f"a tokenizing process crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). It was "
+            f"a tokenizing process crashed or was killed (then {likely_cause(signal.SIGKILL)}). It was "
             f"working on one of these: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
         ) from error
 
