@@ -24,7 +24,7 @@ from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.rendering import limited
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.evals.results import Result, Z
 from sftkit.generation.decode import longest_input
 from sftkit.generation.kv_cache import plain_forward
@@ -119,11 +119,8 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
         ConfigError: no lm_eval here, several processes, an unknown task, a setting that it does not take.
     """
     if rt.world_size > 1:
-        raise ConfigError(
-            f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
-            "evaluate the checkpoint afterwards: "
-            f"{invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
-        )
+        command = invocation("scripts/evaluate.py", "PATH", "TASK", "--backend", "lm_eval")
+        raise config_error("lm_eval in several processes", world_size=rt.world_size, command=command)
     if config.data is not None:
         raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
     if config.max_new_tokens is not None:
@@ -141,10 +138,7 @@ def task_manager() -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(
-            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend "
-            "sftkit"
-        ) from None
+        raise config_error("no lm_eval", error=error, install=install("sftkit[eval]")) from None
     return TaskManager()
 
 

@@ -24,7 +24,7 @@ from sftkit.data.batches.pack import Layout, validation_layout
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.sources import RowTokenizer, read_source
 from sftkit.data.types import Examples, Row
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import DataError, config_error
 from sftkit.evals.results import Choices, Likelihoods, Question, Result, Task, evaluated, values_of, write_results
 from sftkit.generation.decode import Batching, generate, longest_input
 from sftkit.generation.repl import Answer
@@ -149,9 +149,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     # Errors of the recipe alone are raised before anything is read.
     tasks.check_names(config)
     if config.shots and set(config.tasks) <= {*WITHOUT_SHOTS}:
-        raise ConfigError(
-            f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
-        )
+        raise config_error("no task takes shots", shots=config.shots, tasks=", ".join(config.tasks))
     # Then what this machine decides: whether lm_eval has its tasks, and whether there is a sandbox for code.
     if elsewhere := _of_lm_eval(config):
         from sftkit.evals import harness
@@ -174,10 +172,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         if not task.examples:
             raise DataError(f"eval.tasks: {task.name} has no examples")
         if not isinstance(task.examples[0].prompt, str) and not tokenizer.chat_template:
-            raise ConfigError(
-                f"eval.tasks: {task.name} asks through a chat template, and the tokenizer has none: set "
-                "model.chat_template=chatml, or eval.format to completion where the task has it"
-            )
+            raise config_error("task without chat template", task=task.name)
     return loaded
 
 
@@ -198,10 +193,8 @@ def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int
             asks[task.name] = config.max_new_tokens or max(question.max_new_tokens for question in task.examples)
     for name, max_new_tokens in asks.items():
         if max_new_tokens >= longest:
-            raise ConfigError(
-                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the "
-                f"model reads {longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
-            )
+            less = max(longest // 2, 1)
+            raise config_error("no room for a prompt", tokens=max_new_tokens, task=name, longest=longest, less=less)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, hint
 from sftkit.models import files
 from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
@@ -193,11 +193,7 @@ class CausalLM(ModelKind):
             DataError: the documents have encoder inputs, but the model has no encoder.
         """
         if examples.encoder_sources:
-            raise DataError(
-                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for "
-                f"{examples.encoder_sources[0][:80]}: choose a model with an encoder "
-                "(model.scratch.model_type=vision-encoder-decoder for pictures)"
-            )
+            raise DataError(hint("no encoder", examples=examples, model_type=orig_model.config.model_type))
         return examples
 
     def decoder_inputs(

@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
 from sftkit.models.files import (
     adapter_at,
@@ -48,7 +48,7 @@ from sftkit.models.structure import vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import ADAPTER_CONFIG, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
@@ -86,9 +86,8 @@ def loading(path: str, kind: str = "model") -> Iterator[None]:
     except ConfigError as error:
         if error.__cause__ is None or os.path.isdir(path) or hub_answers():
             raise
-        raise ConfigError(
-            f"{path}: {unreachable()}, and this {kind} is incomplete in the local cache. {download_help(path)}"
-        ) from error.__cause__
+        words = {"reason": unreachable(), "help": download_help(path)}
+        raise config_error("incomplete in the cache", path=path, kind=kind, **words) from error.__cause__
 
 
 def local_folder(path: str, options: Mapping[str, object]) -> Path:
@@ -190,11 +189,7 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     if files is not None and files.digest is not None:
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
-            raise ConfigError(
-                f"{files.folder}: its adapter was trained on other weights than {path} has now (sha256 {found[:16]}, "
-                f"and {MANIFEST} says {files.digest[:16]}): bring those back, or correct base_model_name_or_path in "
-                f"{ADAPTER_CONFIG}"
-            )
+            raise config_error("adapter of other weights", files=files, path=path, found=found)
     return path
 
 
@@ -229,10 +224,7 @@ def _adapt(
     options = load_options(path, base)
     whole = start_config(path, options)
     if trained_config(whole) is not whole:
-        raise ConfigError(
-            f"adapter: {path} is a model that sees images too, of which only the text model is trained: its adapter "
-            "would not fit the whole model. Save the text model alone and name that folder, or train without adapter"
-        )
+        raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
     # Absolute: other programs read the files of the adapter in other folders.
@@ -241,10 +233,7 @@ def _adapt(
     start = None if files is None else files.folder
     adapters = several(Adapters(config, seed, base, digest, start, tokens=tokens, known=known))
     if adapters.members and (files is not None or tokens):
-        raise ConfigError(
-            "adapters: continue no adapter yet and train no added tokens: name a whole model in model.path, and use a "
-            "chat template of tokens that its tokenizer has (model.chat_template)"
-        )
+        raise config_error("adapters that continue")
     if files is not None:
         check_continued(files, config)
     with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
@@ -345,10 +334,7 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
         f"{path}: tie_word_embeddings is true, but in the files {first_of(sorted(own))} differs from its tied weight"
     )
     if own != tied.keys() or config.is_encoder_decoder:
-        raise ConfigError(
-            f"{where}, and {type(orig_model).__name__} ties other weights too: save the model with the intended "
-            "weights (tied weights once, or tie_word_embeddings false)"
-        )
+        raise config_error("some tied weights differ", place=where, cls=type(orig_model).__name__)
     for holder in (config, config.get_text_config()):
         holder.tie_word_embeddings = False
     _warn_once(f"{where}: trained untied and saved with tie_word_embeddings false")
@@ -417,16 +403,10 @@ def check_complete(
         ConfigError: a weight that is missing or of another shape.
     """
     if missing:
-        raise ConfigError(
-            f"{where}: its files lack {first_of(sorted(missing))} of {model_class.__name__}; copy or download the "
-            "model again"
-        )
+        raise config_error("missing weights", place=where, missing=first_of(sorted(missing)), cls=model_class.__name__)
     if mismatched:
         name, there, here = min(mismatched)
-        raise ConfigError(
-            f"{where}: {name} has shape {list(there)} in the files and {list(here)} in the model: use the config.json "
-            "of these weights"
-        )
+        raise config_error("shape of weights", place=where, weight=name, there=list(there), here=list(here))
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
@@ -563,10 +543,7 @@ def resolve_max_length(
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
-        raise ConfigError(
-            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less, or "
-            "extend the model in its config.json (rope_parameters, say yarn with a factor)"
-        )
+        raise config_error("more than the positions", length=length, positions=positions)
     start = f"from {resolve(model.path)}" if model.path else "new model"
     source = tokenizer.chat_template
     template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
@@ -612,10 +589,7 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
         start = [i for i in start if i in special]
     rows = vocab_size(orig_model)
     if wrong := [one for one in start if type(one) is not int or not 0 <= one < rows]:
-        raise ConfigError(
-            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is not a token of the model's "
-            f"{rows}: correct the file, or remove the field"
-        )
+        raise config_error("stop that is no token", place=where, wrong=wrong[0], rows=rows)
     generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
     if more := [i for i in generation.eos_token_id if i not in ends]:
         words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
@@ -658,10 +632,7 @@ def _make_saveable(generation: GenerationConfig, where: str) -> None:
                 setattr(generation, name, None)
                 changed.append(f"{name} removed, which has no effect here")
     if (problem := _problem(generation)) is not None:
-        raise ConfigError(
-            f"{where}: generation_config.json: transformers would not save it with a checkpoint: {problem}. Correct "
-            "the file, or remove it"
-        )
+        raise config_error("generation config", place=where, problem=problem)
     log.warning("%s: generation_config.json: transformers would not save it as it is: %s", where, "; ".join(changed))
 
 

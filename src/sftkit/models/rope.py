@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sftkit.config.topology import Topology
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 
 LONG = "sftkit_long"
 "Submodule of a rotary embedding: a copy with the frequencies of long documents. No file holds its buffers."
@@ -72,11 +72,7 @@ def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int)
     """
     limit = longrope_limit(orig_model.config)
     if limit is not None and topology.context > 1 and max_length > limit:
-        raise ConfigError(
-            f"data.max_length: {max_length}: longrope of {orig_model.config.model_type} changes for documents longer "
-            f"than {limit} positions, and with context parallelism no rank knows a document's length: set {limit} or "
-            "less, or train without context parallelism"
-        )
+        raise config_error("longrope in chunks", length=max_length, model=orig_model.config.model_type, limit=limit)
 
 
 def use_document_lengths(orig_model: PreTrainedModel) -> None:

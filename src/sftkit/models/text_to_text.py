@@ -22,7 +22,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import OF_TOKENS, Batch
 from sftkit.data.tokens.text import around_text, start_id
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import DataError, config_error
 from sftkit.models import files
 from sftkit.models.kind import Continuation, ModelKind, ids_of, without_router_logits
 from sftkit.models.structure import decoder, vocab_size
@@ -63,18 +63,13 @@ class EncoderDecoder(ModelKind):
             if getattr(holder, "decoder_start_token_id", None) is None:
                 holder.decoder_start_token_id = start
             if holder.decoder_start_token_id != start:
-                raise ConfigError(
-                    f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
-                    f"(decoder_start_token_id), the tokenizer's texts with {start}: use the model's own tokenizer"
+                raise config_error(
+                    "start token of another tokenizer", config=orig_model.config, holder=holder, start=start
                 )
         forced = getattr(orig_model.generation_config, "forced_bos_token_id", None)
         before, _ = around_text(tokenizer)
         if forced is not None and before[1:2] != [forced]:
-            raise ConfigError(
-                f"{orig_model.config.model_type}: generation would write token {forced} first (forced_bos_token_id "
-                "in generation_config.json), but no training text begins with it: use the model's own tokenizer, "
-                "set to the language that is trained, or set the field to null"
-            )
+            raise config_error("forced first token", model_type=orig_model.config.model_type, forced=forced)
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
@@ -87,15 +82,9 @@ class EncoderDecoder(ModelKind):
         """Reject models in parts and float8: these models train as replicas in the run's precision."""
         name = orig_model.config.model_type
         if topology.partial:
-            raise ConfigError(
-                f"{name} has an encoder and is trained as replicas: start it with accelerate_configs/ddp.yaml or "
-                "single_gpu.yaml and train.engine=blocks; FSDP2, tensor and context parallelism and pipelines do "
-                "not support it"
-            )
+            raise config_error("encoder in parts", model_type=name)
         if train.fp8 is not None:
-            raise ConfigError(
-                f"train.fp8={train.fp8}: {name} has an encoder, which is not trained in float8: set it to null"
-            )
+            raise config_error("encoder in float8", fp8=train.fp8, model_type=name)
 
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

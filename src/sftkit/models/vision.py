@@ -19,7 +19,7 @@ from transformers import ImageProcessingMixin, PretrainedConfig, PreTrainedModel
 from sftkit.config.schema import DataConfig
 from sftkit.data.reading import store
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error, hint
 from sftkit.models import files
 from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import inference
@@ -59,10 +59,7 @@ class VisionToText(EncoderDecoder):
         """
         parts = [fields.get(name) for name in ("encoder", "decoder")]
         if not all(isinstance(part, dict) and "model_type" in part for part in parts):
-            raise ConfigError(
-                f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own "
-                "fields"
-            )
+            raise config_error("parts of a caption model", model_type=fields["model_type"])
         decoder = {**ids_of(tokenizer), "is_decoder": True, "add_cross_attention": True, **fields["decoder"]}
         # copies, because transformers removes model_type from both
         return {**special_ids(tokenizer), **fields, "encoder": dict(fields["encoder"]), "decoder": decoder}
@@ -201,11 +198,7 @@ def unseen_pixels(orig_model: PreTrainedModel) -> str:
             rest = {"rows": pixels.height % down, "columns": pixels.width % across}
             if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
                 encoder = orig_model.config.encoder.model_type
-                return (
-                    f"{encoder}: with pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x "
-                    f"{across}, the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
-                    "patch_size loses none"
-                )
+                return hint("unseen pixels", encoder=encoder, size=pixels, stride=layer.stride, left=" and ".join(left))
     return ""
 
 

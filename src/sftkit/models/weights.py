@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.models.files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -74,10 +74,7 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
         new = new_rows(orig_model)
         of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
         if of_files and adapters_of(orig_model) is None and new is not None and (more := {*new.ids} - of_files):
-            raise ConfigError(
-                f"{model.path}: an adapter with trained rows is merged, the chat template adds another ({min(more)}), "
-                "which is not done in shards: set model.chat_template=null, or start on one GPU or with ddp.yaml"
-            )
+            raise config_error("rows of two origins", path=model.path, more=min(more))
         load_weights(orig_model, folder, new)
         if adapters_of(orig_model) is not None or files is not None:
             from sftkit.models.adapters import fill_factors, merge_files
@@ -124,10 +121,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     # same weights.
     files = files_of_weights(folder)
     if not files:
-        raise ConfigError(
-            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} found; save the model with save_pretrained of "
-            "transformers 5"
-        )
+        raise config_error("no safetensors", folder=folder, one=SINGLE_FILE, other=INDEX_FILE)
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
     own = factors(orig_model)
@@ -153,10 +147,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
                 shape = list(source.get_shape())
                 there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
                 if shape != there:
-                    raise ConfigError(
-                        f"{path}: {name} has shape {shape} in the files and {there} in the model: use the config.json "
-                        "of these weights"
-                    )
+                    raise config_error("shape of weights", place=path, weight=name, there=shape, here=there)
                 _copy(tensor, source, rows)
 
 
@@ -188,10 +179,7 @@ def _load_full(
     # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
-        raise ConfigError(
-            f"{folder}: tie_word_embeddings is true, but {first_of(sorted(lost))} differs in its files from the "
-            "weight it is tied to: save the model with tie_word_embeddings false"
-        )
+        raise config_error("tied weights differ", folder=folder, lost=first_of(sorted(lost)))
     # Weights that transformers would leave at random values are an error here.
     saved = whole.state_dict()
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())

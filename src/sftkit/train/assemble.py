@@ -25,7 +25,7 @@ from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.chat import check_prompted_targets
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.models import vocabulary
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.kind import kind_of
@@ -292,10 +292,7 @@ def make_engine(
         return Reference(cfg.optim, cfg.loss, training, rt)
     if cfg.train.engine == "graph":
         if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
-            raise ConfigError(
-                "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or "
-                "use train.engine=blocks"
-            )
+            raise config_error("graph with the auxiliary loss")
         from sftkit.graph.engine import GraphEngine  # experimental: nothing else in the core imports it
 
         return GraphEngine(cfg, training, rt, run_dir, planned)
@@ -357,11 +354,7 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
     """
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
-        raise ConfigError(
-            f"train.resume={run.resume.setting}: the checkpoint is at step {step}, and the new run in "
-            f"{run.cfg.run.dir} ends at step {last}: there is nothing left to train. Raise train.max_steps or "
-            "train.epochs, or start from the checkpoint's weights with model.path"
-        )
+        raise config_error("no steps left", setting=run.resume.setting, step=step, dir=run.cfg.run.dir, last=last)
 
 
 def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:

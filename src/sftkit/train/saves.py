@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig
 from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine
-from sftkit.errors import ConfigError, NumericsError, Stopped
+from sftkit.errors import NumericsError, Stopped, config_error
 from sftkit.rundir.files import has_row
 from sftkit.rundir.names import EVALS
 from sftkit.rundir.status import RunStatus
@@ -87,10 +87,7 @@ def first_evaluation(
         evaluation = evaluate_at(step, status, engine, services.evaluate)
         stopped = evaluation.stopped
     if stopped:  # a signal would have ended the process
-        raise ConfigError(
-            f"train.max_minutes={cfg.train.max_minutes:g}: the time was up before the first step, so nothing was "
-            "trained. Allow more time than loading, compiling and the first evaluation take"
-        )
+        raise config_error("no time for a step", max_minutes=cfg.train.max_minutes)
     return evaluation
 
 

@@ -20,7 +20,7 @@ from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, ch
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
-from sftkit.errors import WorkerError
+from sftkit.errors import WorkerError, hint
 from sftkit.runtime.script import likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
 
@@ -193,10 +193,7 @@ class Batches:
                 raise
             said = str(error).partition("\n")[0].strip().rstrip(".")
             cause = likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
-            raise WorkerError(
-                f"{said}: {cause}. train.resume=auto resumes from the newest checkpoint, if there is one; fewer "
-                "workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
-            ) from error
+            raise WorkerError(hint("dead data worker", said=said, cause=cause)) from error
         finally:
             # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
             # ignore signals.

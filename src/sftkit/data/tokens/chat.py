@@ -32,7 +32,7 @@ from sftkit.data.tokens.loss_mask import (
 from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, fault
 
 BORDER = "not_learned_border"
 """Why an answer is context only: its first characters share a token with the prompt, and more of
@@ -323,8 +323,7 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
-        problem = f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop"
-        raise DataError(problem, reason="too long")
+        raise fault(row.where, "too long", size=size)
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest

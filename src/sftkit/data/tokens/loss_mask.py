@@ -120,11 +120,9 @@ def _marked(message: Message, where: str) -> bool | None:
         if name in TRUTH_MARKS and not isinstance(value, bool):
             raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
         if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
-            problem = f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not"
-            raise DataError(problem, reason="bad weight")
+            raise fault(where, "bad weight / message", mark=name, value=value)
     if message["role"] != "assistant" and any(marks.values()):
-        problem = f"{where}: a message of role {message['role']} is marked as learned: only answers are"
-        raise DataError(problem, reason="bad train mark")
+        raise fault(where, "bad train mark / role", role=message["role"])
     return all(marks.values()) if marks else None
 
 

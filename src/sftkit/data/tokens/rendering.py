@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftkit.errors import ConfigError, hint
+from sftkit.errors import ConfigError, config_error
 
 MAX_SECONDS = 10.0
 "Seconds of processor time that a rendering may take; the longest records that are read take about one."
@@ -142,7 +142,7 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
 
 def _check_length(length: int) -> None:
     if length > MAX_RENDERED:
-        raise ConfigError(hint("endless chat template", most=MAX_RENDERED))
+        raise config_error("endless chat template", most=MAX_RENDERED)
 
 
 def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:

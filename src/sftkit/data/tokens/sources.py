@@ -35,7 +35,7 @@ from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError
+from sftkit.errors import ConfigError, DataError, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, oom_kills, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
@@ -381,10 +381,8 @@ def _in_processes(
             waiting.popleft()
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
-        raise WorkerError(
-            f"a tokenizing process crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). It was "
-            f"working on one of these: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
-        ) from error
+        cause = likely_cause(signal.SIGKILL, before)
+        raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
 
 
 def _start_worker(tokenize_chunk: Callable[[list[RawRow]], _TokenizedRows]) -> None:

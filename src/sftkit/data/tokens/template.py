@@ -19,7 +19,7 @@ from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message, answer_core, function_of
 from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import JsonObject, Row
-from sftkit.errors import ConfigError, DataError, fault, hint
+from sftkit.errors import DataError, config_error, fault
 
 FIRST_QUESTION = "first question"
 FIRST_ANSWER = "first answer"
@@ -76,7 +76,7 @@ class Template:
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
     """Return the tokenizer's chat template (some have a second one for tools), probed once."""
     if not tokenizer.chat_template:
-        raise ConfigError(hint("no chat template", tokenizer=tokenizer.name_or_path or type(tokenizer).__name__))
+        raise config_error("no chat template", tokenizer=tokenizer.name_or_path or type(tokenizer).__name__)
     source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
     return _probe(tokenizer, source, tuple(special_tokens_of(tokenizer)))
 
@@ -162,7 +162,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         if append_only and key:
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
-        raise ConfigError(hint("broken chat template", error=error)) from None
+        raise config_error("broken chat template", error=error) from None
     # The texts around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
@@ -244,7 +244,7 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     source = _FIXED.sub("", source)
     for name in args:
         if not uses(source, name):
-            raise ConfigError(hint("argument of no chat template", name=name))
+            raise config_error("argument of no chat template", name=name)
     if not args:
         return source
     # No # in them: it would end the comment that notes the arguments, and begin one in the lines.

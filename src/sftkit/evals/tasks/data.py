@@ -9,7 +9,7 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.conversation import Message
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, hint
 from sftkit.runtime.script import first_of
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -103,8 +103,14 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
             return files or parts
     looked_for = " or ".join(f"{name}{{{','.join(READERS)}}}" for name in split.files)
     raise DataError(
-        f"eval.data {folder}: no file {looked_for} (also .gz, or with the number of rows: {split.files[0]}_1000.jsonl)"
-        f"; there is {_listed(present)}. The rows are those of {_hub_name(split)}"
+        hint(
+            "no rows of a task",
+            folder=folder,
+            files=looked_for,
+            split=split,
+            there=_listed(present),
+            hub=_hub_name(split),
+        )
     )
 
 
