@@ -206,9 +206,8 @@ def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("hint", "config_error")
-            ):
-                if isinstance(node.args[0], ast.Constant):  # not config_error itself
-                    used.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords)
+            ) and isinstance(node.args[0], ast.Constant):  # not config_error itself
+                used.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords)
     texts = keys.hints()["problems"]
     assert used.keys() == texts.keys()
     for name, text in texts.items():

@@ -1,7 +1,7 @@
 """The things that a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph
 engine, optimizers, stages of training; where the code of each is, what it needs, what it excludes.
 
-A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer is a file in optim/ whose `build`
+A pass is a function in graph/passes/ and its entry in passes.yaml. An optimizer is a file in optim/ whose `build`
 returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
 """
 
@@ -9,7 +9,9 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from sftkit.errors import texts
 
 CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {"chatml": ("<|im_start|>", "<|im_end|>")}
 "Name, which is that of its file, data/tokens/NAME.jinja -> the tokens that begin and end its turns."
@@ -68,53 +70,10 @@ class Pass:
     "passes that exclude it"
 
 
-_SUMMARIES = {
-    "joint": {
-        "reshard_after_forward": "weights are gathered again in the backward pass and not kept for it",
-    },
-    "fork": {
-        "gather_once": "the first micro-batch of a step gathers the weights for all of them",
-        "reduce_once": "gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
-    },
-    "split": {
-        "auto_bucketing": "collectives are merged and moved to where an estimate of times hides them behind compute",
-        "block_bucketing": "those of a decoder block are merged, and gathered while the block before it computes",
-    },
-    "regions": {
-        "regional_inductor": "runs of a decoder block's operators between collectives are compiled by Inductor, "
-        "FlexAttention among them",
-    },
-    "codegen": {
-        "full_inductor": "both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
-        "train.memory says",
-    },
-    "replay": {"cuda_graphs": "both halves are recorded as CUDA graphs and replayed; on a GPU"},
-}
-"Stage -> its passes, with the text of each for --help."
-_CODE = {
-    "gather_once": "once:fork",
-    "reduce_once": "once:fork_backward",
-    "cuda_graphs": "apply:Recorder",
-    **{name: f"order:{name}" for name in _SUMMARIES["split"]},
-}
-"Pass -> its module and function in graph/passes/; the others are functions of their own name in regions."
-_CONFLICTS = (
-    {"gather_once", "reshard_after_forward"},
-    *({"cuda_graphs", name} for name in _SUMMARIES["fork"]),
-    set(_SUMMARIES["split"]),
-    {"full_inductor", "regional_inductor"},
-)
-"Pairs of passes that exclude each other."
+_TABLE: Any = texts("config/passes.yaml")
 PASSES = {
-    name: Pass(
-        name=name,
-        stage=stage,
-        fn=f"sftkit.graph.passes.{_CODE.get(name, f'regions:{name}')}",
-        summary=summary,
-        conflicts=tuple(other for pair in _CONFLICTS if name in pair for other in pair - {name}),
-    )
-    for stage, summaries in _SUMMARIES.items()
-    for name, summary in summaries.items()
+    name: Pass(**{"name": name, **facts, "conflicts": tuple(facts.get("conflicts", ()))})
+    for name, facts in _TABLE.items()
 }
 "Every pass, in the order of --help."
 

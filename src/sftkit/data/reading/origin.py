@@ -487,7 +487,7 @@ def _builtin(source: SourceConfig) -> Origin:
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
     # The docs are Python's own library; the rest is made by these modules.
-    made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
+    made_by = b"".join(path.read_bytes() for path in sorted((*DEMO.glob("*.py"), *DEMO.glob("*.yaml"))))
     identity = [sys.version, hashlib.sha256(made_by).hexdigest()]
     return Origin(partial(sliced, raw_rows, source), lambda: identity, beginning)
 
