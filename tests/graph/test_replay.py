@@ -23,8 +23,7 @@ from sftkit.graph.capture import CapturedModel
 from sftkit.graph.engine import check_device
 from sftkit.graph.passes import apply
 from sftkit.graph.passes.apply import Recorder, Replayed
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.runtime import start as runtime
 from sftkit.train import assemble
 

@@ -21,8 +21,8 @@ from sftkit.data.batches import loader
 from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading.origin import offline
 from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.rendering import limited
 from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.tokens.template import limited
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, config_error
 from sftkit.evals.results import Result, Z
@@ -31,9 +31,8 @@ from sftkit.generation.kv_cache import plain_forward
 from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, start_config
-from sftkit.models.rope import max_positions
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.models.structure import max_positions
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops.attention import windows
 from sftkit.parallel.wrap import Sharding, distribute
 from sftkit.rundir.names import TRAINING_STATE, resolve

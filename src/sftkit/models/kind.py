@@ -220,8 +220,8 @@ class CausalLM(ModelKind):
 
 MODEL_KINDS = {
     files.CAUSAL: "sftkit.models.kind:CausalLM",
-    files.CAPTIONS: "sftkit.models.vision:VisionToText",
-    files.TEXT_TO_TEXT: "sftkit.models.text_to_text:TextToText",
+    files.CAPTIONS: "sftkit.models.encoders:VisionToText",
+    files.TEXT_TO_TEXT: "sftkit.models.encoders:TextToText",
 }
 "The model kinds by the class of transformers that loads them: module:class."
 

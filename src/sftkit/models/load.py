@@ -43,8 +43,7 @@ from sftkit.models.files import (
     reading_files,
 )
 from sftkit.models.kind import kind_of, model_kind
-from sftkit.models.rope import use_document_lengths
-from sftkit.models.structure import vocab_size
+from sftkit.models.structure import use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable

@@ -140,7 +140,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
-    from sftkit.models.rope import check_rope
+    from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
     # Reject errors visible in the recipe before loading weights.

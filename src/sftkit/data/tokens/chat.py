@@ -29,8 +29,7 @@ from sftkit.data.tokens.loss_mask import (
     Thinking,
     without_marks,
 )
-from sftkit.data.tokens.rendering import Span, limited
-from sftkit.data.tokens.template import special_tokens_of, template_of
+from sftkit.data.tokens.template import Span, limited, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
 

@@ -26,8 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
-from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
+from sftkit.data.tokens.template import Span, Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
 
