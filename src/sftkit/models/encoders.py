@@ -32,8 +32,7 @@ from sftkit.errors import ConfigError, DataError, config_error, hint
 from sftkit.models import files
 from sftkit.models.kind import Continuation, ModelKind, ids_of, without_router_logits
 from sftkit.models.structure import decoder, inference, vocab_size
-from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
-from sftkit.ops.flex import input_boundaries
+from sftkit.ops import attention, flex
 from sftkit.runtime.hub import hub_answers
 
 
@@ -108,9 +107,9 @@ class EncoderDecoder(ModelKind):
         return {
             **{name: batch.inputs[name] for name in OF_TOKENS},
             "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
-            "encoder_attention_mask": input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
+            "encoder_attention_mask": flex.input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
             "use_cache": False,
-            "documents": document_boundaries(batch, backend, context_group),
+            "documents": attention.document_boundaries(batch, backend, context_group),
         }
 
     def hidden_states(
@@ -120,14 +119,14 @@ class EncoderDecoder(ModelKind):
         their inputs.
         """
         module = decoder(orig_model)
-        with kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
+        with attention.kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
             outputs = module(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]."""
         given = self.plain_inputs(orig_model, {name: value for name, value in inputs.items() if name not in OF_TOKENS})
-        with plain_attention(orig_model):
+        with attention.plain_attention(orig_model):
             asked = without_router_logits(orig_model)
             return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False, **asked).logits
 
@@ -344,7 +343,7 @@ class VisionToText(EncoderDecoder):
         pixels = pixels_of(orig_model.config)
         empty = torch.zeros(1, *pixels[:3], dtype=orig_model.dtype, device=orig_model.device)
         # A single picture is not a shape of the run: compiled code would recompile for it.
-        with inference(orig_model), plain_attention(orig_model):
+        with inference(orig_model), attention.plain_attention(orig_model):
             return int(orig_model.get_encoder()(pixel_values=empty).last_hidden_state.shape[1])
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import config_error
+from sftkit.models import load, structure
 from sftkit.models.files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -20,8 +21,6 @@ from sftkit.models.files import (
     json_object,
     reading_files,
 )
-from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_options, local_folder
-from sftkit.models.structure import plain_class
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.tensors import local, local_part
@@ -68,8 +67,8 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
         files = adapter_at(model)
-        path = checked_folder(model, files)
-        folder = local_folder(path, load_options(path, model if files is None else files.base))
+        path = load.checked_folder(model, files)
+        folder = load.local_folder(path, load.load_options(path, model if files is None else files.base))
         check_model_files(folder)
         new = new_rows(orig_model)
         of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
@@ -169,10 +168,10 @@ def _load_full(
         grown: id of a tensor -> the rows that the files lack.
     """
     # The original class: FSDP's class in front of it cannot load.
-    plain: Any = plain_class(orig_model)
+    plain: Any = structure.plain_class(orig_model)
     found_type = json_object(folder / "config.json").get("model_type")
     with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        renamed = None if found_type == orig_model.config.model_type else TEXT_NAMES
+        renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
     # The config could not express that these weights are untied (models.load.differing_ties), and names
@@ -183,6 +182,6 @@ def _load_full(
     # Weights that transformers would leave at random values are an error here.
     saved = whole.state_dict()
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
-    check_complete(folder, plain, missing, loading_info["mismatched_keys"])
+    load.check_complete(folder, plain, missing, loading_info["mismatched_keys"])
     for name, tensor in wanted.items():
         _copy(tensor, saved[name], grown.get(id(tensor)))

@@ -21,12 +21,9 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.models.kind import kind_of
+from sftkit.models import kind, structure, trained
 from sftkit.models.routing import Routing
-from sftkit.models.structure import from_last, stages_of, vocab_size
-from sftkit.models.trained import adapters_of
-from sftkit.ops.attention import use_document_attention
-from sftkit.ops.linear_cross_entropy import Head, linear_nll
+from sftkit.ops import attention, linear_cross_entropy
 
 LOSS = "loss"
 "Name of the differentiable sum among the totals of a step."
@@ -93,7 +90,7 @@ class Objective(Protocol):
             hidden: [B, C, H], at the batch's local positions.
         """
 
-    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
+    def sums(self, selected: Tensor, batch: Batch, head: linear_cross_entropy.Head) -> Sums:
         """Return the sums of a batch.
 
         Args:
@@ -178,11 +175,11 @@ class ModelWithLoss(torch.nn.Module):
             routing: reader of the routers of a model with experts; None: they are not read.
         """
         super().__init__()
-        use_document_attention(orig_model)
+        attention.use_document_attention(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend
-        self.kind = kind_of(orig_model.config)
+        self.kind = kind.kind_of(orig_model.config)
         self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set when the model is sharded"
@@ -207,16 +204,16 @@ class ModelWithLoss(torch.nn.Module):
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,
         without gradient.
         """
-        return from_last(self.orig_model, self._hidden(batch, backend))
+        return structure.from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_selected(self, selected: Tensor, batch: Batch) -> Sums:
         """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
         stages but the last return zeros, so that the sum over ranks counts each row once."""
-        stages = stages_of(self.orig_model)
+        stages = structure.stages_of(self.orig_model)
         if stages is not None and not stages.last:
             nothing = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
             return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
-        projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
+        projection = self.kind.head(self.orig_model)._replace(tokens=structure.vocab_size(self.orig_model))
         sums = self.objective.sums(selected, batch, projection)
         if self.routing is None:
             return sums
@@ -226,7 +223,7 @@ class ModelWithLoss(torch.nn.Module):
 
     def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H]; in training, the routers count the positions with a token."""
-        if (adapters := adapters_of(self.orig_model)) is not None and adapters.selection is not None:
+        if (adapters := trained.adapters_of(self.orig_model)) is not None and adapters.selection is not None:
             adapters.selection.begin(batch.adapters, batch.targets.device)
         # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
         # positions only.
@@ -252,10 +249,10 @@ class NextToken:
         """Return the hidden states of the positions with a target, and of a few others as filler: [P, H]."""
         return hidden.flatten(0, 1).index_select(0, batch.target_index)
 
-    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
+    def sums(self, selected: Tensor, batch: Batch, head: linear_cross_entropy.Head) -> Sums:
         """Return the sums, computed in chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
-        found = linear_nll(selected, head, targets, self.config)
+        found = linear_cross_entropy.linear_nll(selected, head, targets, self.config)
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:

@@ -25,9 +25,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from sftkit.data.batches.epoch import causal_pairs
+from sftkit.data.batches import epoch, pack
 from sftkit.data.batches.loader import Batches, StepBatches
-from sftkit.data.batches.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
@@ -316,7 +315,7 @@ class Meter:
         # (query, key) pairs that the layers' windows allow, summed over layers; 0 where those are unknown.
         lengths = np.asarray(step_batches.document_lengths, np.int64)
         for (window, chunked), count in (self._windows or {}).items():
-            self._pairs += count * int(causal_pairs(lengths, window, chunked=chunked).sum())
+            self._pairs += count * int(epoch.causal_pairs(lengths, window, chunked=chunked).sum())
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
@@ -416,7 +415,7 @@ class Meter:
 class ShapeCounts:
     """Counts the shapes of the micro-batches that reach the compiled model, against those that the layout declares."""
 
-    def __init__(self, layout: Layout, parts: int) -> None:
+    def __init__(self, layout: pack.Layout, parts: int) -> None:
         """Begin to count. `parts`: processes that share a row."""
         self.layout = layout
         self._parts = parts

@@ -21,13 +21,11 @@ from sftkit.engine.engine import Engine
 from sftkit.optim.protocol import learning_rate
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
+from sftkit.runtime import signals, watchdog
 from sftkit.runtime.open import assert_same_on_ranks, claim_run_dir, data_identity
-from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
-from sftkit.runtime.watchdog import Watchdog
+from sftkit.tracking import meter, names
 from sftkit.tracking.health import ExpertLoad, Health
-from sftkit.tracking.meter import RUN_COUNTS, Meter, RunCounts, Trace
-from sftkit.tracking.names import Check, StepOutcome
 from sftkit.train import end, parts
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
@@ -75,18 +73,18 @@ class Monitor:
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
         """Begin to measure; a resumed run restores its counts."""
         model = engine.model
-        self.meter = Meter(model.orig_model, model.objective, batches, rt)
+        self.meter = meter.Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
         self.meter.resume(services.resumed)
-        counts = services.resumed.get(RUN_COUNTS, {})  # checkpoints of earlier versions have none
+        counts = services.resumed.get(meter.RUN_COUNTS, {})  # checkpoints of earlier versions have none
         if health := counts.get("health"):
             self.health.restore(health)
         self._members = engine.training.members
         if self._members is not None and "members" in counts:
             self._members.restore(counts["members"])
 
-    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+    def add(self, step: int, step_batches: StepBatches, outcome: names.StepOutcome) -> None:
         """Add a launched step."""
         self.meter.add(step_batches, outcome)
         self.health.add(step, step_batches, outcome)
@@ -104,7 +102,7 @@ class Monitor:
         self.meter.add_skipped(skipped_divisor)
         return stopped
 
-    def counts(self) -> RunCounts:
+    def counts(self) -> meter.RunCounts:
         """Return the counts since the start of the run, for a checkpoint. Waits for the device."""
         members = {} if self._members is None else {"members": self._members.counts()}
         return {"meter": self.meter.counts(), "health": self.health.counts(), **members}
@@ -146,13 +144,13 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
     status.step, status.total_steps = services.resumed["step"], total_steps
     # One clock decides: the flags of a step carry its stop to the other ranks.
     if max_minutes is not None and rt.is_main:
-        rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
+        rt.stopping.deadline = signals.Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
     return status
 
 
 def warm_up_engine(
     engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime, optim: OptimConfig
-) -> tuple[WarmUp, list[Check]]:
+) -> tuple[WarmUp, list[names.Check]]:
     """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
     Raises:
@@ -258,7 +256,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
     already_done = step == total_steps  # keeps the proof.json of the earlier start
-    with Watchdog(rt, status, cfg.run), closing(engine):
+    with watchdog.Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: compile every graph for every declared shape. Its checks and those of the data go to proof.json.
         frozen = FrozenWeights(orig_model, rt)
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
@@ -286,7 +284,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
             parts.finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
-            Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
+            meter.Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
         ):
             monitor.meter.start()
             if already_done:

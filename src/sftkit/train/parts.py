@@ -24,8 +24,7 @@ from sftkit.rundir.names import EVALS
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import RUN_COUNTS, RunCounts
-from sftkit.tracking.names import PROGRESS, Check, Progress
+from sftkit.tracking import meter, names
 from sftkit.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -127,9 +126,9 @@ class TrainServices:
     tracker: Tracker
     resumed: Mapping[str, Any]
     "result of Checkpoints.resume"
-    data_checks: Sequence[Check] = ()
+    data_checks: Sequence[names.Check] = ()
     "earlier checks of the data, for proof.json"
-    check_validation: Callable[[], list[Check]] = list
+    check_validation: Callable[[], list[names.Check]] = list
     "compares validation losses with an independent computation after the warm-up; every rank calls it"
 
 
@@ -245,8 +244,8 @@ class LoopPosition:
 
     epoch: int
     total_steps: int
-    progress: Progress
-    counts: RunCounts
+    progress: names.Progress
+    counts: meter.RunCounts
     "Monitor.counts"
 
 
@@ -259,7 +258,7 @@ def checkpoint_state(
         # not redo.
         "tokens": position.progress.tokens,
         "max_length": batches.layout.max_length,
-        PROGRESS: asdict(position.progress),
+        names.PROGRESS: asdict(position.progress),
         "epoch": position.epoch,
         "total_steps": position.total_steps,
         "tracker": services.tracker.run_id,
@@ -267,7 +266,7 @@ def checkpoint_state(
         "stretches": [segment._asdict() for segment in batches.segments],
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),
-        RUN_COUNTS: position.counts,
+        meter.RUN_COUNTS: position.counts,
     }
 
 

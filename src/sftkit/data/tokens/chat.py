@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading import columns, conversation
+from sftkit.data.reading import columns, conversation, rows
 from sftkit.data.reading.conversation import Message
-from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
@@ -82,7 +81,7 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
-    checked = require_conversation(row)
+    checked = rows.require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
