@@ -1,4 +1,4 @@
-"""Sections of the page on data, compiler, events, settings and machine."""
+"""The section of the page on data."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +25,6 @@ SOURCES = (
 FINDINGS = ("name", "kind", "rows", "reason", "first")
 LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")
 _MARKS = {"p50": "median", "p90": "p90", "p99": "p99"}
-_MAX_EVENTS = 200
 
 
 def data(report: Report) -> Html:
@@ -34,7 +33,7 @@ def data(report: Report) -> Html:
     lead = None if found else "This run has no preflight.json: its data was not looked at."
     tables = [*warnings_section(found), *data_tables(found)] if found else []
     counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
-    return section("data", "Data", tables, facts(_leaves(counted), "Counted in training, last line"), lead=lead)
+    return section("data", "Data", tables, facts(leaves(counted), "Counted in training, last line"), lead=lead)
 
 
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
@@ -69,7 +68,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
         row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"}
         for row in dicts(preflight.get("layouts"))
     ]
-    memory, *others = [facts(_leaves(preflight.get(key)), key.capitalize()) for key in ("memory", "disk", "time")]
+    memory, *others = [facts(leaves(preflight.get(key)), key.capitalize()) for key in ("memory", "disk", "time")]
     return [
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(dicts(preflight.get("sources")), SOURCES, "Sources"),
@@ -92,18 +91,18 @@ def _percent(value: Any) -> str | None:
     return format_value(value, "%") if drawable_number(value) is not None else None
 
 
-def _leaves(value: Any) -> dict[str, Any]:
+def leaves(value: Any) -> dict[str, Any]:
     """Return the values of nested mappings, named by the words on the way to them; unknown values are left out."""
 
-    def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in mapping(value).items():
             words = values.label(f"{name} {key}")
             if isinstance(item, dict):
-                yield from leaves(item, words)
+                yield from found(item, words)
             elif item is not None and item != []:
                 yield words, item
 
-    return dict(leaves(value))
+    return dict(found(value))
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
@@ -119,79 +118,3 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     return values.macros.framed(drawing, "Document lengths", words)
-
-
-def compiler(report: Report) -> Html:
-    """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why anything was compiled
-    late."""
-    last: dict[str, Any] = report["last"]
-    names = ("graphs", "recompiles", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
-    counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
-    # All from the last line: these counters only grow.
-    phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
-    of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}
-    # shape/id is the index of a shape and no count.
-    shapes = [[name.replace("x", " x "), value] for name, value in of_shapes.items() if name != "id"]
-    if not (counts or phases or shapes):
-        return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late_kinds = ("recompile", "graph_break", "cuda_graph")
-    late = [event for event in report["events"] if event.get("kind") in late_kinds]
-    # A run that recompiles at every step would make the page too long to open.
-    whys = [el("pre", values.value_text(event.get("text"))) for event in late[:20]]
-    reasons = [el("h3", "Why"), whys] if late else None
-    tables = el(
-        "div",
-        values.html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
-        values.html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
-    )
-    both = el("div", facts(counts, "Graphs"), tables, class_="two")
-    return section("compile", "Compiler", both, reasons)
-
-
-def events(report: Report) -> Html:
-    """Return the section on unwanted events, by step."""
-    rows: Rows = report["events"]
-    if not rows:
-        lead = "None: no recompile, no value that was not finite, no spike, no waiting for data."
-        return section("events", "Events", lead=lead)
-    cells = [
-        [
-            format_value(drawable_number(row.get("step"))),
-            values.label(values.value_text(row.get("kind"))),
-            values.value_text(row.get("text")),
-            values.moment(row.get("time")),
-        ]
-        for row in rows[:_MAX_EVENTS]
-    ]
-    cut = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
-    table = values.html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3))
-    return section("events", "Events", table, lead=cut)
-
-
-def settings_section(report: Report) -> Html:
-    """Return the section on settings that differ from the defaults, and from the other run if there is one."""
-
-    def table(rows: Rows, second: str, titles: Sequence[str], caption: str) -> Html | None:
-        cells = [[row["key"], values.setting(row["value"]), values.setting(row[second])] for row in rows]
-        return values.html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
-
-    parts = []
-    # The other run's settings first: a user who names a second run wants the differences.
-    if report["against"]:
-        its = report["against"]["run"]["name"]
-        other = table(report["against"]["config_diff"], "other", ("this run", its), f"Different in {its}")
-        parts.append(other or el("p", f"No setting differs from {its}."))
-    if own := table(report["config_changed"], "default", ("value", "default"), "Different from the defaults"):
-        parts.append(own)
-    return section("settings", "Settings", parts, lead=None if parts else "The settings cannot be read.")
-
-
-def environment_section(report: Report) -> Html:
-    """Return the section on versions, machine, git state and the exact command."""
-    found = dict(report["environment"])
-    packages = mapping(found.pop("packages", None))
-    tables = el("div", facts(_leaves(found), "Machine"), facts(packages, "Versions"), class_="two")
-    command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None
-    lacking = el("ul", [el("li", note) for note in report["notes"]])
-    notes = [el("h3", "What this page lacks"), lacking] if report["notes"] else None
-    return section("environment", "Environment", tables, command, notes)

@@ -1,7 +1,7 @@
 """Write report.html, report.json, and a model card next to the exported model.
 
-The page's sections on checks, curves and evaluations are made here, those on data, compiler, events and settings in
-`details`. The page is one file without a script, and loads nothing from the network.
+The page's sections on checks, curves and evaluations are made here, that on data in `details`, the others in the
+template. The page is one file without a script, and loads nothing from the network.
 """
 
 import json
@@ -242,16 +242,18 @@ def render_report(report: Report) -> str:
     header = macros.report_header(report, _facts(report), tiles, *_comparison(report), SECTIONS)
     steps: Rows = report["samples"]
     samples_lead = None if steps else "No samples were written."
+    machine = dict(report["environment"])
+    packages = machine.pop("packages", None)
     parts = (
         proof(report),
         curves(report),
         evaluations_section(report),
         section("samples", "Samples", macros.samples(steps), lead=samples_lead),
         details.data(report),
-        details.compiler(report),
-        details.events(report),
-        details.settings_section(report),
-        details.environment_section(report),
+        macros.compiler(report["last"], report["events"]),
+        macros.events(report["events"]),
+        macros.settings(report["config_changed"], report["against"]),
+        macros.environment(details.leaves(machine), values.mapping(packages), report["command"], report["notes"]),
     )
     words = "Made from the files of the run directory; report.json beside this page has the same content as data."
     body = values.join(header, el("main", parts), el("footer", words))
