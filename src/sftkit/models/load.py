@@ -32,16 +32,8 @@ from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import files as model_files
 from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
-from sftkit.models.files import (
-    adapter_at,
-    auto_class,
-    check_model_files,
-    check_unquantized,
-    files_of_weights,
-    not_causal,
-    reading_files,
-)
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
@@ -80,7 +72,7 @@ def loading(path: str, kind: str = "model") -> Iterator[None]:
     download and its location.
     """
     try:
-        with reading_files(path, f"the {kind}"):
+        with model_files.reading_files(path, f"the {kind}"):
             yield
     except ConfigError as error:
         if error.__cause__ is None or os.path.isdir(path) or hub_answers():
@@ -134,7 +126,7 @@ def load_model(
         with working("making a new model"):
             orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
-        files = adapter_at(model)
+        files = model_files.adapter_at(model)
         source = model if files is None else files.base
         path = checked_folder(model, files)
         load = empty_model if empty else full_model
@@ -184,7 +176,7 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
             cure = f"{invocation('scripts/export.py', path, '--merge --out DIR')}, and name DIR there"
             raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
-        check_model_files(Path(path))
+        model_files.check_model_files(Path(path))
     if files is not None and files.digest is not None:
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
@@ -217,7 +209,7 @@ def _adapt(
     if model.path is None:
         raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
     if orig_model.config.is_encoder_decoder:
-        raise ConfigError(f"adapter: {not_causal(orig_model.config.model_type, 'an adapter')}")
+        raise ConfigError(f"adapter: {model_files.not_causal(orig_model.config.model_type, 'an adapter')}")
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
@@ -282,7 +274,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         # Files of the hub are downloaded by now; those of a folder were checked before.
         cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
         if isinstance(cached, str):
-            check_model_files(Path(cached).parent)
+            model_files.check_model_files(Path(cached).parent)
     if trained is config and (unused := loading_info["unexpected_keys"]):
         name = type(orig_model).__name__
         _warn_once(
@@ -301,7 +293,7 @@ def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
         ConfigError: its weights are quantized.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    check_unquantized(config.to_dict(), f"{path}: config.json")
+    model_files.check_unquantized(config.to_dict(), f"{path}: config.json")
     return config
 
 
@@ -311,7 +303,7 @@ def start_generation_config(path: str, options: dict[str, object]) -> Generation
     Raises:
         ConfigError: transformers rejects it.
     """
-    with reading_files(f"{path}: generation_config.json", "its settings"):
+    with model_files.reading_files(f"{path}: generation_config.json", "its settings"):
         try:
             return GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
         except OSError:
@@ -371,7 +363,7 @@ def model_of_files(
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint))
     many = adapters is not None and bool(adapters.members)
-    files = None if many else adapter_at(model, with_base=adapters is None)
+    files = None if many else model_files.adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
@@ -441,7 +433,7 @@ def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype
         renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
     files = {}
-    for name, path in files_of_weights(folder).items():
+    for name, path in model_files.files_of_weights(folder).items():
         inside = name
         for pattern, replacement in TEXT_NAMES.items() if renamed else ():
             inside = re.sub(pattern, replacement, inside)
@@ -480,7 +472,7 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
     try:
         model_type = str(fields["model_type"])
         encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        made = model_kind(auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
+        made = model_kind(model_files.auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
         return AutoConfig.for_model(str(made.pop("model_type")), **made)
     except _REFUSALS as error:
         reason = _unknown_type(fields) or f"transformers rejects this config: {' '.join(str(error).split())}"

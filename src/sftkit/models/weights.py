@@ -11,16 +11,8 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import config_error
+from sftkit.models import files as model_files
 from sftkit.models import load, structure
-from sftkit.models.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    adapter_at,
-    check_model_files,
-    files_of_weights,
-    json_object,
-    reading_files,
-)
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.tensors import local, local_part
@@ -66,10 +58,10 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     """Load the weights of the recipe's model.path into the live model; rows of added tokens are the mean."""
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
-        files = adapter_at(model)
+        files = model_files.adapter_at(model)
         path = load.checked_folder(model, files)
         folder = load.local_folder(path, load.load_options(path, model if files is None else files.base))
-        check_model_files(folder)
+        model_files.check_model_files(folder)
         new = new_rows(orig_model)
         of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
         if of_files and adapters_of(orig_model) is None and new is not None and (more := {*new.ids} - of_files):
@@ -118,9 +110,9 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     """
     # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
-    files = files_of_weights(folder)
+    files = model_files.files_of_weights(folder)
     if not files:
-        raise config_error("no safetensors", folder=folder, one=SINGLE_FILE, other=INDEX_FILE)
+        raise config_error("no safetensors", folder=folder, one=model_files.SINGLE_FILE, other=model_files.INDEX_FILE)
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
     own = factors(orig_model)
@@ -138,7 +130,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         return
     # By file, so that each is opened once.
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
-        with reading_files(path, "its weights"), safe_open(path, "pt") as file:
+        with model_files.reading_files(path, "its weights"), safe_open(path, "pt") as file:
             for name in names:
                 tensor = wanted[name]
                 rows = grown.get(id(tensor))
@@ -169,8 +161,8 @@ def _load_full(
     """
     # The original class: FSDP's class in front of it cannot load.
     plain: Any = structure.plain_class(orig_model)
-    found_type = json_object(folder / "config.json").get("model_type")
-    with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
+    found_type = model_files.json_object(folder / "config.json").get("model_type")
+    with model_files.reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
         renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
