@@ -213,7 +213,7 @@ class DecodedSequence:
         """
         if self.stop:
             return
-        if token in load.stop_ids:
+        if token in stop_ids:
             self.stop = "end_of_turn"
             return
         self.tokens.append(token)
