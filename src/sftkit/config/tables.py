@@ -2,7 +2,7 @@
 engine, optimizers, stages of training; where the code of each is, what it needs, what it excludes.
 
 A pass is a function in graph/passes/ and its entry in passes.yaml. An optimizer is a file in optim/ whose `build`
-returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
+returns an optim.protocol.Optimizer, and its entry in optimizers.yaml.
 """
 
 import difflib
@@ -169,39 +169,10 @@ class OptimizerSpec:
         return 2 * BYTES[precision] + self.state_width(precision, block_matrix=block_matrix)
 
 
+_OPTIMIZERS: Any = texts("config/optimizers.yaml")
 OPTIMIZERS = {
-    spec.name: spec
-    for spec in (
-        OptimizerSpec(
-            name="adamw",
-            code="sftkit.optim.adamw:build",
-            summary="fp32 master weights and states, of which bf16 weights are stochastically rounded copies",
-            state_bytes={"bf16": 4 + 8, "fp32": 8},  # a master; two moments
-        ),
-        OptimizerSpec(
-            name="adamw_sr",
-            code="sftkit.optim.adamw:build_stochastic",
-            summary="all bf16, stochastically rounded",
-            state_bytes={"bf16": 4},
-            saves_memory=True,
-        ),
-        OptimizerSpec(
-            name="adamw8bit",
-            code="sftkit.optim.adamw8bit:build",
-            summary="torchao's 8-bit states, stochastically rounded",
-            state_bytes={"bf16": 2 * (1 + 4 / 256)},  # for each moment a byte, and an fp32 scale per block of 256
-            saves_memory=True,
-            extra=Extra("torchao", "fp8"),
-            unshardable="keeps states in blocks that cannot be cut anew for other numbers of ranks",
-        ),
-        OptimizerSpec(
-            name="muon",
-            code="sftkit.optim.muon:build",
-            summary="Muon on the matrices of the blocks, AdamW on the rest, for training from scratch",
-            state_bytes={"bf16": 4 + 4, "fp32": 4},  # a master; one momentum
-            elsewhere="adamw",
-        ),
-    )
+    name: OptimizerSpec(**{"name": name, **facts, "extra": Extra(**facts["extra"]) if "extra" in facts else None})
+    for name, facts in _OPTIMIZERS.items()
 }
 "Every optimizer, in the order of --help and of the advice on memory."
 
