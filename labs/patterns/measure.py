@@ -37,7 +37,7 @@ from labs.patterns.traffic import ring_share
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.tables import DEFAULT
 from sftkit.memory import plan as memory_plan
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.ops.tensors import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment

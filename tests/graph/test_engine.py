@@ -21,7 +21,7 @@ from sftkit.config.topology import Topology
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.graph.engine import check_possible
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 BLOCKS = "reshard_after_forward,block_bucketing"

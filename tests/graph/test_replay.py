@@ -21,8 +21,7 @@ from sftkit.errors import ConfigError
 from sftkit.graph import capture, compat
 from sftkit.graph.capture import CapturedModel, Recorder, Replayed
 from sftkit.graph.engine import check_device
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.runtime import start as runtime
 from sftkit.train import assemble
 

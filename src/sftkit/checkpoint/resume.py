@@ -190,7 +190,7 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     encoders. One digest covers the texts, or the pictures' file names without their folders, which may move; the
     other covers the middle of each input, because a file may be replaced under its name.
     """
-    from sftkit.models.vision import PIXELS
+    from sftkit.models.encoders import PIXELS
 
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
     names = [os.path.basename(name) for name in examples.encoder_sources] if pictures else examples.encoder_sources

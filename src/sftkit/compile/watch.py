@@ -43,7 +43,7 @@ def describe_guards(message: str, owner: object) -> str:
     wrappers: list[tuple[str, str]] = []
     own = inspect.unwrap(
         getattr(owner, "forward", describe_guards),
-        stop=lambda f: wrappers.append(_code_of(f)),  # type: ignore[func-returns-value]
+        stop=lambda f: wrappers.append(_code_of(f)),
     )
     if (file, name) in wrappers:
         file, _ = _code_of(own)

@@ -287,8 +287,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     assert isinstance(norm, torch.nn.Module)
     as_it_is: Forward = lambda hidden: hidden  # noqa: E731
     if stages.pipeline_rank > 0:  # stands in for the embedding's output, [B, T, H]
-        width = embedding.weight.shape[1]  # type: ignore[union-attr,index]
-        yield embedding, lambda ids: torch.zeros(*ids.shape, width, dtype=embedding.weight.dtype, device=ids.device)
+        weight = embedding.get_parameter("weight")
+        yield embedding, lambda ids: torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=ids.device)
     blocks = iter(enumerate(structure.decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
         for first in (True, *(False,) * (count - 1)):

@@ -165,8 +165,8 @@ def layout_table(analysis: dict[str, Any]) -> str:
         cells.append((f"{row['layout']} *" if row["own"] else row["layout"], *numbers, row["shapes"]))
     first, *others = (max(map(len, column)) for column in list(zip(*cells, strict=True))[:-1])
     lines = ["layouts on this data (one epoch)"]
-    for name, *numbers, shapes in cells:
-        aligned = [number.rjust(width) for number, width in zip(numbers, others, strict=True)]
+    for name, *columns, shapes in cells:
+        aligned = [number.rjust(width) for number, width in zip(columns, others, strict=True)]
         lines.append("  ".join((name.ljust(first), *aligned, shapes)))
     return "\n".join([*lines, "", "* the recipe's own"])
 

@@ -42,7 +42,7 @@ TOKENIZER = "tokenizer"
 GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/capture.py."
 TRACE = "trace"
-"Folder with what log.trace_at has recorded of each rank: tracking/trace.py."
+"Folder with what log.trace_at has recorded of each rank: tracking/meter.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 
