@@ -278,6 +278,7 @@ def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwi
     assert signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_with_the_exit_code_of_its_script(tmp_path: Path, recipe: Path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(2)")

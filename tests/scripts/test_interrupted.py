@@ -145,8 +145,7 @@ def test_ctrl_c_in_the_command_sftkit_is_one_line(tmp_path: Path) -> None:
     "moment",
     [
         "sftkit.config.schema",
-        pytest.param("accelerate.commands", marks=pytest.mark.slow),
-        "accelerate.utils.launch",
+        pytest.param("accelerate.utils.launch", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_make_starts_a_script_is_one_line(moment: str, tmp_path: Path) -> None:
