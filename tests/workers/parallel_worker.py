@@ -155,7 +155,7 @@ EIGHT_RANKS = {
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
 GRAPHS_BOTH_WAYS = (
-    *("llama fsdp2", "llama context", "lora_experts fsdp2", "prefix fsdp2, lean", "qwen3 tensor", "tied_lora fsdp2"),
+    *("llama fsdp2", "lora_experts fsdp2", "prefix fsdp2, lean", "tied_lora fsdp2"),
     *("qlora ddp", "lora context", "qwen3 fsdp2 x tensor", "llama fsdp2 x context"),
 )
 "Cases that compile with aot_eager, which takes longer; the others with eager, whose graphs are of the forward pass alone."
