@@ -655,12 +655,9 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
     assert "| two | one | 3 |" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("raised", "rank 1: ValueError: only here"),
-        pytest.param("killed", "rank 1 was killed by signal 9", marks=pytest.mark.slow),
-    ],
+    ("name", "error"), [("raised", "rank 1: ValueError: only here"), ("killed", "rank 1 was killed by signal 9")]
 )
 @pytest.mark.usefixtures("no_machine")
 def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path, name: str, error: str) -> None:

@@ -184,7 +184,10 @@ def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
     assert asked["the whole (Net)"]
     assert asked["blocks.0 (Gated)"] is asked["blocks.1.up (Linear)"] is None
     assert finding.guilty[0].where == f"{FAULTS}:{line_of(str(FAULTS), 'def forward')}"
-    assert bisect(planted("none"), ASKED[name], "eager").guilty == ()
+
+
+def test_a_module_without_a_fault_is_guilty_of_nothing() -> None:
+    assert bisect(planted("none"), ASKED["differs"], "eager").guilty == ()
 
 
 def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:

@@ -70,12 +70,11 @@ FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.
 MOMENTS = [
     *((name, CONFIG) for name in SCRIPTS if name not in ("chat.py", "report.py", "export.py", "make_dashboard.py")),
     ("chat.py", "sftkit.generation.repl"),
-    ("chat_sft.py", TORCH),
     ("report.py", "sftkit.reports.page"),
     ("export.py", "sftkit.runtime.hub"),
     ("make_dashboard.py", "sftkit.tracking.dashboard.panels"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
-    *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py",)),
+    pytest.param("chat_sft.py", TORCH, marks=pytest.mark.slow),
 ]
 
 

@@ -100,7 +100,10 @@ atexit.register(tell)
 @pytest.mark.parametrize(
     ("launcher", "processes"),
     [
-        (("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"), {"launcher", "script"}),
+        pytest.param(
+            *(("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"), {"launcher", "script"}),
+            marks=pytest.mark.slow,
+        ),
         (("-m", "sftkit.launch"), {"launcher"}),
     ],
     ids=["accelerate launch", "make"],

@@ -48,6 +48,7 @@ def started(tmp_path: Path) -> Callable[..., tuple[int, str]]:
     return start
 
 
+@pytest.mark.slow
 def test_a_run_of_rows_of_any_length_resumes_with_the_losses_of_the_uninterrupted_one(tmp_path: Path, started) -> None:
     words = ("data.layout=dynamic", "data.row_length=null", "compile.backend=eager", "eval.samples=0")
     words += ("model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}]",)
