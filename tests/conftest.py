@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Without scikit-learn transformers imports in two seconds less; tests/support/startup hides it from processes of tests.
-sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
-STARTUP = str(Path(__file__).parent / "support" / "startup")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+# Hides scikit-learn from processes of tests, as below from this one: transformers would import it, which takes two seconds.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "support" / "startup"), os.environ.get("PYTHONPATH")])
+)
 
 if "torch" not in sys.modules:
     gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401

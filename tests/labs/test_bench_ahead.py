@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -284,28 +283,3 @@ def test_what_is_imported_ahead_is_what_the_run_will_need(tmp_path: Path) -> Non
     runs = [{"name": str(i), "model": "tiny", "set": change} for i, change in enumerate(changes)]
     found = [modules_of(job)[1:] for job in read_jobs(write_plan(tmp_path, runs=runs), tmp_path)]
     assert found == [["torch._inductor.compile_fx"], [], []]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_machine")
-def test_runs_started_ahead_with_and_without_a_launcher_train_as_without_the_flag(tmp_path: Path) -> None:
-    launched = {"topology": "cpu_ddp", "processes": 2}
-    runs = [{"name": "one", "model": "tiny"}, {"name": "two", "model": "tiny", **launched}]
-    defaults = {
-        "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
-        "compile": {"enabled": False},
-        "optim": {"name": "adamw", "lr": 1e-3},
-    }
-    plan = write_plan(tmp_path, runs=runs, defaults=defaults)
-    plain = bench(plan, tmp_path / "False")["runs"]
-    again = {"name": "three", "model": "tiny"}  # the first one has nothing to be started ahead of
-    plan = write_plan(tmp_path, runs=[*runs, again], defaults=defaults)
-    ahead = bench(plan, tmp_path / "True", ahead=True)["runs"]
-    assert [run["error"] for run in [*plain, *ahead]] == [None] * 5
-    assert [run["losses"] for run in ahead] == [run["losses"] for run in (*plain, plain[0])]
-    assert [run["world_size"] for run in ahead] == [1, 2, 1]
-    folders = [tmp_path / "True" / name for name in ("one", "two", "three")]
-    for before, after in itertools.pairwise(folders):
-        first = json.loads((after / "metrics.jsonl").read_text().splitlines()[0])
-        assert first["time"] > (before / "row.json").stat().st_mtime
-        assert "running on" in (after / "log.txt").read_text()

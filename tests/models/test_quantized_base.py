@@ -140,8 +140,10 @@ def _(packed: Tensor, *_: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("budget", "checkpointing", "naive"),
-    [(0.9, False, False), (1.0, True, False), (1.0, False, True)]
-    + [(None, False, False), (None, True, False), (None, False, True)],
+    [
+        *((0.9, False, False), (1.0, True, False), (1.0, False, True)),
+        *((None, False, False), (None, True, False), (None, False, True)),
+    ],
 )
 def test_a_step_keeps_no_dense_weight_for_its_backward_pass(
     budget: float | None, checkpointing: bool, naive: bool, monkeypatch: pytest.MonkeyPatch

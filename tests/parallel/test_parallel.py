@@ -74,10 +74,7 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(  # the other models: of cases of four ranks alone
     "model",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "lora", "qwen3")))
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "lora", "qwen3"))) for name in MODELS],
 )
 def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
     found = alone(f"{model} whole")

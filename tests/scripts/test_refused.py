@@ -101,7 +101,10 @@ atexit.register(tell)
     ("launcher", "processes"),
     [
         pytest.param(
-            *(("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"), {"launcher", "script"}),
+            *(
+                ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"),
+                {"launcher", "script"},
+            ),
             marks=pytest.mark.slow,
         ),
         (("-m", "sftkit.launch"), {"launcher"}),

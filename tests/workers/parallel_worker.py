@@ -113,9 +113,7 @@ MODELS = {
 GRAPHS = {"frozen": 3, "prefix": 4}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
-LEARNING_RATES = dict.fromkeys(
-    ("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4
-)
+LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
