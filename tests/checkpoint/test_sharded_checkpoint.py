@@ -4,6 +4,7 @@ losses to 1e-6 in others, loaded by plain transformers."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,23 @@ from sftkit.rundir.files import verify
 STEP = "step-000002"
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, tokenizer) -> Path:
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        make().save_pretrained(tmp_path / name)
-    chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
-    LlamaForCausalLM(chat).save_pretrained(tmp_path / "chat")
-    deep = Qwen3Config(**{**SIZES, "num_hidden_layers": 5, "tie_word_embeddings": True})
-    Qwen3ForCausalLM(deep).save_pretrained(tmp_path / "deep")
-    return tmp_path
+def folder(models: Path, tmp_path: Path, tokenizer) -> Path:
+    if not (models / "deep").exists():
+        tokenizer.save_pretrained(models / "tokenizer")
+        for name, make in MODELS.items():
+            torch.manual_seed(0)
+            make().save_pretrained(models / name)
+        chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
+        LlamaForCausalLM(chat).save_pretrained(models / "chat")
+        deep = Qwen3Config(**{**SIZES, "num_hidden_layers": 5, "tie_word_embeddings": True})
+        Qwen3ForCausalLM(deep).save_pretrained(models / "deep")
+    return shutil.copytree(models, tmp_path / "models")
 
 
 Case = tuple[str, ...]

@@ -227,9 +227,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("windows" in name or name == "experts")) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in KINDS])
 def test_a_good_model_has_the_gradients_of_the_plain_one_compiled_and_eager(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     orig_model = KINDS[name]()

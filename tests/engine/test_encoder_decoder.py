@@ -164,7 +164,7 @@ MARKED: dict[str, Any] = {"dynamic": "marked", "scope": "model", "fullgraph": Tr
     [
         ("packed", {"backend": "aot_eager"}),
         # The row length of texts; pictures have one size, which the encoder compares with its config.
-        ("dynamic", {"backend": "eager", **MARKED}),
+        pytest.param("dynamic", {"backend": "eager", **MARKED}, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(

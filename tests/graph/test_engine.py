@@ -29,11 +29,10 @@ BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"
 WIDE = f"wide llama; graph; {BLOCKS}"
 OF_BLOCKS = f"llama; graph; {BLOCKS}"
-ONCE = "wide llama; graph; gather_once,block_bucketing"
 SUMMED = "wide llama; graph; gather_once,reduce_once,block_bucketing"
 FOUR_MICRO_BATCHES = "deepseek_v3; graph; gather_once,reduce_once,block_bucketing; tp"
 GATHERED = "uneven llama; graph; gather_once"
-TWO = (OF_BLOCKS, WIDE, ONCE, SUMMED)
+TWO = (OF_BLOCKS, WIDE, SUMMED)
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp"
 SLOW_TENSOR = (
     "qwen3; flex; ; tp",
@@ -263,28 +262,19 @@ def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
     assert found["forward block_bucketing"] == {"all-gather": 4 + gathered, "reduce-scatter": added_up}
 
 
-def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
-    weights, table = 12 - 1, 2  # of a table that is looked up where it lies: token ids, and the gradients of rows
-    plain, once = (ranks(2, *TWO)[case] for case in (WIDE, ONCE))
-    count = once["micro_batches"]
+def test_the_micro_batches_of_a_step_gather_weights_once_and_the_last_reduces_gradients_for_all() -> None:
+    weights, rows = 12 - 1, 1  # a table is looked up where it lies: its rows are added up in each forward pass
+    plain, summed = (ranks(2, *TWO)[case] for case in (WIDE, SUMMED))
+    count, table = summed["micro_batches"], 2  # token ids, and the gradients of rows
     assert count == plain["micro_batches"] == 2
     again = 10  # in the backward pass, where weights are not kept for it: not the head
     assert plain["gathered"] == count * (weights + again + table)
-    assert once["gathered"] == weights + count * table
-    passes = collectives(ONCE, ranks(2, *TWO))
+    assert summed["gathered"] == weights + count * table
+    assert plain["reduced"] == count * (weights + rows)
+    assert summed["reduced"] == weights + count * rows
+    passes = collectives(SUMMED, ranks(2, *TWO))
     assert passes["forward block_bucketing"] == {"all-gather": 2 + 1, "reduce-scatter": 1}
     assert passes["later-forward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 1}
-
-
-def test_the_last_micro_batch_of_a_step_reduces_gradients_for_all() -> None:
-    weights, rows = 12 - 1, 1  # a table is looked up where it lies, and its rows are added up in each forward pass
-    once, summed = (ranks(2, *TWO)[case] for case in (ONCE, SUMMED))
-    count = summed["micro_batches"]
-    assert count == once["micro_batches"] == 2
-    assert once["reduced"] == count * (weights + rows)
-    assert summed["reduced"] == weights + count * rows
-    assert summed["gathered"] == once["gathered"]
-    passes = collectives(SUMMED, ranks(2, *TWO))
     assert passes["first-backward block_bucketing"] == {"all-gather": 1}  # the gradients of the table's rows
     assert passes["backward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 2}
 
