@@ -184,7 +184,7 @@ def checkpoints(run_dir: Path, rt: Runtime) -> Checkpoints:
     return Checkpoints(run_dir, CONFIG, rt, None, None, None, RECIPE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("steps", "limit"), [(3, 2), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "limit"), [(3, 2), pytest.param(4, 10, marks=pytest.mark.slow)])
 def test_a_run_resumes_its_newest_promised_checkpoint_after_any_power_failure(
     disk: Path, tokenizer, steps: int, limit: int
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_flush_that_is_left_out_of_a_save_and_another_order_are_found(
     assert unrecovered(recording, check_small, limit=64, enough=1)
 
 
-@pytest.mark.parametrize("limit", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [6, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resume", ["auto", "step-000002"])
 def test_a_start_that_goes_back_to_an_earlier_step_is_recovered(disk: Path, resume: str, limit: int) -> None:
     """Checkpoints after it, the best one among them, are put aside, lines after it dropped, and step 3 is saved again."""
