@@ -204,7 +204,7 @@ def compare(run: str, url: str, name: str | None) -> dict[str, Any]:
         args = {} if switch is None else {str(template.thinking_argument): switch}
         row = Row(kind, messages=request["messages"], tools=request.get("tools"), template_args=args or None)
         prompt = torch.tensor([chat.render_prompt(row, tokenizer)])
-        generated: Any = orig_model.generate(  # type: ignore[operator]
+        generated: Any = orig_model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=MAX_TOKENS,
