@@ -46,17 +46,28 @@ def main() -> None:
     # Its documents and their steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
-    examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
-    lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
-    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
+    adapters = []
+    if cfg.adapters:
+        from sftkit.objectives.next_token import NextToken
+        from sftkit.train.several import load_several
+
+        tokenize = analysis.stage_rule(stage)(cfg.data, tokenizer, max_length)
+        with analysis.columns.without_logging():
+            batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
+        examples, layout, epoch = batches.examples, batches.layout, batches.plan(0)
+        adapters = analysis.adapter_facts(cfg, batches, orig_model)
+    else:
+        examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
+        lengths, encoded = examples.lengths, examples.encoded
+        layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
+        epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes
     # a single process has no accelerate config
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         console.print(line, markup=False, soft_wrap=True)
 
-    data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
+    data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch, "adapters": adapters}
     found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
     samples = inspection.previews(examples, tokenizer, flags.preview)
     inspection.print_preflight(console, found, samples)

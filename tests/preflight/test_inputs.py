@@ -175,6 +175,12 @@ def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> No
     (run_dir / "LATEST").write_text("step-000002\n")
     newest = "train.resume: runs/mine: a run, whose newest checkpoint is runs/mine/step-000002: name that"
     assert refused("train.resume=runs/mine") == newest
+    one = "runs/mine/step-000002/adapters/one"
+    (here / one).mkdir(parents=True)
+    assert refused(f"train.resume={one}").endswith(
+        f"{one}: one adapter of a run with several, which resumes as a whole: name runs/mine/step-000002, or start a "
+        f"new run from this adapter with model.path={one}"
+    )
     assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
 
 

@@ -256,9 +256,11 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
         raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")
 
 
-def adapter_words(adapter: Mapping[str, Any]) -> str:
-    """Return an adapter's settings in words; those that a file lacks are the defaults."""
+def adapter_words(adapter: Mapping[str, Any], several: int = 0) -> str:
+    """Return an adapter's settings in words; those that a file lacks are the defaults. `several`: their number."""
     own = asdict(AdapterConfig()) | {**adapter}
     targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
     base = " over layers in NF4" if own["base"] == "nf4" else ""
+    if several:
+        return f"{several} {own['method']} adapters on {targets}{base}"
     return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}{base}"

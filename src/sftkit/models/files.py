@@ -20,7 +20,7 @@ from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainC
 from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
 from sftkit.models.trained import frozen_names
-from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_FOLDERS, latest_checkpoint, resolve
 from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
     return auto_class(json.loads((folder / "config.json").read_text()))
 

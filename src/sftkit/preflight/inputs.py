@@ -40,7 +40,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.models import files as model_files
 from sftkit.models.trained import pattern_problem
 from sftkit.rundir.files import WEIGHTS, read_manifest
-from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import ADAPTER_FOLDERS, latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import first_of
@@ -355,6 +355,9 @@ def _check_checkpoint(path: str) -> str | None:
     if not folder.is_dir():
         return _missing(path, "folder", Path.is_dir)
     problem = read_manifest(folder)
+    if folder.parent.name == ADAPTER_FOLDERS:
+        whole = f"{path}: one adapter of a run with several, which resumes as a whole: name {folder.parents[1]}"
+        return f"{whole}, or start a new run from this adapter with model.path={path}"
     if not isinstance(problem, str):
         return None
     if (newest := latest_checkpoint(folder)) is not None:

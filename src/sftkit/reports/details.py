@@ -34,7 +34,7 @@ def data(report: Report) -> Html:
     lead = None if found else "This run has no preflight.json: its data was not looked at."
     tables = [*warnings_section(found), *data_tables(found)] if found else []
     counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
-    return section("data", "Data", tables, facts(_leaves(counted), "Counted in training, last line"), lead=lead)
+    return section("data", "Data", tables, facts(leaves(counted), "Counted in training, last line"), lead=lead)
 
 
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
@@ -69,7 +69,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
         row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"}
         for row in dicts(preflight.get("layouts"))
     ]
-    memory, *others = [facts(_leaves(preflight.get(key)), key.capitalize()) for key in ("memory", "disk", "time")]
+    memory, *others = [facts(leaves(preflight.get(key)), key.capitalize()) for key in ("memory", "disk", "time")]
     return [
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(dicts(preflight.get("sources")), SOURCES, "Sources"),
@@ -92,18 +92,18 @@ def _percent(value: Any) -> str | None:
     return format_value(value, "%") if drawable_number(value) is not None else None
 
 
-def _leaves(value: Any) -> dict[str, Any]:
+def leaves(value: Any) -> dict[str, Any]:
     """Return the values of nested mappings, named by the words on the way to them; unknown values are left out."""
 
-    def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in mapping(value).items():
             words = values.label(f"{name} {key}")
             if isinstance(item, dict):
-                yield from leaves(item, words)
+                yield from found(item, words)
             elif item is not None and item != []:
                 yield words, item
 
-    return dict(leaves(value))
+    return dict(found(value))
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
@@ -190,7 +190,7 @@ def environment_section(report: Report) -> Html:
     """Return the section on versions, machine, git state and the exact command."""
     found = dict(report["environment"])
     packages = mapping(found.pop("packages", None))
-    tables = el("div", facts(_leaves(found), "Machine"), facts(packages, "Versions"), class_="two")
+    tables = el("div", facts(leaves(found), "Machine"), facts(packages, "Versions"), class_="two")
     command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None
     lacking = el("ul", [el("li", note) for note in report["notes"]])
     notes = [el("h3", "What this page lacks"), lacking] if report["notes"] else None

@@ -200,7 +200,7 @@ RUN_VALUES = {
 }
 "Values of a whole run that a dashboard gets, with their units; they are in no row."
 TABLES = (
-    *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
+    *("samples", "eval/results", "adapters", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
     *("preflight/warnings", "validate/verdicts", "validate/speed"),
 )
 "Tables on a dashboard."

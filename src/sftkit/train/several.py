@@ -15,27 +15,26 @@ from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
 from sftkit.objectives.objective import Objective
-from sftkit.train.parts import EncodedDocuments, LoadedModel, Run
+from sftkit.train.parts import EncodedDocuments
 
 
 def load_several(
-    run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: Objective
+    cfg: Config, tokenize: RowTokenizer, objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
 ) -> tuple[Batches, dict[str, Examples]]:
     """Load the documents of all adapters, those that several share once; return batches and validation documents.
 
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
-    cfg = run.cfg
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
             found[one.train], _ = load_examples(one, tokenize, nullcontext())
-    pad_id = int(loaded.tokenizer.pad_token_id or 0)
-    documents = [EncodedDocuments(found[one.train], loaded.max_length, pad_id) for one in data]
-    return lay_out_several(cfg, documents, objective, run.resume), validation
+    pad_id = int(tokenize.tokenizer.pad_token_id or 0)
+    documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
+    return lay_out_several(cfg, documents, objective, resume), validation
 
 
 def lay_out_several(
