@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,18 @@ from transformers import (
 
 from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    NamedAdapter,
+    OptimConfig,
+    TrainConfig,
+)
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
+from sftkit.launch.layouts import shape_of_fields
 from sftkit.memory.plan import checkpoint_bytes
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
@@ -38,7 +48,7 @@ from sftkit.models.adapters import (
     factors_moved,
     peft_config_text,
 )
-from sftkit.models.files import adapter_at, replica_of
+from sftkit.models.files import adapter_at, replica_of, size_of
 from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
@@ -475,7 +485,34 @@ def test_a_model_with_adapters_counts_them_and_its_checkpoint_alone() -> None:
 def test_a_launch_counts_no_gradients_of_a_frozen_model(base: Path) -> None:
     model, train = ModelConfig(path=str(base)), TrainConfig()
     whole = replica_of(model, OptimConfig(), train)
-    adapter = replica_of(model, OptimConfig(), train, AdapterConfig())
+    adapter = replica_of(model, OptimConfig(), train, AdapterConfig(rank=1))
     assert whole is not None
     assert adapter is not None
-    assert adapter.held_bytes == 2 * adapter.parameters < whole.held_bytes / 2
+    size = size_of(model, adapter=AdapterConfig(rank=1))
+    assert size is not None
+    assert adapter.held_bytes == 2 * adapter.parameters + 16 * size.factors < whole.held_bytes / 2
+
+
+MIXTURE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("attention",)])
+@pytest.mark.parametrize("several", [(), (NamedAdapter(name="a", rank=2), NamedAdapter(name="b"))])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "config"])
+def test_a_launch_counts_the_factors_of_experts_and_of_several_adapters(
+    tmp_path: Path, kind: str, several: Any, targets: tuple[str, ...]
+) -> None:
+    model = tiny(Qwen3MoeConfig, **MIXTURE) if kind == "mixture" else tiny(Qwen3Config)
+    model.save_pretrained(tmp_path)
+    if kind == "config":  # all that the hub's cache may have
+        (tmp_path / "model.safetensors").unlink()
+    config, source = AdapterConfig(rank=4, targets=targets), ModelConfig(path=str(tmp_path))
+    size = size_of(source, adapter=config, several=several)
+    ranks = [one.rank or 4 for one in several] or [4]
+    found = Adapters(replace(config, rank=1), 0, source, digest="")
+    add_adapters(model, found)
+    assert size is not None
+    assert size.factors == sum(ranks) * sum(p.numel() for p in factors(model).values()) > 0
+    shape = shape_of_fields(model.config.to_dict(), size)
+    if shape is not None:
+        assert shape.trained == size.factors

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.rope import max_positions
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"Config fields with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
 "Attribute of a model with a padded vocabulary: the number of rows without padding."
 

@@ -11,6 +11,7 @@ the same rules (config/rules.py).
 import argparse
 import difflib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -262,12 +263,50 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
             **{**get("adapter"), "targets": tuple(schema.one_or_several(get("adapter.targets")))}
         )
         model = schema.ModelConfig(path=path, revision=get("model.revision"))
-        for key, problem in _as_problem("adapter", _check_adapter, model, config):
-            # The file or command line that set the key is named before it.
-            rank = f"adapter.rank={config.rank}: "
-            key = "adapter.rank" if problem.startswith(rank) else "adapter.targets"
-            key = "adapter" if problem.startswith("adapter: ") else key
-            yield key, problem.removeprefix(rank).removeprefix(f"{key}: ")
+        entries = get("adapters") or ()
+        if entries and (problem := _check_several(model, get("model.chat_template"))):
+            yield "adapters", problem
+            return
+        ranks = {f"adapters.{i}.rank": entry["rank"] for i, entry in enumerate(entries) if entry.get("rank")}
+        if not entries or len(ranks) < len(entries):
+            ranks = {"adapter.rank": config.rank, **ranks}
+        for at, rank in ranks.items():
+            found = [*_as_problem("adapter", _check_adapter, model, replace(config, rank=rank))]
+            for key, problem in found:
+                # The file or command line that set the key is named before it.
+                named = f"adapter.rank={rank}: "
+                key = at if problem.startswith(named) else "adapter.targets"
+                key = "adapter" if problem.startswith("adapter: ") else key
+                yield key, problem.removeprefix(named).removeprefix(f"{key}: ").replace("adapter.rank=", f"{at}=")
+            if found:
+                return  # the others have it too
+
+
+def _check_several(model: schema.ModelConfig, template: str | None) -> str | None:
+    """Return what several adapters cannot start from, as far as the model's files say it."""
+    from sftkit.models.adapter_files import known_shapes
+
+    try:
+        files = model_files.adapter_at(model)
+        shapes = known_shapes(model)
+    except ConfigError:  # that the model is not there, or damaged, is told without this
+        return None
+    if files is not None:
+        return (
+            f"continue no adapter yet, and {files.folder} holds one: set model.path={files.base.path}, its model, for "
+            "new adapters; or leave adapters out, which continues that one"
+        )
+    if shapes is not None and shapes[1]:
+        return "do not go with a mixture of experts yet, whose tokens change places: leave adapters out, and train one"
+    file = Path(resolve(model.path or "")) / "tokenizer.json"
+    if template in CHAT_TEMPLATES and file.is_file():
+        known = file.read_text(encoding="utf-8", errors="replace")
+        if new := [token for token in CHAT_TEMPLATES[template] if json.dumps(token) not in known]:
+            return (
+                f"train no added tokens yet, and model.chat_template={template} adds {first_of(new)}: use a template "
+                "of tokens that the tokenizer has (model.chat_template=null: its own), or train one adapter"
+            )
+    return None
 
 
 def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
