@@ -46,7 +46,7 @@ from sftkit.models.load import load_model
 from sftkit.models.many_adapters import Selection, member_factors, members_of
 from sftkit.models.structure import count_parameters
 from sftkit.objectives.next_token import NextToken
-from sftkit.preflight.analysis import adapter_facts, analyse, memory_plan, meta_model
+from sftkit.preflight.analysis import analyse, memory_plan, meta_model
 from sftkit.preflight.analysis import lines as lines_of
 from sftkit.rundir.files import verify
 from sftkit.rundir.names import resolve, trained_length
@@ -345,10 +345,12 @@ def test_a_step_that_mixes_up_adapters_is_found(
 def test_the_analysis_before_a_run_counts_all_adapters(tmp_path: Path, tokenizer: Any, base: Path) -> None:
     cfg = recipe(tmp_path / "many", base, train=TrainConfig(max_steps=30, global_batch_size=8, micro_batch_size=8))
     cfg = replace(cfg, optim=replace(cfg.optim, lr=7e-4), adapters=(*FOUR[1:], NamedAdapter(name="plain")))
-    batches, _ = several.load_several(cfg, RowTokenizer(None, tokenizer, 32), NextToken(cfg.loss))  # type: ignore[arg-type]
+    tokenize = RowTokenizer(None, tokenizer, 32)  # type: ignore[arg-type]
+    batches, _ = several.load_several(cfg, tokenize, NextToken(cfg.loss))
     shell = meta_model(cfg.model, tokenizer, "bf16", (), cfg.adapter, cfg.adapters)
     assert shell is not None
-    facts = adapter_facts(cfg, batches, shell)
+    found = several.data_of_several(cfg, tokenize, shell)
+    facts = found["adapters"]
     assert sum(one["parameters"] for one in facts) == count_parameters(shell).trained
     assert [(one["rank"], one["alpha"], one["lr"], one["seed"]) for one in facts] == [
         *((8, 8.0, 3e-3, 4), (2, 16.0, 1e-3, 3), (16, 16.0, 5e-3, 5)),
@@ -359,9 +361,8 @@ def test_the_analysis_before_a_run_counts_all_adapters(tmp_path: Path, tokenizer
         own = DATA[one["data"]]
         counts = len(own), int(own.lengths.sum()), int(own.num_targets.sum()), 30
         assert (one["documents"], one["tokens"], one["targets"], one["steps"]) == counts
-    found = {"examples": batches.examples, "validation": {}, "layout": batches.layout, "epoch": batches.plan(0)}
-    plan = memory_plan(cfg, shell, batches.layout, 80, Topology())
-    analysis = analyse(cfg, tokenizer, **found, orig_model=shell, plan=plan, adapters=facts)  # type: ignore[arg-type]
+    plan = memory_plan(cfg, shell, found["layout"], 80, Topology())
+    analysis = analyse(cfg, tokenizer, **found, orig_model=shell, plan=plan)
     # An adapter with less data repeats it, as the steps do.
     done = [batch for _, _, batch in batches._items(0, 30)]
     tokens = sum(int(batches.examples.lengths[list(row)].sum()) for batch in done for row in batch.rows)

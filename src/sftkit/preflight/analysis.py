@@ -40,7 +40,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.many import ManyBatches
 from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading import columns
-from sftkit.data.tokens.sources import stage_rule
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
@@ -300,14 +300,15 @@ def memory_plan(
         plan_log.disabled = False
 
 
-def prepared_examples(
-    data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[Examples, dict[str, Examples]]:
-    """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
-    which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
-    tokenize = stage_rule(stage)(data, tokenizer, max_length)
+def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, Any]:
+    """Return what `analyse` asks of the data: the documents, tokenized as the stage's own script does, which then finds
+    them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
-        return loader.load_examples(data, tokenize, nullcontext())
+        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+    lengths = examples.lengths
+    layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
+    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
+    return {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
 
 
 # Percentages above which a warning is due; targets and ends of turn: below which.

@@ -5,16 +5,21 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import Batches, load_examples
 from sftkit.data.batches.many import ManyBatches, ManyDataset, Source, joined, joint_layout
 from sftkit.data.batches.pack import make_layout
+from sftkit.data.reading.columns import without_logging
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
+from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Objective
+from sftkit.preflight.analysis import adapter_facts
 from sftkit.train.parts import EncodedDocuments
 
 
@@ -67,6 +72,15 @@ def lay_out_several(
     dataset = ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
     return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
+
+
+def data_of_several(cfg: Config, tokenize: RowTokenizer, orig_model: PreTrainedModel | None) -> dict[str, Any]:
+    """Return what preflight.analysis.analyse asks of the data of several adapters; see its data_of."""
+    with without_logging():
+        batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
+    adapters = adapter_facts(cfg, batches, orig_model)
+    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.plan(0)}
+    return {**data, "validation": validation, "adapters": adapters}
 
 
 class EvaluationOfEach:
