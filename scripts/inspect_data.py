@@ -41,19 +41,17 @@ def main() -> None:
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     console.print(start, markup=False, soft_wrap=True)
 
-    # Its documents and their steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
     tokenize = stage_rule(stage)(cfg.data, tokenizer, max_length)
     if cfg.adapters:
-        from sftkit.train.several import data_of_several
+        from sftkit.train.several import data_of_several  # most recipes have one adapter or none
 
         data = data_of_several(cfg, tokenize, orig_model)
     else:
         data = analysis.data_of(cfg, tokenize, flags.topology.row_ranks)
     plan = analysis.memory_plan(cfg, orig_model, data["layout"], flags.gpu_gib, flags.topology)
-    file, gpu_bytes = flags.config_file, plan and plan.total_bytes
-    # a single process has no accelerate config
+    file, gpu_bytes = flags.config_file, plan and plan.total_bytes  # a single process has no file
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         console.print(line, markup=False, soft_wrap=True)
 

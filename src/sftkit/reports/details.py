@@ -127,6 +127,8 @@ def compiler(report: Report) -> Html:
     last: dict[str, Any] = report["last"]
     names = ("graphs", "recompiles", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
+    if mode := report["summary"].get("compile_mode"):
+        counts |= {"mode": mode}
     # All from the last line: these counters only grow.
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
     of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}

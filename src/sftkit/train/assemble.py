@@ -66,6 +66,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
         "precision": rt.precision,
         "attention": setup.attention,
         "attention_why": setup.attention_reason,
+        "compile_mode": setup.compile_mode,
         "optimizer": setup.optimizer,
         "memory_plan": setup.memory_plan,
         "checkpoint_bytes": round(setup.checkpoint_bytes),

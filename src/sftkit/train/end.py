@@ -39,6 +39,8 @@ class Trained:
     warm_up_seconds: float = 0.0
     "for this start"
     compiled: bool = False
+    compile_mode: str = ""
+    "mode of torch.compile, and why"
     stopped: bool = False
     "whether it ended early, by a signal or train.max_minutes"
     metrics: dict[str, float | None] = field(default_factory=dict)
