@@ -43,6 +43,7 @@ from sftkit.memory.plan import checkpoint_bytes
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
     Adapters,
+    DoraLinear,
     adapted,
     add_adapters,
     factors_moved,
@@ -193,6 +194,9 @@ def test_merged_weights_give_the_logits_of_the_adapter(base: Path, tmp_path: Pat
         exact = start.get_parameter(f"{name}.weight").float()
         exact = exact + layer.lora_scale * (layer.lora_B.weight @ layer.lora_A.weight)
         assert torch.equal(rounded.get_parameter(f"{name}.weight"), exact.bfloat16())  # once, from fp32
+    expected = adapted_model(start, str(base), rank=4)(IDS).logits
+    largest = float(expected.detach().abs().max())
+    torch.testing.assert_close(rounded(IDS).logits, expected, rtol=0, atol=2e-2 * largest)
 
 
 def test_greedy_answers_of_the_merged_model_are_those_of_the_adapter(base: Path, tmp_path: Path) -> None:
@@ -207,6 +211,35 @@ def test_greedy_answers_of_the_merged_model_are_those_of_the_adapter(base: Path,
 
     assert answers(merged) == answers(ours)
     assert sum(one != other for one, other in zip(answers(plain), answers(ours), strict=True)) > 10
+
+
+def test_lengths_of_rows_are_those_of_the_dense_sum() -> None:
+    """Of DoRA, without a matrix of that size; a large B, so that no term is small."""
+    model = adapted_model(tiny_llama(), rank=4, method="dora")
+    for layer in adapted(model).values():
+        assert isinstance(layer, DoraLinear)
+        a, b = layer.lora_A.weight.detach(), 5 * layer.lora_B.weight.detach()
+        dense = (layer.weight + layer.lora_scale * (b @ a)).norm(dim=1)
+        torch.testing.assert_close(layer._lengths(a, b, torch.float32), dense, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"method": "dora"}], ids=["lora", "dora"])
+def test_compiled_by_inductor_loss_and_gradients_are_those_of_eager(settings: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    eager, compiled = (adapted_model(tiny_llama(), rank=4, **settings).train() for _ in range(2))
+    compile = CompileConfig(backend="inductor", fullgraph=True)
+    compile_model(compiled, compile)
+    with compiler_switches(compile), scalar_kernels():
+        losses = [loss_of(model) for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for name, p in factors(compiled).items():
+        expected = eager.get_parameter(name).grad
+        assert expected is not None
+        assert p.grad is not None
+        assert float((p.grad - expected).norm() / expected.norm()) < 1e-5
 
 
 def test_a_layer_starts_from_the_same_numbers_whatever_the_other_targets_are() -> None:
@@ -296,10 +329,22 @@ def test_b_is_moved_for_the_comparison_and_has_its_bits_back() -> None:
     assert places == {name: p.data_ptr() for name, p in factors(model).items()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"dropout": 0.5}, {"method": "dora"}, {"base": "nf4"}])
-def test_one_graph_for_all_blocks_and_none_after_the_first_pass(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "tied", "checkpointing"),
+    [
+        *((one, False, False) for one in ({}, {"dropout": 0.5}, {"method": "dora"}, {"base": "nf4"})),
+        ({}, True, False),
+        ({}, False, True),
+    ],
+    ids=["lora", "dropout", "dora", "nf4", "tied", "checkpointing"],
+)
+def test_one_graph_for_all_blocks_and_none_after_the_first_pass(
+    settings: dict[str, Any], tied: bool, checkpointing: bool
+) -> None:
     torch._dynamo.reset()
-    model = adapted_model(tiny_llama(layers=3), rank=4, **settings)
+    model = adapted_model(tiny_llama(layers=3, tie_word_embeddings=tied), rank=4, **settings)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
     compile_model(model, compile)
     with compiler_switches(compile), scalar_kernels():
@@ -426,8 +471,12 @@ def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path
         ({"r": "4"}, "needs r, lora_alpha and base_model_name_or_path"),
         ({"base_model_name_or_path": None}, "needs r, lora_alpha and base_model_name_or_path"),
         (
+            {"base_model_name_or_path": "/no/model"},
+            "/no/model is not there. Move the model back there, or write its new",
+        ),
+        (
             {"base_model_name_or_path": "runs/no/step-000009"},
-            "base_model.* runs/no/step-000009 is not there, seen from",
+            "base_model.* runs/no/step-000009 is not there. Start in the folder where the training was started",
         ),
     ],
 )

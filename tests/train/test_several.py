@@ -182,6 +182,22 @@ def test_each_adapter_is_trained_as_if_alone(tmp_path: Path, tokenizer: Any, bas
     assert {*red} <= {"Answers end with a learned end of turn"}, red
 
 
+def test_an_accumulated_step_is_that_of_one_pass(tmp_path: Path, tokenizer: Any, base: Path) -> None:
+    cfg = alone(recipe(tmp_path / "many", base), FOUR[0], tmp_path / "whole")
+    whole = run(cfg, tokenizer)
+    parts = replace(
+        cfg, run=replace(cfg.run, dir=str(tmp_path / "parts")), train=replace(cfg.train, micro_batch_size=2)
+    )
+    accumulated = run(parts, tokenizer)
+    for name in ("train/loss", "train/grad_norm"):
+        torch.testing.assert_close(
+            torch.tensor(lines(accumulated, name)), torch.tensor(lines(whole, name)), rtol=1e-6, atol=0
+        )
+    found = factors_in(last_step(accumulated))
+    for name, value in factors_in(last_step(whole)).items():
+        assert float((found[name] - value).norm() / value.norm()) < 1e-5
+
+
 def test_one_adapter_of_one_is_the_single_adapter_run_bitwise(tmp_path: Path, tokenizer: Any, base: Path) -> None:
     one = FOUR[0]
     together = run(recipe(tmp_path / "many", base, adapters=(one,)), tokenizer)

@@ -97,7 +97,7 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
         return
     engine = get("train.engine")
     if engine in ("pipeline", "graph"):
-        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: take blocks"
+        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: set train.engine=blocks"
     elif topology.tensor > 1:
         yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
     if get("adapter.base") == "nf4" and topology.sharded:

@@ -217,9 +217,11 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         if with_base:
             resolve(base)
     except ConfigError as error:
+        cure = f"Start in the folder where the training was started (here: {Path.cwd()}), or move the model back there"
+        if Path(base).is_absolute():
+            cure = "Move the model back there, or write its new folder into that file"
         raise ConfigError(
-            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there, seen "
-            f"from {Path.cwd()}. Start in the folder where the training was started, or move the model back there"
+            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there. {cure}"
         ) from error
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return AdapterFiles(
