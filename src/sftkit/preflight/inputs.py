@@ -512,7 +512,7 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     text = f"{description}\n{parser.format_help().strip()}"
     # The processes are only known for a launch.
     of_launch = launch_rules() if file else []
-    rules = [*data_rules(stage), partial(_adapter, stage=stage, made=()), *of_launch]
+    rules: list[Rule | OfLaunch] = [*data_rules(stage), partial(_adapter, stage=stage, made=()), *of_launch]
     cfg = read_command_line(text, rules, launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
     if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):

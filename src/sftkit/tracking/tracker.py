@@ -173,9 +173,9 @@ class Tracker:
                 from sftkit.reports import collect  # here, as training loads no reports when it starts
 
                 rows = collect.newest_adapter_rows(self.run_dir)
-                columns, cells = collect.adapter_table(rows)
-                shown = f"\n{aligned([columns, *cells])}" if rows else shown
-                self._table(step, "adapters", columns, rows)
+                names, cells = collect.adapter_table(rows)
+                shown = f"\n{aligned([names, *cells])}" if rows else shown
+                self._table(step, "adapters", names, rows)
             self.rt.print(f"  evaluation at step {step}:{shown}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
