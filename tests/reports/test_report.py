@@ -91,6 +91,12 @@ def test_page_and_data_hold_what_the_files_say(run: Path) -> None:
     assert "c3ab8ff13720e8ad" in page.text
 
 
+def test_page_says_in_which_mode_the_step_was_compiled_and_why(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"compile_mode": "reduce-overhead (CUDA graphs), as <why>"}))
+    assert "modereduce-overhead (CUDA graphs), as <why>" in read(write_report(run)).text
+
+
 def test_page_and_card_say_what_was_trained_of_a_partly_frozen_model(run: Path) -> None:
     checkpoint = run / "step-000300"
     header = {
