@@ -303,7 +303,8 @@ def test_each_folder_is_a_model_and_the_step_directory_says_so(tmp_path: Path, t
         folder = step / "adapters" / one.name
         settings = json.loads((folder / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"]) == (one.rank, one.alpha or 16.0)
-        assert {"tokenizer.json", "generation_config.json", "manifest.json"} <= {path.name for path in folder.iterdir()}
+        own_files = {"tokenizer.json", "generation_config.json", "manifest.json", "recipe.yaml"}
+        assert own_files <= {path.name for path in folder.iterdir()}
         assert verify(folder) is None
         assert trained_length(folder) == 32  # as its run had it: for make eval and a following stage
         merged = load_model(ModelConfig(path=str(folder)), tokenizer, 0)
