@@ -20,6 +20,7 @@ def main() -> None:
     cfg, flags = parse(__doc__)  # invalid arguments are rejected here, before torch is imported
 
     from sftkit.config.tables import stage_of_recipe
+    from sftkit.config.terminal import print_text
     from sftkit.config.topology import machines_of
     from sftkit.data.tokens.sources import stage_rule
     from sftkit.launch.layouts import advice
@@ -30,7 +31,6 @@ def main() -> None:
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
-    console = inspection.preflight_console()
 
     # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
@@ -39,10 +39,10 @@ def main() -> None:
     precision = analysis.precision_text(cfg.train)
     longest = positions(orig_model) if orig_model else None
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
-    console.print(start, markup=False, soft_wrap=True)
+    print_text(start)
 
     stage = flags.stage or stage_of_recipe(flags.recipe)
-    console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
+    print_text(inspection.stage_text(stage, by_name=flags.stage is None))
     tokenize = stage_rule(stage)(cfg.data, tokenizer, max_length)
     if cfg.adapters:
         from sftkit.train.several import data_of_several  # most recipes have one adapter or none
@@ -53,11 +53,11 @@ def main() -> None:
     plan = analysis.memory_plan(cfg, orig_model, data["layout"], flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes  # a single process has no file
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
-        console.print(line, markup=False, soft_wrap=True)
+        print_text(line)
 
     found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
     samples = inspection.previews(data["examples"], tokenizer, flags.preview)
-    inspection.print_preflight(console, found, samples)
+    inspection.print_preflight(found, samples)
     if flags.html:
         flags.html.write_text(
             inspection.page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8"
