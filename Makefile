@@ -22,7 +22,7 @@ $(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error
 $(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev test lint smoke base mid sft eval chat inspect report export bench validate explain lab patterns toolkit
+.PHONY: help install dev test lint smoke lora base mid sft eval chat inspect report export bench validate explain lab patterns toolkit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,12 @@ lint: dev ## ruff and mypy
 
 smoke: install ## base, mid, SFT and evaluation with a tiny model
 	$(PY) scripts/run_chain.py recipes/smoke $(ARGS)
+
+lora: install runs/smoke/mid/LATEST ## a first adapter: LoRA on the model of make smoke, in a minute on two cores
+	$(PY) -m sftkit.launch scripts/chat_sft.py recipes/smoke/lora.yaml $(ARGS)
+
+runs/smoke/mid/LATEST: | install
+	$(PY) scripts/run_chain.py recipes/smoke
 
 base: install ## pretrain a small model (recipes/default/base.yaml)
 	$(PY) -m sftkit.launch scripts/base_train.py $(BASE_RECIPE) $(ARGS)

@@ -1,5 +1,5 @@
 """Write the tables and pictures of pages from the raw files that they name: labs/compile_lab.md,
-labs/patterns/README.md, docs/parallelism.md and the READMEs of benchmarks/.
+labs/patterns/README.md, docs/parallelism.md, docs/adapters.md and the READMEs of benchmarks/.
 
 python -m labs.pages [PAGE ...]      without a page all of them, and the pictures
 
@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from labs.fits import FITS
 from labs.patterns import paper
 from labs.patterns.run import Table, bubbles, exchanges, holds, machine_line, timeline_pictures
 from labs.tables import (
@@ -530,6 +531,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "labs/compile_lab.md": lambda name: lab_tables(BENCHMARKS / name),
     "labs/patterns/README.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
     "docs/parallelism.md": lambda name: markdown_table(*PAPER[name]()),
+    "docs/adapters.md": lambda name: markdown_table(*FITS[name]()),
     "benchmarks/lab_gpt2/README.md": lambda _: gpt2_tables(BENCHMARKS / "lab_gpt2"),
     "benchmarks/lab_layouts/README.md": lambda _: layout_tables(BENCHMARKS / "lab_layouts"),
     "benchmarks/lab_captioning/README.md": lambda _: caption_tables(BENCHMARKS / "lab_captioning"),

@@ -22,14 +22,12 @@ def main() -> None:
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.terminal import print_text
     from sftkit.config.topology import machines_of
-    from sftkit.data.batches.epoch import plan_epoch
-    from sftkit.data.batches.pack import make_layout
+    from sftkit.data.tokens.sources import stage_rule
     from sftkit.launch.layouts import advice
     from sftkit.models.load import resolve_max_length
     from sftkit.models.structure import positions
     from sftkit.preflight import analysis
     from sftkit.preflight import terminal as inspection
-    from sftkit.preflight.terminal import page
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
@@ -43,25 +41,27 @@ def main() -> None:
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     print_text(start)
 
-    # Its documents and their steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
     print_text(inspection.stage_text(stage, by_name=flags.stage is None))
-    examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
-    lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
-    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
-    plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
-    file, gpu_bytes = flags.config_file, plan and plan.total_bytes
-    # a single process has no accelerate config
+    tokenize = stage_rule(stage)(cfg.data, tokenizer, max_length)
+    if cfg.adapters:
+        from sftkit.train.several import data_of_several  # most recipes have one adapter or none
+
+        data = data_of_several(cfg, tokenize, orig_model)
+    else:
+        data = analysis.data_of(cfg, tokenize, flags.topology.row_ranks)
+    plan = analysis.memory_plan(cfg, orig_model, data["layout"], flags.gpu_gib, flags.topology)
+    file, gpu_bytes = flags.config_file, plan and plan.total_bytes  # a single process has no file
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         print_text(line)
 
-    data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
     found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
-    samples = inspection.previews(examples, tokenizer, flags.preview)
+    samples = inspection.previews(data["examples"], tokenizer, flags.preview)
     inspection.print_preflight(found, samples)
     if flags.html:
-        flags.html.write_text(page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8")
+        flags.html.write_text(
+            inspection.page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8"
+        )
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the only view of e
 
 from labs.explain.compiler_logs import FOLDER, compiler_logs
 from labs.explain.subject import Subject
-from sftkit.compile.contract import compile_model, compiler_switches, has_cuda_graphs, run_eagerly
+from sftkit.compile.contract import compile_model, compiler_switches, run_eagerly
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import CompileConfig
+from sftkit.config.schema import CompileConfig, has_cuda_graphs
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import working
 

@@ -16,10 +16,9 @@ from sftkit.compile.contract import (
     compile_arguments,
     compile_model,
     compiler_switches,
-    has_cuda_graphs,
     recording_advice,
 )
-from sftkit.config.schema import CompileConfig
+from sftkit.config.schema import CompileConfig, has_cuda_graphs
 from sftkit.errors import ConfigError
 
 

@@ -139,6 +139,10 @@ def test_a_run_is_evaluated_on_what_it_was_unless_something_else_is_named(
     )
     own = EvalConfig(tasks=("piqa", "gsm8k"), shots=2, format="chat", batch_size=8, samples=0)
     assert written(evaluated) == written(evaluated, path=step) == (own, (rows,))
+    member = step / "adapters" / "one"
+    member.mkdir(parents=True)
+    (member / "config.json").write_text("{}")
+    assert written(evaluated, path=member) == (own, (rows,))
     assert written(evaluated, "--shots", "0", "--batch-size", "4") == (replace(own, shots=0, batch_size=4), (rows,))
     assert written(evaluated, "mmlu") == (EvalConfig(tasks=("mmlu",), samples=0), ())
     assert written(evaluated, "--val", "builtin:docs[heldout]")[0].tasks == ()

@@ -244,6 +244,7 @@ def test_flags_are_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPa
         (("--temperature", "1", "--top-p", "0"), "more than 0 and at most 1"),
         (("--top-p", "0.9"), "--top-p needs --temperature"),
         (("--max-new-tokens", "0"), "must be 1 or more"),
+        (("--prompt", " "), "--prompt has no question in it"),
         (("--template-arg", "enable_thinking"), "expected NAME=VALUE, such as enable_thinking=false"),
         (("--template-arg", "a=[1]"), "expected NAME=VALUE"),
     ):

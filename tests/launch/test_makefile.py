@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
 
 
-def make(*words: str) -> subprocess.CompletedProcess[str]:
+def make(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """What make would do, told as to a user: not as a make within the one that may have started these tests."""
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.run(
-        ["make", "--dry-run", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+        ["make", "--dry-run", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -51,6 +53,22 @@ def test_targets_read_what_is_theirs(words: tuple[str, ...]) -> None:
     done = make(*words)
     assert done.returncode == 0, done.stderr
     assert words[-1].removeprefix("RECIPE=").removeprefix("PLAN=") in done.stdout
+
+
+def test_a_first_adapter_is_trained_on_the_model_of_the_smoke_chain(tmp_path: Path) -> None:
+    """In a clone without runs the chain comes first."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    adapter = "-m sftkit.launch scripts/chat_sft.py recipes/smoke/lora.yaml train.max_steps=1"
+    lines = make("lora", "ARGS=train.max_steps=1", folder=tmp_path).stdout.splitlines()
+    assert [line.removeprefix(".venv/bin/python ") for line in lines] == ["scripts/run_chain.py recipes/smoke", adapter]
+    (tmp_path / "runs" / "smoke" / "mid").mkdir(parents=True)
+    (tmp_path / "runs" / "smoke" / "mid" / "LATEST").touch()
+    (line,) = make("lora", "ARGS=train.max_steps=1", folder=tmp_path).stdout.splitlines()
+    assert line.endswith(adapter)
 
 
 def test_known_variables_reach_the_command() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from labs import fits
 from sftkit.config.commands import install
 from sftkit.config.schema import (
     AdapterConfig,
@@ -121,6 +122,29 @@ def test_estimated_peaks_are_within_15_percent_of_measured_steps(name: str) -> N
     for measured in PEAKS[name]:
         assert estimated == pytest.approx(measured, rel=0.15)
     assert estimated == pytest.approx(PEAKS[name][1], rel=0.03)  # the kernel that keeps what the formula counts
+
+
+@pytest.mark.parametrize(("model", "method"), fits.MEASURED)
+def test_estimated_peaks_of_adapters_are_within_4_percent_of_measured_steps(model: str, method: str) -> None:
+    """One row of 16,384 tokens, a rank of 16; the context is no tensor."""
+    estimated = estimate(next(fits.setups(model, method, 16_384, "speed"))).tensors / GIB
+    assert estimated == pytest.approx(fits.measured(model, method), rel=0.04)
+
+
+@pytest.mark.parametrize(("model", "reserved"), [("Qwen3 0.6B", 19.2), ("Qwen3 1.7B", 30.9)])
+def test_replayed_graphs_hold_more_as_was_measured(model: str, reserved: float) -> None:
+    setup = replace(next(fits.setups(model, "LoRA", 16_384, "speed")), cuda_graphs=True)
+    assert estimate(setup).tensors / GIB == pytest.approx(reserved, rel=0.02)
+
+
+def test_a_recipe_with_replayed_graphs_is_planned_with_their_pool() -> None:
+    cfg = recipe()
+    graphs = replace(cfg, compile=replace(cfg.compile, mode="reduce-overhead"))
+    plain, replayed = (make_plan(one, qwen3("0.6B"), packed(), runtime(), Fixed(H200)) for one in (cfg, graphs))
+    assert plain.estimate is not None
+    assert replayed.estimate is not None
+    pool = 2 * 2 * 1024 * 28 * 16_384  # input and gradient of each block, bf16
+    assert replayed.estimate.activations - plain.estimate.activations == pool
 
 
 def test_an_estimate_is_the_sum_of_its_parts_and_they_are_what_they_say() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +27,29 @@ from transformers import (
 
 from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    NamedAdapter,
+    OptimConfig,
+    TrainConfig,
+)
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
+from sftkit.launch.layouts import shape_of_fields
 from sftkit.memory.plan import checkpoint_bytes
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
     Adapters,
+    DoraLinear,
     adapted,
     add_adapters,
     factors_moved,
     peft_config_text,
 )
-from sftkit.models.files import adapter_at, replica_of
+from sftkit.models.files import adapter_at, replica_of, size_of
 from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
@@ -182,6 +193,9 @@ def test_merged_weights_give_the_logits_of_the_adapter(base: Path, tmp_path: Pat
         exact = start.get_parameter(f"{name}.weight").float()
         exact = exact + layer.lora_scale * (layer.lora_B.weight @ layer.lora_A.weight)
         assert torch.equal(rounded.get_parameter(f"{name}.weight"), exact.bfloat16())  # once, from fp32
+    expected = adapted_model(start, str(base), rank=4)(IDS).logits
+    largest = float(expected.detach().abs().max())
+    torch.testing.assert_close(rounded(IDS).logits, expected, rtol=0, atol=2e-2 * largest)
 
 
 def test_greedy_answers_of_the_merged_model_are_those_of_the_adapter(base: Path, tmp_path: Path) -> None:
@@ -196,6 +210,35 @@ def test_greedy_answers_of_the_merged_model_are_those_of_the_adapter(base: Path,
 
     assert answers(merged) == answers(ours)
     assert sum(one != other for one, other in zip(answers(plain), answers(ours), strict=True)) > 10
+
+
+def test_lengths_of_rows_are_those_of_the_dense_sum() -> None:
+    """Of DoRA, without a matrix of that size; a large B, so that no term is small."""
+    model = adapted_model(tiny_llama(), rank=4, method="dora")
+    for layer in adapted(model).values():
+        assert isinstance(layer, DoraLinear)
+        a, b = layer.lora_A.weight.detach(), 5 * layer.lora_B.weight.detach()
+        dense = (layer.weight + layer.lora_scale * (b @ a)).norm(dim=1)
+        torch.testing.assert_close(layer._lengths(a, b, torch.float32), dense, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"method": "dora"}], ids=["lora", "dora"])
+def test_compiled_by_inductor_loss_and_gradients_are_those_of_eager(settings: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    eager, compiled = (adapted_model(tiny_llama(), rank=4, **settings).train() for _ in range(2))
+    compile = CompileConfig(backend="inductor", fullgraph=True)
+    compile_model(compiled, compile)
+    with compiler_switches(compile), scalar_kernels():
+        losses = [loss_of(model) for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for name, p in factors(compiled).items():
+        expected = eager.get_parameter(name).grad
+        assert expected is not None
+        assert p.grad is not None
+        assert float((p.grad - expected).norm() / expected.norm()) < 1e-5
 
 
 def test_a_layer_starts_from_the_same_numbers_whatever_the_other_targets_are() -> None:
@@ -285,10 +328,22 @@ def test_b_is_moved_for_the_comparison_and_has_its_bits_back() -> None:
     assert places == {name: p.data_ptr() for name, p in factors(model).items()}
 
 
-@pytest.mark.parametrize("settings", [{"dropout": 0.5}, {"method": "dora"}, {"base": "nf4"}])
-def test_one_graph_for_all_blocks_and_none_after_the_first_pass(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "tied", "checkpointing"),
+    [
+        *((one, False, False) for one in ({"dropout": 0.5}, {"method": "dora"}, {"base": "nf4"})),
+        ({}, True, False),
+        ({}, False, True),
+    ],
+    ids=["dropout", "dora", "nf4", "tied", "checkpointing"],
+)
+def test_one_graph_for_all_blocks_and_none_after_the_first_pass(
+    settings: dict[str, Any], tied: bool, checkpointing: bool
+) -> None:
     torch._dynamo.reset()
-    model = adapted_model(tiny_llama(layers=3), rank=4, **settings)
+    model = adapted_model(tiny_llama(layers=3, tie_word_embeddings=tied), rank=4, **settings)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     compile = CompileConfig(backend="aot_eager", fullgraph=True)
     compile_model(model, compile)
     with compiler_switches(compile), scalar_kernels():
@@ -415,8 +470,12 @@ def test_weights_that_changed_under_an_adapter_are_an_error(base: Path, tmp_path
         ({"r": "4"}, "needs r, lora_alpha and base_model_name_or_path"),
         ({"base_model_name_or_path": None}, "needs r, lora_alpha and base_model_name_or_path"),
         (
+            {"base_model_name_or_path": "/no/model"},
+            "/no/model is not there. Move the model back there, or write its new",
+        ),
+        (
             {"base_model_name_or_path": "runs/no/step-000009"},
-            "base_model.* runs/no/step-000009 is not there, seen from",
+            "base_model.* runs/no/step-000009 is not there. Start in the folder where the training was started",
         ),
     ],
 )
@@ -474,7 +533,34 @@ def test_a_model_with_adapters_counts_them_and_its_checkpoint_alone() -> None:
 def test_a_launch_counts_no_gradients_of_a_frozen_model(base: Path) -> None:
     model, train = ModelConfig(path=str(base)), TrainConfig()
     whole = replica_of(model, OptimConfig(), train)
-    adapter = replica_of(model, OptimConfig(), train, AdapterConfig())
+    adapter = replica_of(model, OptimConfig(), train, AdapterConfig(rank=1))
     assert whole is not None
     assert adapter is not None
-    assert adapter.held_bytes == 2 * adapter.parameters < whole.held_bytes / 2
+    size = size_of(model, adapter=AdapterConfig(rank=1))
+    assert size is not None
+    assert adapter.held_bytes == 2 * adapter.parameters + 16 * size.factors < whole.held_bytes / 2
+
+
+MIXTURE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("attention",)])
+@pytest.mark.parametrize("several", [(), (NamedAdapter(name="a", rank=2), NamedAdapter(name="b"))])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "config"])
+def test_a_launch_counts_the_factors_of_experts_and_of_several_adapters(
+    tmp_path: Path, kind: str, several: Any, targets: tuple[str, ...]
+) -> None:
+    model = tiny(Qwen3MoeConfig, **MIXTURE) if kind == "mixture" else tiny(Qwen3Config)
+    model.save_pretrained(tmp_path)
+    if kind == "config":  # all that the hub's cache may have
+        (tmp_path / "model.safetensors").unlink()
+    config, source = AdapterConfig(rank=4, targets=targets), ModelConfig(path=str(tmp_path))
+    size = size_of(source, adapter=config, several=several)
+    ranks = [one.rank or 4 for one in several] or [4]
+    found = Adapters(replace(config, rank=1), 0, source, digest="")
+    add_adapters(model, found)
+    assert size is not None
+    assert size.factors == sum(ranks) * sum(p.numel() for p in factors(model).values()) > 0
+    shape = shape_of_fields(model.config.to_dict(), size)
+    if shape is not None:
+        assert shape.trained == size.factors

@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sftkit.compile.contract import replays_blocks
-from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig
+from sftkit.compile.contract import choose_mode, replays_blocks
+from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig, has_cuda_graphs
 from sftkit.data.batches.pack import Layout
 from sftkit.models import joined_adapters
 from sftkit.models.adapters import Adapters, add_adapters
@@ -153,3 +153,12 @@ def test_short_blocks_with_adapters_are_replayed_where_nothing_speaks_against_it
     layout = Layout(made["kind"], (length,), 1, 1, 1, length, length)
     rt: Any = SimpleNamespace(device=torch.device(made["device"]), world_size=made["world_size"])
     assert replays_blocks(made["compile"], model, layout, rt) == replays
+    # The setup of the run says which mode it takes, and why.
+    given = made["compile"], model, layout, rt
+    settings, words = choose_mode(*given, routed=False)
+    assert has_cuda_graphs(settings) == words.startswith("reduce-overhead (CUDA graphs), as launching") == replays
+    if not replays:
+        assert settings == made["compile"]
+        said = "default: as the recipe says" if settings.mode else "default: kernels are launched one by one"
+        assert words == said
+    assert choose_mode(*given, routed=True)[0] == made["compile"]

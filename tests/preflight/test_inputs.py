@@ -87,10 +87,26 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert "lm_head is the head, which gets no adapter" in told
     (told,) = problems(*start, "adapter.rank=4", "adapter.targets=[]")
     assert told.startswith("adapter.targets: is empty")
+    # Several: each rank, the shared one if an adapter has it; a template that adds tokens; a mixture.
+    assert problems(*start, "adapter={}", "adapters=[{name: a, rank: 4}, {name: b, rank: 2}]") == []
+    (told,) = problems(*start, "adapter={}", "adapters=[{name: a, rank: 4}, {name: b}]")
+    assert told.startswith("adapter.rank: model.layers.0.self_attn.q_proj has 4 inputs")
+    (told,) = problems(*start, "adapter.rank=2", "adapters=[{name: a}, {name: b, rank: 5}]")
+    assert told.startswith("adapters.1.rank: model.layers.0.self_attn.q_proj has 4 inputs and 8 outputs")
+    assert "set adapters.1.rank=4 or less" in told
+    several = ("adapter.rank=2", "adapters=[{name: a}]")
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_start|>"}]}')
+    assert problems(*start, *several) == []
+    (told,) = problems(*start, *several, "model.chat_template=chatml")
+    assert told.startswith("adapters: train no added tokens yet, and model.chat_template=chatml adds <|im_end|>: use a")
+    (folder / "tokenizer.json").write_text('["<|im_start|>", "<|im_end|>"]')
+    assert problems(*start, *several, "model.chat_template=chatml") == []
     entries["model.layers.0.mlp.experts.0.down_proj.weight"] = entries.pop("model.layers.0.mlp.up_proj.weight")
     header = json.dumps(entries).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
     (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (told,) = problems(*start, *several)
+    assert told.startswith("adapters: do not go with a mixture of experts yet")
     (told,) = problems(*start, "adapter.rank=4", "adapter.dropout=0.1")
     assert told.startswith("adapter.targets: model.layers.0.mlp.experts has an adapter only without adapter.dropout")
     assert problems(*start, "adapter.rank=4", "adapter.dropout=0.1", "adapter.experts=false") == []
@@ -122,6 +138,8 @@ def test_settings_of_an_adapter_that_is_continued_are_compared_with_its_files_be
     (here / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     start = ("model.scratch=null", "model.path=adapter")
     assert problems(*start, "adapter.rank=2", "adapter.alpha=4") == []
+    (told,) = problems(*start, "adapter.rank=2", "adapter.alpha=4", "adapters=[{name: a}]")
+    assert told.startswith(f"adapters: continue no adapter yet, and adapter holds one: set model.path={folder}, its")
     (told,) = problems(*start, "adapter.rank=4", "adapter.alpha=4")
     assert told.startswith("adapter holds an adapter (lora) ")
     assert "of rank 2 with the scale 2, and the recipe asks for lora of rank 4 with 1: set adapter.method=lora" in told
@@ -175,6 +193,12 @@ def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> No
     (run_dir / "LATEST").write_text("step-000002\n")
     newest = "train.resume: runs/mine: a run, whose newest checkpoint is runs/mine/step-000002: name that"
     assert refused("train.resume=runs/mine") == newest
+    one = "runs/mine/step-000002/adapters/one"
+    (here / one).mkdir(parents=True)
+    assert refused(f"train.resume={one}").endswith(
+        f"{one}: one adapter of a run with several, which resumes as a whole: name runs/mine/step-000002, or start a "
+        f"new run from this adapter with model.path={one}"
+    )
     assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
 
 

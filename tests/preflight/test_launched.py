@@ -60,7 +60,11 @@ def problem(topology: Topology, *words: str, here: bool = False) -> str:
             (GRAPH, "graph.passes=[full_inductor]", "attention.backend=flex"),
             "no backward pass of FlexAttention",
         ),
-        (SHARDS, NF4, "adapter.base: nf4 does not go with shards (fsdp2, 2 shards): start with ddp.yaml, or set bf16"),
+        (
+            SHARDS,
+            NF4,
+            "adapter.base: nf4 does not go with shards (fsdp2, 2 shards): start with ddp.yaml, where each GPU ",
+        ),
         (ON_CPU, NF4, "adapter.base: nf4 needs a GPU, and this run computes on the CPU: set adapter.base=bf16 here"),
         (REPLICAS, (*NF4, "train.fp8=rowwise"), "train.fp8: does not go with adapter"),
     ],

@@ -91,6 +91,12 @@ def test_page_and_data_hold_what_the_files_say(run: Path) -> None:
     assert "c3ab8ff13720e8ad" in page.text
 
 
+def test_page_says_in_which_mode_the_step_was_compiled_and_why(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"compile_mode": "reduce-overhead (CUDA graphs), as <why>"}))
+    assert "modereduce-overhead (CUDA graphs), as <why>" in read(write_report(run)).text
+
+
 def test_page_and_card_say_what_was_trained_of_a_partly_frozen_model(run: Path) -> None:
     checkpoint = run / "step-000300"
     header = {
@@ -114,12 +120,28 @@ def test_page_and_card_have_several_adapters_side_by_side(run: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text("{}")
     rows = read_rows(run / "metrics.jsonl", [])
-    values = {"train/loss/a": 1.25, "train/loss/lr-1e-3": 2.5, "train/lr/a": 3e-4, "health/skipped_steps/lr-1e-3": 7.0}
+    values = {"train/loss/a": 1.25, "train/loss/lr-1e-3": 2.5, "health/skipped_steps/lr-1e-3": 7.0}
     write_rows(run / "metrics.jsonl", [row | values for row in rows])
     text = read(write_report(run)).text
     table = text[text.index("Adapters, newest values") :]
-    assert "a1.25––0.0003–" in table
-    assert "lr-1e-32.5–––7" in table
+    assert "adaptertraining lossskipped steps\n\na1.25–\nlr-1e-32.57" in table
+    # With the facts of the analysis before the run, and evaluations.
+    preflight = json.loads((run / "preflight.json").read_text())
+    shared = {"alpha": 32, "data": "rows", "steps": 300}
+    of_each = [{"name": "a", "rank": 8, "lr": 1e-3, **shared}, {"name": "lr-1e-3", "rank": 4, "lr": 1e-4, **shared}]
+    (run / "preflight.json").write_text(json.dumps(preflight | {"adapters": of_each}))
+    losses = [(200, 2.0, 1.5), (300, 2.25, 1.25)]
+    write_rows(run / "evals.jsonl", [{"step": n, "val/a/loss": a, "val/lr-1e-3/loss": b} for n, a, b in losses])
+    for folder in (run / "step-000300" / "adapters").iterdir():
+        header = json.dumps({"w": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}).encode()
+        (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1000))
+    (run / "step-000300" / "model.safetensors").unlink()
+    page = read(write_report(run))
+    table = page.text[page.text.index("Adapters, newest values") :]
+    assert "a8320.001rows3001.252.252200–" in table  # the lowest at step 200
+    assert "lr-1e-34320.0001rows3002.51.251.253007" in table
+    assert "(2 adapters, 1 k parameters: a, lr-1e-3)" in page.text
+    assert "validation loss1.25lr-1e-3, the lowest of 2 adapters, last evaluation" in page.text
     card = (run / "step-000300" / "README.md").read_text()
     assert "2 low-rank adapters" in card
     assert "for a language model, each a separate model in `adapters/`, trained with sftkit" in card

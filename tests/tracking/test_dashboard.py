@@ -60,7 +60,7 @@ def test_a_pattern_draws_the_names_that_it_stands_for_and_intervals_apart_from_v
 
 def test_losses_are_drawn_over_tokens_flops_and_seconds_too() -> None:
     plots = [panel["config"] for panel in sections_of()["Loss"]["panels"]]
-    axes = [plot["xAxis"] for plot in plots if plot["metrics"] == ["train/loss", "val/loss"]]
+    axes = [plot["xAxis"] for plot in plots if plot.get("metrics") == ["train/loss", "val/loss"]]
     assert axes == ["step", "train/tokens", "train/flops", "train/seconds"]
 
 

@@ -136,6 +136,31 @@ def test_a_line_ends_with_the_time_that_the_steps_left_take() -> None:
     assert "mfu" not in train_line(700, 1500, {**values, "perf/mfu": None})
 
 
+def test_several_adapters_are_side_by_side_on_console_and_dashboard(tmp_path: Path, capsys) -> None:
+    of_each = [{"name": "a", "rank": 8, "lr": 1e-3, "steps": 20}, {"name": "bee", "rank": 16, "lr": 1e-4, "steps": 20}]
+    (tmp_path / "preflight.json").write_text(json.dumps({"adapters": of_each}))
+    tracker, dashboard = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {"adapters": of_each}).open(), Fake()
+    tracker._dashboard = DashboardWriter(dashboard)
+    with tracker:
+        for step, loss in ((10, 1.5), (20, 1.75)):
+            tracker.log_metrics(step, 20, METRICS | {"train/loss/a": 1.25, "train/loss/bee": None})
+            tracker.log_evals(step, {"val/a/loss": loss, "val/bee/loss": 2.0}, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  loss of each: a 1.2500  bee      -"
+    assert "  lr " not in lines[0]
+    assert lines[-4:-2] == [
+        "  evaluation at step 20:",
+        "  adapter  rank  lr      steps  training loss  validation loss  best  at step",
+    ]
+    assert lines[-2:] == [
+        "  a        8     0.001   20     1.25           1.75             1.5   10",
+        "  bee      16    0.0001  20     –              2                2     10",
+    ]
+    table = next(one[2] for one in reversed(dashboard.seen) if one[0] == "table")
+    assert table.name == "adapters"
+    assert table.rows[0] == ["a", 8, 1e-3, 20, 1.25, 1.75, 1.5, 10.0]
+
+
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a real wandb run, whose steps go back once."""

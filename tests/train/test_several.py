@@ -35,21 +35,27 @@ from sftkit.config.schema import (
     SourceConfig,
     TrainConfig,
 )
+from sftkit.config.topology import Topology
 from sftkit.data.batches.many import ManyBatches
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, NonFiniteError
 from sftkit.models import adapters
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.many_adapters import Selection, member_factors, members_of
+from sftkit.models.structure import count_parameters
 from sftkit.objectives.objective import NextToken
+from sftkit.preflight.analysis import analyse, memory_plan, meta_model
+from sftkit.preflight.analysis import lines as lines_of
 from sftkit.rundir.files import verify
-from sftkit.rundir.names import resolve
+from sftkit.rundir.names import resolve, trained_length
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 from sftkit.train import assemble, several
 from sftkit.train.loop import train
 from sftkit.train.parts import LoadedModel, Run, TrainServices
+from sftkit.verify.proof import verify_checkpoint
 
 DATA = {
     name: make_examples([int(n) for n in torch.randint(4, 33, (count,), generator=torch.Generator().manual_seed(i))], i)
@@ -123,7 +129,7 @@ def run(cfg: Config, tokenizer: Any, resume: str | None = None) -> Path:
     loaded = LoadedModel(orig_model, tokenizer, 32)
     objective = NextToken(cfg.loss)
     if cfg.adapters:
-        batches, _ = several.load_several(here, loaded, None, objective)  # type: ignore[arg-type]
+        batches, _ = several.load_several(cfg, RowTokenizer(None, tokenizer, 32), objective, found)  # type: ignore[arg-type]
     else:
         documents = assemble.EncodedDocuments(DATA[cfg.data.train[0].path], 32, tokenizer.pad_token_id or 0)
         batches = assemble.lay_out(cfg, rt, documents, objective, found)
@@ -188,6 +194,22 @@ def test_each_adapter_is_trained_as_if_alone(tmp_path: Path, tokenizer: Any, bas
     assert len(steps) == 2  # the short data has ended before
     red = {row: found for row, found in proof_rows(tmp_path / "many").items() if found["ok"] is False}
     assert {*red} <= {"Answers end with a learned end of turn"}, red
+
+
+def test_an_accumulated_step_is_that_of_one_pass(tmp_path: Path, tokenizer: Any, base: Path) -> None:
+    cfg = alone(recipe(tmp_path / "many", base), FOUR[0], tmp_path / "whole")
+    whole = run(cfg, tokenizer)
+    parts = replace(
+        cfg, run=replace(cfg.run, dir=str(tmp_path / "parts")), train=replace(cfg.train, micro_batch_size=2)
+    )
+    accumulated = run(parts, tokenizer)
+    for name in ("train/loss", "train/grad_norm"):
+        torch.testing.assert_close(
+            torch.tensor(lines(accumulated, name)), torch.tensor(lines(whole, name)), rtol=1e-6, atol=0
+        )
+    found = factors_in(last_step(accumulated))
+    for name, value in factors_in(last_step(whole)).items():
+        assert float((found[name] - value).norm() / value.norm()) < 1e-5
 
 
 def test_one_adapter_of_one_is_the_single_adapter_run_bitwise(tmp_path: Path, tokenizer: Any, base: Path) -> None:
@@ -281,6 +303,11 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(
 def test_each_folder_is_a_model_and_the_step_directory_says_so(tokenizer: Any, base: Path, whole: Path) -> None:
     step = last_step(whole)
     assert verify(step) is None
+    recorded = json.loads((whole / "proof.json").read_text())["logits"]
+    assert verify_checkpoint(step, recorded).ok
+    digests = recorded["adapters"]
+    assert len({one["sha256"] for one in digests.values()}) == len(digests) == 4
+    assert not verify_checkpoint(step, {"adapters": {**digests, "a": digests["b"]}}).ok
     with pytest.raises(ConfigError, match=r"it holds 4 adapters, each a separate model: name one of .*adapters/a, "):
         resolve(str(whole))
     ids = torch.arange(12)[None]
@@ -288,7 +315,10 @@ def test_each_folder_is_a_model_and_the_step_directory_says_so(tokenizer: Any, b
         folder = step / "adapters" / one.name
         settings = json.loads((folder / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"]) == (one.rank, one.alpha or 16.0)
-        assert {"tokenizer.json", "generation_config.json", "manifest.json"} <= {path.name for path in folder.iterdir()}
+        own_files = {"tokenizer.json", "generation_config.json", "manifest.json", "recipe.yaml"}
+        assert own_files <= {path.name for path in folder.iterdir()}
+        assert verify(folder) is None
+        assert trained_length(folder) == 32  # as its run had it: for make eval and a following stage
         merged = load_model(ModelConfig(path=str(folder)), tokenizer, 0)
         own = adapters.add_adapters(
             load_model(ModelConfig(path=str(base)), tokenizer, 0), adapters.adapters_in(_at(folder))
@@ -341,3 +371,36 @@ def test_a_step_that_mixes_up_adapters_is_found(
     monkeypatch.setattr(Selection, "begin", shifted)
     run_dir = run(recipe(tmp_path / "run", base, train=TrainConfig(max_steps=1, micro_batch_size=4)), tokenizer)
     assert proof_rows(run_dir)["Same gradients as the plain model"]["ok"] is False
+
+
+def test_the_analysis_before_a_run_counts_all_adapters(tmp_path: Path, tokenizer: Any, base: Path) -> None:
+    cfg = recipe(tmp_path / "many", base, train=TrainConfig(max_steps=30, global_batch_size=8, micro_batch_size=8))
+    cfg = replace(cfg, optim=replace(cfg.optim, lr=7e-4), adapters=(*FOUR[1:], NamedAdapter(name="plain")))
+    tokenize = RowTokenizer(None, tokenizer, 32)  # type: ignore[arg-type]
+    batches, _ = several.load_several(cfg, tokenize, NextToken(cfg.loss))
+    shell = meta_model(cfg.model, tokenizer, "bf16", (), cfg.adapter, cfg.adapters)
+    assert shell is not None
+    found = several.data_of_several(cfg, tokenize, shell)
+    facts = found["adapters"]
+    assert sum(one["parameters"] for one in facts) == count_parameters(shell).trained
+    assert [(one["rank"], one["alpha"], one["lr"], one["seed"]) for one in facts] == [
+        *((8, 8.0, 3e-3, 4), (2, 16.0, 1e-3, 3), (16, 16.0, 5e-3, 5)),
+        (16, 16.0, 7e-4, 3),
+    ]
+    assert [one["data"] for one in facts] == ["long", "short", "long", "long"]
+    for one in facts:
+        own = DATA[one["data"]]
+        counts = len(own), int(own.lengths.sum()), int(own.num_targets.sum()), 30
+        assert (one["documents"], one["tokens"], one["targets"], one["steps"]) == counts
+    plan = memory_plan(cfg, shell, found["layout"], 80, Topology())
+    analysis = analyse(cfg, tokenizer, **found, orig_model=shell, plan=plan)
+    # An adapter with less data repeats it, as the steps do.
+    done = [batch for _, _, batch in batches._items(0, 30)]
+    tokens = sum(int(batches.examples.lengths[list(row)].sum()) for batch in done for row in batch.rows)
+    assert analysis["time"]["tokens"] == pytest.approx(tokens, rel=0.03)
+    assert plan is not None
+    assert plan.setup is not None
+    assert plan.setup.layout.shapes == batches.layout.shapes == ((8, 32),)
+    line = "b: rank 8, alpha 8 ("
+    assert any(line in text and "lr 0.003, seed 4, 90 documents of long with " in text for text in lines_of(analysis))
+    assert analysis["adapter"].startswith("4 lora adapters on all-linear: trains ")

@@ -170,6 +170,7 @@ class Checkpoints:
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        files[rundir.RECIPE] = self.recipe.encode()
         # Each of several adapters is a separate model.
         adapters = adapters_of(self.orig_model)
         names = [member.name for member in adapters.members] if adapters is not None else []
@@ -178,7 +179,6 @@ class Checkpoints:
         return {
             **files,
             **kind_of(self.orig_model.config).files(self.orig_model),
-            rundir.RECIPE: self.recipe.encode(),
             f"{rundir.STATE}/{rundir.ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 

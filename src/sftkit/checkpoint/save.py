@@ -331,7 +331,10 @@ class Writer:
             adapters = adapters_of(self.orig_model)
             for member in adapters.members if adapters is not None else ():
                 own = rundir.adapter_dir(folder, member.name)
-                write_manifest(own, snapshot.step, entries(own, [*own.iterdir()]), member.digest)
+                (own / rundir.STATE).mkdir()
+                (own / rundir.TRAINING_STATE).write_text(snapshot.state)
+                present = [path for path in own.rglob("*") if path.is_file()]
+                write_manifest(own, snapshot.step, entries(own, present), member.digest)
         return [random_file, *(folder / name for name in snapshot.weights.files)]
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:

@@ -37,16 +37,12 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
-from sftkit.config.schema import CompileConfig
+from sftkit.config.schema import CompileConfig, has_cuda_graphs
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import Work, called, decoder_blocks, embedding_module, train_flops
 from sftkit.models.trained import adapters_of
 from sftkit.runtime import hardware, start
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-CUDA_GRAPHS = "triton.cudagraphs"
-"The option that these modes turn on."
 
 
 def check_options(compile: CompileConfig) -> None:
@@ -87,12 +83,6 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
     return found if compile.mode is None else {**found, "mode": compile.mode}
 
 
-def has_cuda_graphs(compile: CompileConfig) -> bool:
-    """Return whether any graph will be recorded as a CUDA graph and replayed."""
-    by_option: bool = (compile.options or {}).get(CUDA_GRAPHS, compile.mode in CUDA_GRAPH_MODES)
-    return compile.backend == "cudagraphs" or by_option
-
-
 SHORT_BLOCK = 3e12
 """FLOPs of a block with adapters below which launches take longer than kernels: at 0.6B with 16,384 positions, 1e12, an
 H100 computes for 4.8 ms and its host launches for 5.4 ms and more."""
@@ -116,6 +106,25 @@ def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: 
     ((rows, row_length),) = layout.shapes
     block = train_flops(orig_model, Work(rows * row_length, 0, 0)) / max(len(decoder_blocks(orig_model)), 1)
     return rt.device.type == "cuda" and rt.world_size == 1 and block < SHORT_BLOCK
+
+
+def choose_mode(
+    compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: start.Runtime, *, routed: bool
+) -> tuple[CompileConfig, str]:
+    """Return the settings with the mode that the run compiles in, and a text that says which and why; "": none.
+
+    Args:
+        routed: the model has routers whose hooks are part of the graphs.
+    """
+    if not compile.enabled or compile.backend != "inductor":
+        return compile, ""
+    if not routed and replays_blocks(compile, orig_model, layout, rt):
+        why = "(CUDA graphs), as launching the adapters' kernels takes longer than computing them"
+        own = replace(compile, mode="reduce-overhead")
+        return own, f"reduce-overhead {why}; compile.mode=default launches them"
+    graphs = " (CUDA graphs)" if has_cuda_graphs(compile) else ""
+    why = "kernels are launched one by one" if compile.mode is None and not graphs else "as the recipe says"
+    return compile, f"{compile.mode or 'default'}{graphs}: {why}"
 
 
 def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | None:

@@ -97,11 +97,15 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
         return
     engine = get("train.engine")
     if engine in ("pipeline", "graph"):
-        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: take blocks"
+        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: set train.engine=blocks"
     elif topology.tensor > 1:
         yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
     if get("adapter.base") == "nf4" and topology.sharded:
-        yield "adapter.base", f"nf4 does not go with shards ({topology.describe()}): start with ddp.yaml, or set bf16"
+        yield (
+            "adapter.base",
+            f"nf4 does not go with shards ({topology.describe()}): start with ddp.yaml, where each GPU holds all "
+            "weights in 4 bits, or shard a model in bf16: adapter.base=bf16",
+        )
     if get("optim.name") not in ("auto", DEFAULT):
         yield (
             "optim.name",

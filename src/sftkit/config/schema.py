@@ -421,3 +421,10 @@ def source_label(source: SourceConfig) -> str:
     while label.endswith((".gz", ".jsonl", ".ndjson", ".csv", ".tsv", ".json", ".parquet", ".txt")):
         label = label.rpartition(".")[0]
     return label
+
+
+def has_cuda_graphs(compile: CompileConfig) -> bool:
+    """Return whether graphs of the compiler will be recorded as CUDA graphs and replayed."""
+    of_mode = compile.mode in ("reduce-overhead", "max-autotune")
+    by_option: bool = (compile.options or {}).get("triton.cudagraphs", of_mode)
+    return compile.backend == "cudagraphs" or by_option

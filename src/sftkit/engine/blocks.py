@@ -59,19 +59,17 @@ class Blocks:
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 unused = "; train.pipeline_layers has no effect" if cfg.train.pipeline_layers else ""
                 rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
-            # A run that cannot fit ends before weights are read, moved or sharded.
-            plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
-            on_plan(plan)
             # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
             # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+            settings, mode = contract.choose_mode(cfg.compile, orig_model, layout, rt, routed=routing is not None)
+            cfg = replace(cfg, compile=settings)
+            if mode:
+                rt.print(f"compile.mode {mode}")
+            # A run that cannot fit ends before weights are read, moved or sharded.
+            plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
+            on_plan(plan)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
-            if routing is None and contract.replays_blocks(cfg.compile, orig_model, layout, rt):
-                rt.print(
-                    "compile.mode: reduce-overhead (CUDA graphs), as launching the adapters' kernels takes longer than "
-                    "computing them; compile.mode=default launches them"
-                )
-                cfg = replace(cfg, compile=replace(cfg.compile, mode="reduce-overhead"))
             compiled = contract.compile_model(
                 orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )
@@ -110,6 +108,7 @@ class Blocks:
             checkpoint_bytes=checkpoint_bytes(orig_model, plan),
             pipeline_layers=stages.layers if stages else None,
             fp8=cfg.train.fp8 is not None,
+            compile_mode=mode,
         )
         self.compiled = False
         "whether the step is compiled; known after the warm-up"

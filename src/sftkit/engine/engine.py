@@ -58,6 +58,8 @@ class Setup:
     "size of one checkpoint of all ranks: weights and optimizer states"
     pipeline_layers: tuple[int, ...] | None = None
     "layers of each stage of a pipeline, as measured or as the recipe has them; None: no pipeline"
+    compile_mode: str = ""
+    "mode of torch.compile, and why; empty: this engine uses none"
     fp8: bool = False
     "whether products of the blocks are in float8"
 

@@ -22,7 +22,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.models.files import CAUSAL, auto_class, find_with_base, not_causal
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import CONFIG, newest_run, step_of
+from sftkit.rundir.names import ADAPTER_FOLDERS, CONFIG, newest_run, step_of
 
 FLAGS: dict[str, dict[str, Any]] = {
     "backend": {"choices": ("sftkit", "lm_eval"), "help": "who runs the tasks; default: sftkit"},
@@ -129,6 +129,8 @@ def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | N
         ConfigError: its recipe evaluates nothing, or cannot be read.
     """
     folder = Path(path)
+    if folder.parent.name == ADAPTER_FOLDERS:  # one of several adapters, in a step directory
+        folder = folder.parents[1]
     file = (folder if step_of(folder.name) is None else folder.parent) / CONFIG
     if not file.is_file():
         return None

@@ -16,8 +16,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.kind import Continuation
-from sftkit.models.structure import EXPERT_COUNTS, decoder, inference
+from sftkit.models.structure import decoder, inference
 from sftkit.ops.attention import head_sizes, implementation, mixes_tokens, plain_attention, relative_positions
 from sftkit.ops.flex import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel

@@ -75,6 +75,8 @@ def parse(description: str | None) -> Namespace:
         help="argument of the chat template: enable_thinking=false, reasoning_effort=high; may be given several times",
     )
     args = parser.parse_args()
+    if args.prompt is not None and not args.prompt.strip():
+        parser.error("--prompt has no question in it: give a text, or leave it out to talk in the terminal")
     if not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: must be 0 or more")
     if not 0 < args.top_p <= 1:

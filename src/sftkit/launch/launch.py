@@ -162,7 +162,7 @@ _UNKNOWN = Needs()
 
 def needs_of(cfg: schema.Config, hardware: Hardware) -> Needs:
     """Return what a recipe needs of these GPUs."""
-    replica = replica_of(cfg.model, cfg.optim, cfg.train, cfg.adapter)
+    replica = replica_of(cfg.model, cfg.optim, cfg.train, cfg.adapter, cfg.adapters)
     if cfg.adapter is not None and cfg.adapter.base == "nf4":  # is not sharded, so its rows decide nothing
         return Needs(replica)
     rows_fit = partial(layouts.has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)

@@ -130,7 +130,7 @@ def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -
     heads = fields["num_attention_heads"]
     head_dim = fields.get("head_dim") or hidden // heads
     return Shape(
-        parameters=known.parameters if known else size.parameters,
+        parameters=known.parameters + known.factors if known else size.parameters,
         ends=size.ends,
         matrices=size.parameters - size.ends,
         blocks=fields["num_hidden_layers"],
@@ -159,7 +159,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None) -> tuple[S
     if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
     rows = cfg.train.global_batch_size
-    shape = shape_of_fields(fields, size_of(cfg.model, cfg.train.freeze, cfg.adapter))
+    shape = shape_of_fields(fields, size_of(cfg.model, cfg.train.freeze, cfg.adapter, cfg.adapters))
     if shape is None or not divides(topology, rows, row_length):
         return None
     # This is rejected when the model is loaded.

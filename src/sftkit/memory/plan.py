@@ -18,7 +18,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sftkit.config.commands import install
-from sftkit.config.schema import CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import CompileConfig, Config, DataConfig, OptimConfig, TrainConfig, has_cuda_graphs
 from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.topology import Sharding, Topology
 from sftkit.data.batches.pack import Layout, largest_divisor
@@ -441,6 +441,7 @@ def _inputs(
         chunk_tokens=cfg.loss.chunk_tokens,
         budget=_budget(cfg.compile, cfg.train),
         compiled=_recomputes(cfg.compile),
+        cuda_graphs=cfg.compile.enabled and cfg.train.engine != "graph" and has_cuda_graphs(cfg.compile),
         checkpointing=checkpointing,
         topology=rt.topology,
         encoder=encoder_shape_of(orig_model),

@@ -3,14 +3,25 @@
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
+from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
 from sftkit.errors import ConfigError
-from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, header_of, json_object, weight_files
+from sftkit.models.files import (
+    COPY_AGAIN,
+    GATED,
+    fields_of,
+    files_of_weights,
+    folder_of,
+    header_of,
+    json_object,
+    of_fields,
+    weight_files,
+)
 from sftkit.rundir.files import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
@@ -32,6 +43,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
 _EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"Config fields with the number of routed experts of a block."
 MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
 "Architectures whose files have the names of the live model, but a matrix for each expert."
 PER_EXPERT = {
@@ -99,12 +112,15 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
 
 def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[str]] | None:
     """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files, and
-    which of the names are experts; None: not known before it is loaded."""
+    which of the names are experts; None: not known before it is loaded. The fields of its config tell them where only
+    that is in the hub's cache."""
     fields = fields_of(model)
-    path = resolve(model.path or "")
-    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or not Path(path).is_dir():
+    folder = folder_of(resolve(model.path or ""), model.revision)
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
         return None
-    headers = {file: header_of(file) for file in {*files_of_weights(Path(path)).values()}}
+    headers = {file: header_of(file) for file in {*files_of_weights(folder).values()}}
+    if not headers and of_fields(fields) is not None:
+        return _shapes_of_fields(fields), set()
     shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
@@ -115,6 +131,37 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
         elif (layer := _IN_BLOCK.match(name)) is not None and len(shape) == 2 and ".experts." not in name:
             found[layer["layer"]] = (shape[0], shape[1])
     return (found, experts) if found else None
+
+
+def _shapes_of_fields(fields: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return what known_shapes does by the config of an architecture of GATED."""
+    hidden, inner, heads = (fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head_dim = fields.get("head_dim") or hidden // heads
+    query = heads * head_dim
+    key = (fields.get("num_key_value_heads") or heads) * head_dim
+    attention = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
+    block = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    block |= {f"mlp.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {"mlp.down_proj": (hidden, inner)}
+    layers = range(fields["num_hidden_layers"])
+    return {f"model.layers.{i}.{name}": shape for i in layers for name, shape in block.items()}
+
+
+def num_factor_elements(model: ModelConfig, config: AdapterConfig, several: Sequence[NamedAdapter] = ()) -> int:
+    """Return the elements of the factors that a recipe adds to a model, of all experts and of all of several adapters;
+    0: its layers are not known before it is loaded, or a rule rejects the targets."""
+    with suppress(ConfigError):
+        if (known := known_shapes(model)) is None:
+            return 0
+        shapes, experts = known
+        fields = fields_of(model) or {}
+        count = next((fields[name] for name in EXPERT_COUNTS if fields.get(name)), 0)
+        columns = 0  # inputs and outputs of all layers: elements for each rank
+        for name in target_layers(shapes, replace(config, rank=1), experts=experts):
+            outputs, inputs = shapes[name]
+            # An expert has the products gate_up and down.
+            columns += count * (2 * outputs + 3 * inputs) if name in experts else outputs + inputs
+        return columns * sum(one.rank or config.rank for one in several or (NamedAdapter(name=""),))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -175,9 +222,11 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         if with_base:
             resolve(base)
     except ConfigError as error:
+        cure = f"Start in the folder where the training was started (here: {Path.cwd()}), or move the model back there"
+        if Path(base).is_absolute():
+            cure = "Move the model back there, or write its new folder into that file"
         raise ConfigError(
-            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there, seen "
-            f"from {Path.cwd()}. Start in the folder where the training was started, or move the model back there"
+            f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there. {cure}"
         ) from error
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return AdapterFiles(
@@ -261,9 +310,11 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
         raise ConfigError(f"adapter.targets: {odd[0]} is {where} of {files.folder}: set the layers of that adapter")
 
 
-def adapter_words(adapter: Mapping[str, Any]) -> str:
-    """Return an adapter's settings in words; those that a file lacks are the defaults."""
+def adapter_words(adapter: Mapping[str, Any], several: int = 0) -> str:
+    """Return an adapter's settings in words; those that a file lacks are the defaults. `several`: their number."""
     own = asdict(AdapterConfig()) | {**adapter}
     targets = own["targets"] if isinstance(own["targets"], str) else ", ".join(own["targets"])
     base = " over layers in NF4" if own["base"] == "nf4" else ""
+    if several:
+        return f"{several} {own['method']} adapters on {targets}{base}"
     return f"{own['method']} adapter, rank {own['rank']}, alpha {own['alpha']:g} ({own['scaling']}), on {targets}{base}"

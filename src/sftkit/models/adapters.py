@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import (
+    EXPERT_COUNTS,
     EXPERT_WEIGHTS,
     PEFT_PREFIX,
     ROUTER,
@@ -35,7 +36,7 @@ from sftkit.models.adapter_files import (
     target_layers,
 )
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import EXPERT_COUNTS, decoder_blocks, embedding_of, output_projection
+from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import make_room_for, set_new_rows

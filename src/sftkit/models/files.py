@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig, NamedAdapter, OptimConfig, TrainConfig
 from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped, config_error, hint
 from sftkit.models.trained import frozen_names
-from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_FOLDERS, latest_checkpoint, resolve
 from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
     return auto_class(json.loads((folder / "config.json").read_text()))
 
@@ -299,6 +299,8 @@ class ModelSize(NamedTuple):
     frozen_ends: int = 0
     nf4: int = 0
     "of the frozen ones: in 4 bits"
+    factors: int = 0
+    "parameters of adapters, fp32, beside `parameters`; 0 if the layers are unknown"
 
 
 @dataclass(frozen=True)
@@ -322,10 +324,14 @@ class Replica:
 
 
 def replica_of(
-    model: ModelConfig, optim: OptimConfig, train: TrainConfig, adapter: AdapterConfig | None = None
+    model: ModelConfig,
+    optim: OptimConfig,
+    train: TrainConfig,
+    adapter: AdapterConfig | None = None,
+    several: Sequence[NamedAdapter] | None = None,
 ) -> Replica | None:
     """Return the memory that a replica needs in training; None if the model's size is unknown before loading."""
-    size = size_of(model, train.freeze, adapter)
+    size = size_of(model, train.freeze, adapter, several)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
@@ -349,10 +355,16 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     weight = BYTES[precision]
     frozen = (in_blocks - weight) * (size.frozen - size.frozen_ends) + (elsewhere - weight) * size.frozen_ends
     smaller = int((weight - NF4_BYTES) * size.nf4)
-    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen - smaller
+    factors = int(OPTIMIZERS[DEFAULT].training_width("fp32")) * size.factors
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen - smaller + factors
 
 
-def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSize | None:
+def size_of(
+    model: ModelConfig,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    several: Sequence[NamedAdapter] | None = None,
+) -> ModelSize | None:
     """Return the size of the model that a run starts from; None if its config leaves sizes to defaults.
 
     The size is exact if the model's files give it. Otherwise it is computed from the sizes in the config, which is
@@ -360,14 +372,17 @@ def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConf
 
     Args:
         freeze: train.freeze.
-        adapter: the whole model is frozen. Its factors are not counted: they are at most a hundredth of the model.
+        adapter: the whole model is frozen. several: Config.adapters.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
     size = _read(model, _of_folder)
     if size is not None and adapter is not None:
         nf4 = size.parameters - size.ends if adapter.base == "nf4" else 0
-        return size._replace(frozen=size.parameters, frozen_ends=size.ends, nf4=nf4)
+        from sftkit.models.adapter_files import num_factor_elements
+
+        factors = num_factor_elements(model, adapter, several or ())
+        return size._replace(frozen=size.parameters, frozen_ends=size.ends, nf4=nf4, factors=factors)
     frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
     if size is None or frozen is None:
         return size
@@ -389,14 +404,14 @@ def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
 def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
     """Return what `read` finds in the model's folder; None if there is no folder or it cannot be read."""
     try:
-        folder = _folder(model.path or "", model.revision)
+        folder = folder_of(model.path or "", model.revision)
         return None if folder is None else read(folder)
     # Loading reports the fault later.
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _folder(path: str, revision: str | None) -> Path | None:
+def folder_of(path: str, revision: str | None) -> Path | None:
     """Return the folder of the model's files: local, a run's newest checkpoint, or a snapshot in the hub's cache,
     which may hold only the config.
     """
@@ -404,11 +419,11 @@ def _folder(path: str, revision: str | None) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     if (newest := latest_checkpoint(folder)) is not None:
-        return _folder(str(newest), revision)
+        return folder_of(str(newest), revision)
     if (folder / ADAPTER_CONFIG).is_file():  # the model that it belongs to
         found = json_object(folder / ADAPTER_CONFIG)
         base = Path(found["base_model_name_or_path"])
-        return None if (base / ADAPTER_CONFIG).is_file() else _folder(str(base), found.get("revision"))
+        return None if (base / ADAPTER_CONFIG).is_file() else folder_of(str(base), found.get("revision"))
     if folder.is_dir():
         return None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

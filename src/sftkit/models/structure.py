@@ -28,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
+from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
 LONG = "sftkit_long"
@@ -140,8 +141,6 @@ def document_lengths(position_ids: Tensor) -> Tensor:
     return longest.gather(-1, document) + 1
 
 
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"Config fields with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
 "Attribute of a model with a padded vocabulary: the number of rows without padding."
 

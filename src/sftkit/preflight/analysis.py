@@ -9,7 +9,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,15 +31,16 @@ from sftkit.config.schema import (
     NamedAdapter,
     OptimConfig,
     TrainConfig,
+    source_label,
 )
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, num_positions, plan_epoch, row_shard
 from sftkit.data.batches.loader import Batches
-from sftkit.data.batches.many import joint_layout
+from sftkit.data.batches.many import ManyBatches
 from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading import columns
-from sftkit.data.tokens.sources import stage_rule
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
@@ -177,6 +178,32 @@ def disk_facts(
     }
 
 
+def adapter_facts(cfg: Config, batches: Batches, orig_model: PreTrainedModel | None) -> list[dict[str, Any]]:
+    """Return settings, size, data and steps of each of several adapters; none for a run without."""
+    if not isinstance(batches, ManyBatches):
+        return []
+    assert cfg.adapter is not None
+    own = cfg.adapter, cfg.optim.lr, cfg.run.seed, cfg.data.train
+    sizes: list[int | None] = [None] * len(cfg.adapters or ())
+    if orig_model is not None:
+        from sftkit.models.many_adapters import member_factors
+
+        sizes = [sum(p.numel() for p in member_factors(orig_model, k).values()) for k in range(len(sizes))]
+    return [
+        {
+            "name": one.name,
+            "rank": one.rank or own[0].rank,
+            "alpha": one.alpha or own[0].alpha,
+            "lr": one.lr or own[1],
+            "seed": own[2] if one.seed is None else one.seed,
+            "data": ", ".join(map(source_label, one.data or own[3])),
+            "parameters": size,
+            **counts,
+        }
+        for one, size, counts in zip(cfg.adapters or (), sizes, batches.of_each(), strict=True)
+    ]
+
+
 log = logging.getLogger(__name__)
 
 
@@ -256,8 +283,6 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
-    if cfg.adapters:
-        layout = joint_layout([layout] * len(cfg.adapters), cfg.train)
     # Needs no model, so it is rejected even if the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
@@ -275,14 +300,15 @@ def memory_plan(
         plan_log.disabled = False
 
 
-def prepared_examples(
-    data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[Examples, dict[str, Examples]]:
-    """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
-    which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
-    tokenize = stage_rule(stage)(data, tokenizer, max_length)
+def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, Any]:
+    """Return what `analyse` asks of the data: the documents, tokenized as the stage's own script does, which then finds
+    them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
-        return loader.load_examples(data, tokenize, nullcontext())
+        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+    lengths = examples.lengths
+    layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
+    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
+    return {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
 
 
 # Percentages above which a warning is due; targets and ends of turn: below which.
@@ -306,10 +332,12 @@ def analyse(
     epoch: Sequence[GlobalBatch],
     orig_model: PreTrainedModel | None = None,
     plan: MemoryPlan | None = None,
+    adapters: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return what preflight.json holds: counts, shares in percent, sizes in GiB; null is unknown.
 
     Args:
+        adapters: what adapter_facts returned.
         epoch: the first, of `examples` in `layout`.
         orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
         plan: of its memory.
@@ -329,7 +357,9 @@ def analyse(
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
         "adapter": cfg.adapter
-        and adapter_words(asdict(cfg.adapter)) + (f": {count_parameters(orig_model).describe()}" if orig_model else ""),
+        and adapter_words(asdict(cfg.adapter), len(cfg.adapters or ()))
+        + (f": {count_parameters(orig_model).describe()}" if orig_model else ""),
+        "adapters": list(adapters),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": end_of_turn_pct,
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
@@ -371,6 +401,7 @@ def record_preflight(
         epoch=epoch,
         orig_model=orig_model,
         plan=plan,
+        adapters=adapter_facts(cfg, batches, orig_model),
     )
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(analysis, indent=1, ensure_ascii=False))
@@ -389,6 +420,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     """Return a table for the console: a line per source, then lengths, roles, layout and time."""
     shown = [f"{'train':<10}{source_text(source)}" for source in analysis["sources"]]
     shown += [f"{'val':<10}{source_text(source)}" for source in analysis["validation"]]
+    shown += [f"{'adapter':<10}{adapter_text(one)}" for one in analysis["adapters"]]
     shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := facts.answers_line(source))]
     lengths = analysis["lengths"]
     shown.append(
@@ -424,6 +456,17 @@ def source_text(source: dict[str, Any]) -> str:
     happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
     return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
+
+
+def adapter_text(one: Mapping[str, Any]) -> str:
+    """Return one of several adapters: its settings, its data and how long it is trained."""
+    size = f" ({one['parameters']:,} parameters)" if one["parameters"] else ""
+    share = 100.0 * one["targets"] / max(one["tokens"], 1)
+    return (
+        f"{one['name']}: rank {one['rank']}, alpha {one['alpha']:g}{size}, lr {one['lr']:g}, seed {one['seed']}, "
+        f"{counted(one['documents'], 'document')} of {one['data']} with {counted(one['targets'], 'target')} "
+        f"({share:.1f} %), {counted(one['steps'], 'step')}"
+    )
 
 
 def size_text(gib: float) -> str:

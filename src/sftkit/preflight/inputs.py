@@ -11,6 +11,7 @@ the same rules (config/rules.py).
 import argparse
 import difflib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.models import files as model_files
 from sftkit.models.trained import pattern_problem
 from sftkit.rundir.files import WEIGHTS, read_manifest
-from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import ADAPTER_FOLDERS, latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import first_of
@@ -261,12 +262,50 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
             **{**get("adapter"), "targets": tuple(schema.one_or_several(get("adapter.targets")))}
         )
         model = schema.ModelConfig(path=path, revision=get("model.revision"))
-        for key, problem in _as_problem("adapter", _check_adapter, model, config):
-            # The file or command line that set the key is named before it.
-            rank = f"adapter.rank={config.rank}: "
-            key = "adapter.rank" if problem.startswith(rank) else "adapter.targets"
-            key = "adapter" if problem.startswith("adapter: ") else key
-            yield key, problem.removeprefix(rank).removeprefix(f"{key}: ")
+        entries = get("adapters") or ()
+        if entries and (problem := _check_several(model, get("model.chat_template"))):
+            yield "adapters", problem
+            return
+        ranks = {f"adapters.{i}.rank": entry["rank"] for i, entry in enumerate(entries) if entry.get("rank")}
+        if not entries or len(ranks) < len(entries):
+            ranks = {"adapter.rank": config.rank, **ranks}
+        for at, rank in ranks.items():
+            found = [*_as_problem("adapter", _check_adapter, model, replace(config, rank=rank))]
+            for key, problem in found:
+                # The file or command line that set the key is named before it.
+                named = f"adapter.rank={rank}: "
+                key = at if problem.startswith(named) else "adapter.targets"
+                key = "adapter" if problem.startswith("adapter: ") else key
+                yield key, problem.removeprefix(named).removeprefix(f"{key}: ").replace("adapter.rank=", f"{at}=")
+            if found:
+                return  # the others have it too
+
+
+def _check_several(model: schema.ModelConfig, template: str | None) -> str | None:
+    """Return what several adapters cannot start from, as far as the model's files say it."""
+    from sftkit.models.adapter_files import known_shapes
+
+    try:
+        files = model_files.adapter_at(model)
+        shapes = known_shapes(model)
+    except ConfigError:  # that the model is not there, or damaged, is told without this
+        return None
+    if files is not None:
+        return (
+            f"continue no adapter yet, and {files.folder} holds one: set model.path={files.base.path}, its model, for "
+            "new adapters; or leave adapters out, which continues that one"
+        )
+    if shapes is not None and shapes[1]:
+        return "do not go with a mixture of experts yet, whose tokens change places: leave adapters out, and train one"
+    file = Path(resolve(model.path or "")) / "tokenizer.json"
+    if template in CHAT_TEMPLATES and file.is_file():
+        known = file.read_text(encoding="utf-8", errors="replace")
+        if new := [token for token in CHAT_TEMPLATES[template] if json.dumps(token) not in known]:
+            return (
+                f"train no added tokens yet, and model.chat_template={template} adds {first_of(new)}: use a template "
+                "of tokens that the tokenizer has (model.chat_template=null: its own), or train one adapter"
+            )
+    return None
 
 
 def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
@@ -354,6 +393,9 @@ def _check_checkpoint(path: str) -> str | None:
     if not folder.is_dir():
         return _missing(path, "folder", Path.is_dir)
     problem = read_manifest(folder)
+    if folder.parent.name == ADAPTER_FOLDERS:
+        whole = f"{path}: one adapter of a run with several, which resumes as a whole: name {folder.parents[1]}"
+        return f"{whole}, or start a new run from this adapter with model.path={path}"
     if not isinstance(problem, str):
         return None
     if (newest := latest_checkpoint(folder)) is not None:
@@ -469,7 +511,8 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     text = f"{description}\n{parser.format_help().strip()}"
     # The processes are only known for a launch.
     of_launch = launch_rules() if file else []
-    cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
+    rules: list[Rule | OfLaunch] = [*data_rules(stage), partial(_adapter, stage=stage, made=()), *of_launch]
+    cfg = read_command_line(text, rules, launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]
     return cfg, flags

@@ -467,6 +467,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
+    side_by_side = adapter_rows(preflight, full)
     state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
@@ -497,7 +498,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "identity": mapping(state.get("identity")),
         "summary": _sums(summary, full, last),
         "command": _command(status.get("resume")),
-        "headline": _headline(full, last, cpu=values.on_cpu(environment.get("device"))),
+        "headline": _headline(full, last, side_by_side, cpu=values.on_cpu(environment.get("device"))),
+        "adapters": side_by_side,
         "proof": dicts(proof.get("rows")),
         "logits": mapping(proof.get("logits")),
         "curves": {name: thin(points) for name, points in full.items()},
@@ -514,6 +516,53 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "notes": notes,
     }
     return report, full
+
+
+ADAPTER_COLUMNS = {
+    "rank": None,
+    "alpha": None,
+    "lr": None,
+    "data": None,
+    "steps": None,
+    "training loss": "train/loss/{}",
+    "validation loss": "val/{}/loss",
+    "best": "val/{}/loss",
+    "at step": "val/{}/loss",
+    "tasks": "eval/{}/centred_mean",
+    "gradient norm": "train/grad_norm/{}",
+    "skipped steps": "health/skipped_steps/{}",
+}
+"Column of the table of several adapters -> its metric; None: a fact in preflight.json."
+
+
+def adapter_rows(preflight: Mapping[str, Any], curves: Curves) -> Rows:
+    """Return several adapters side by side: settings, data, newest and lowest losses; none for a run without."""
+    named = [name.removeprefix("train/loss/") for name in curves if name.startswith("train/loss/")]
+    rows = []
+    for one in dicts(preflight.get("adapters")) or [{"name": name} for name in named]:
+        row: dict[str, Any] = {"adapter": one.get("name")}
+        for column, metric in ADAPTER_COLUMNS.items():
+            row[column] = one.get(column)
+            if metric is not None and (points := known(curves, metric.format(one.get("name")))):
+                lowest = min(points, key=lambda step: points[step])
+                row[column] = {"best": points[lowest], "at step": lowest}.get(column, points[max(points)])
+        rows.append(row)
+    return rows
+
+
+def adapter_table(rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Return the columns with a value of what `adapter_rows` returned, and the cells of each row as text."""
+    columns = [name for name in ("adapter", *ADAPTER_COLUMNS) if any(row[name] is not None for row in rows)]
+    return columns, [[values.format_value(row[name]) for name in columns] for row in rows]
+
+
+def newest_adapter_rows(run_dir: Path) -> Rows:
+    """Return what `adapter_rows` finds in the files of a run."""
+    preflight = mapping(read_json(run_dir / names.PREFLIGHT, [], optional=True))
+    if not dicts(preflight.get("adapters")):
+        return []
+    lines = [row for file in (names.METRICS_FILE, names.EVALS) for row in read_rows(run_dir / file, [], optional=True)]
+    return adapter_rows(preflight, curves_of(lines))
 
 
 def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[str, float | None]) -> dict[str, Any]:
@@ -590,16 +639,25 @@ def thin(points: Curve) -> Curve:
     return [points[i] for i in sorted(kept)]
 
 
-def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool) -> Rows:
-    """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
+def _headline(curves: dict[str, Curve], last: dict[str, float | None], adapters: Rows, *, cpu: bool) -> Rows:
+    """Return the numbers that people ask for first, as {"name", "value", "text", "how"}.
+
+    Args:
+        adapters: what adapter_rows returned.
+    """
     each, memory = ("process", "most of the process, resident") if cpu else ("GPU", "most that tensors took")
     mfu = steady(curves, "perf/mfu")
     speed = steady(curves, "perf/tok_per_sec_per_gpu")
     percent = round(100 * mfu, 1) if mfu is not None else None
     peak = max(known(curves, "mem/peak_gib").values(), default=None)
+    validation = ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation")
+    if found := [row for row in adapters if row["validation loss"] is not None]:
+        best = min(found, key=lambda row: row["validation loss"])
+        how = f"{best['adapter']}, the lowest of {len(found)} adapters, last evaluation"
+        validation = ("validation loss", best["validation loss"], "", how)
     rows = [
         ("training loss", last.get("train/loss"), "", "nats per target, last logged line"),
-        ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation"),
+        validation,
         (f"tokens/s per {each}", speed, "", "useful tokens, median without the first line"),
         ("MFU", percent, "%", "of the bf16 peak, median without the first line"),
         ("peak memory", peak, "GiB", memory),

@@ -16,7 +16,15 @@ from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, speed_words, standing
+from sftkit.reports.collect import (
+    EVALUATION_COLUMNS,
+    adapter_table,
+    gather_report,
+    is_part,
+    run_of,
+    speed_words,
+    standing,
+)
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
@@ -52,7 +60,8 @@ def proof(report: values.Report) -> values.Html:
     words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
-    logits = values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded")
+    title = "Logits of fixed tokens, to compare with when the checkpoint is loaded"
+    logits = values.facts(details.leaves(report["logits"]), title)
     return values.section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
 
 
@@ -87,16 +96,8 @@ def curves(report: values.Report) -> values.Html:
 
 def _adapters(report: values.Report) -> values.Html | None:
     """Return the newest values of several adapters side by side; None: the run has not several."""
-    columns = {
-        "training loss": "train/loss/{}",
-        "validation loss": "val/{}/loss",
-        "gradient norm": "train/grad_norm/{}",
-        "learning rate": "train/lr/{}",
-        "skipped steps": "health/skipped_steps/{}",
-    }
-    names = [name.removeprefix("train/loss/") for name in report["curves"] if name.startswith("train/loss/")]
-    rows = [[name, *(report["last"].get(key.format(name)) for key in columns.values())] for name in names]
-    return values.html_table(["adapter", *columns], rows, "Adapters, newest values") if rows else None
+    columns, rows = adapter_table(report["adapters"])
+    return values.html_table(columns, rows, "Adapters, newest values") if rows else None
 
 
 def _series(report: values.Report, names: dict[str, str]) -> list[values.Series]:
@@ -237,7 +238,7 @@ def render_report(report: values.Report) -> str:
         evaluations_section(report),
         values.section("samples", "Samples", values.macros.samples(steps), lead=samples_lead),
         details.data(report),
-        values.macros.compiler(report["last"], report["events"]),
+        values.macros.compiler(report["last"], report["events"], report["summary"].get("compile_mode")),
         values.macros.events(report["events"]),
         values.macros.settings(report["config_changed"], report["against"]),
         values.macros.environment(
@@ -263,6 +264,9 @@ def _facts(report: values.Report) -> list[tuple[str, str | values.Html | None]]:
         whole = run["adapter_base_parameters"]
         share = f", {run['parameters'] / (run['parameters'] + whole):.2%} of the model's" if whole else ""
         size = f"({run['adapter_settings'] or 'an adapter'}: {values.parameters(run['parameters'])} parameters{share})"
+    if run["adapters"]:
+        trained = f", {values.parameters(run['parameters'])} parameters" if run["parameters"] else ""
+        size = f"({len(run['adapters'])} adapters{trained}: {', '.join(run['adapters'])})"
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
     steps = values.drawable_number(status.get("step"))
     total = values.drawable_number(status.get("total_steps"))

@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from sftkit.errors import ConfigError
 from sftkit.models.files import frozen_in_files, num_elements
 from sftkit.rundir.files import clean, read_object
-from sftkit.rundir.names import ADAPTER_CONFIG, DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_FOLDERS, DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -106,7 +106,8 @@ def stored_parameters(folder: Path) -> int | None:
     """Return the parameters in the safetensors files of a folder, from their headers; None if there are none or one is
     damaged."""
     with suppress(ConfigError, OSError):
-        return sum(map(num_elements, folder.glob("*.safetensors"))) or None
+        files = (*folder.glob("*.safetensors"), *folder.glob(f"{ADAPTER_FOLDERS}/*/*.safetensors"))
+        return sum(map(num_elements, files)) or None
     return None
 
 

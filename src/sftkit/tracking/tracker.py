@@ -168,7 +168,15 @@ class Tracker:
         results = read_results(evaluation_dir(self.run_dir, step) / RESULTS)
         if values:
             self._append(EVALS, step, values, axes or {})
-            self.rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
+            shown = f" {eval_line(values, results)}"
+            if self.settings.get("adapters"):
+                from sftkit.reports import collect  # here, as training loads no reports when it starts
+
+                rows = collect.newest_adapter_rows(self.run_dir)
+                names, cells = collect.adapter_table(rows)
+                shown = f"\n{aligned([names, *cells])}" if rows else shown
+                self._table(step, "adapters", names, rows)
+            self.rt.print(f"  evaluation at step {step}:{shown}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             # The whole table is sent each time: a dashboard shows the newest table only.
@@ -235,15 +243,22 @@ class Tracker:
             self._dashboard.put(lambda service: service.table(step, remote.record_table(name, columns, rows)))
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of texts for the console, the first row as its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(f"  {GAP.join(map(str.ljust, row, widths))}".rstrip() for row in rows)
+
+
 def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> str:
-    """Return the aligned console line."""
+    """Return the aligned console line; of several adapters, whose learning rates differ, a second with their losses."""
     mfu = values.get("perf/mfu")
+    of_each = {name.removeprefix("train/loss/"): v for name, v in values.items() if name.startswith("train/loss/")}
     left = timedelta(seconds=round((total_steps - step) * (values["perf/step_seconds"] or 0.0)))
     columns = (
         f"step {step:>{len(str(total_steps))}}/{total_steps}",
         f"loss {_number(values['train/loss'], '7.4f')}",
         f"grad {_number(values['train/grad_norm'], '7.3f')}",
-        f"lr {values['train/lr']:.2e}",
+        "" if of_each else f"lr {values['train/lr']:.2e}",
         f"{values['perf/tok_per_sec']:>9,.0f} tok/s",
         f"mfu {100 * mfu:4.1f}%" if mfu is not None else "",  # unknown on hardware whose peak is
         f"{values['perf/step_seconds']:7.3f} s/step",
@@ -253,7 +268,8 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None]) -> 
         f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
         f"eta {left}",
     )
-    return GAP.join(filter(None, columns))
+    losses = GAP.join(f"{name} {_number(loss, '6.4f')}" for name, loss in of_each.items())
+    return GAP.join(filter(None, columns)) + (f"\n  loss of each: {losses}" if losses else "")
 
 
 def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str, Any]] = ()) -> str:

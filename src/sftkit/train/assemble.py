@@ -57,6 +57,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
         "precision": rt.precision,
         "attention": setup.attention,
         "attention_why": setup.attention_reason,
+        "compile_mode": setup.compile_mode,
         "optimizer": setup.optimizer,
         "memory_plan": setup.memory_plan,
         "checkpoint_bytes": round(setup.checkpoint_bytes),
@@ -172,7 +173,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         text = f"{'; '.join(slow)} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
-        what = f"{adapter_words(asdict(cfg.adapter))}: " if cfg.adapter else ""
+        what = f"{adapter_words(asdict(cfg.adapter), len(cfg.adapters or ()))}: " if cfg.adapter else ""
         rt.print(f"{what}{count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
         rows = sum(map(len, adapters.tokens.values()))
@@ -203,7 +204,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     if cfg.adapters:
         from sftkit.train.several import load_several
 
-        batches, validation = load_several(run, loaded, tokenize, objective)
+        batches, validation = load_several(cfg, tokenize, objective, run.resume)
     else:
         # The main rank tokenizes and fills the cache, which the others then read.
         with run.rt.main_first():

@@ -39,6 +39,8 @@ class Trained:
     warm_up_seconds: float = 0.0
     "for this start"
     compiled: bool = False
+    compile_mode: str = ""
+    "mode of torch.compile, and why"
     stopped: bool = False
     "whether it ended early, by a signal or train.max_minutes"
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -89,8 +91,12 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     if not trained.metrics and not trained.stopped and file.exists() and not json.loads(file.read_text())["stopped"]:
         rt.print(f"\nalready finished at step {trained.step}; {file} is unchanged")
         return
+    from sftkit.reports.collect import newest_adapter_rows  # only the end of a run needs it
+
+    several = newest_adapter_rows(run_dir)
+    content = {**asdict(trained), **({"adapters": several} if several else {})}
     try:
-        replace_text(file, json.dumps(asdict(trained), indent=1, ensure_ascii=False))
+        replace_text(file, json.dumps(content, indent=1, ensure_ascii=False))
     except OSError as error:  # the checkpoint exists, so the run has not failed
         rt.print(f"{file} cannot be written: {error}")
     speed = trained.metrics.get("perf/tok_per_sec")

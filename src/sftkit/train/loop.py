@@ -263,6 +263,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # After the warm-up, so that a run that cannot train fails before it spends time on an evaluation.
         evaluation = parts.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
+        trained.compile_mode = engine.setup.compile_mode if ready.compiled else ""
 
         # Measuring, monitoring and writing; the run directory is claimed when the first step is done.
         orig_model.train()

@@ -5,36 +5,39 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.batches import many, pack
 from sftkit.data.batches.loader import Batches, load_examples
+from sftkit.data.reading.columns import without_logging
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
-from sftkit.objectives.objective import Objective
-from sftkit.train.parts import EncodedDocuments, LoadedModel, Run
+from sftkit.objectives.objective import NextToken, Objective
+from sftkit.preflight.analysis import adapter_facts
+from sftkit.train.parts import EncodedDocuments
 
 
 def load_several(
-    run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: Objective
+    cfg: Config, tokenize: RowTokenizer, objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
 ) -> tuple[Batches, dict[str, Examples]]:
     """Load the documents of all adapters, those that several share once; return batches and validation documents.
 
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
-    cfg = run.cfg
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
             found[one.train], _ = load_examples(one, tokenize, nullcontext())
-    pad_id = int(loaded.tokenizer.pad_token_id or 0)
-    documents = [EncodedDocuments(found[one.train], loaded.max_length, pad_id) for one in data]
-    return lay_out_several(cfg, documents, objective, run.resume), validation
+    pad_id = int(tokenize.tokenizer.pad_token_id or 0)
+    documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
+    return lay_out_several(cfg, documents, objective, resume), validation
 
 
 def lay_out_several(
@@ -67,6 +70,15 @@ def lay_out_several(
     dataset = many.ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
     return many.ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
+
+
+def data_of_several(cfg: Config, tokenize: RowTokenizer, orig_model: PreTrainedModel | None) -> dict[str, Any]:
+    """Return what preflight.analysis.analyse asks of the data of several adapters; see its data_of."""
+    with without_logging():
+        batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
+    adapters = adapter_facts(cfg, batches, orig_model)
+    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.plan(0)}
+    return {**data, "validation": validation, "adapters": adapters}
 
 
 class EvaluationOfEach:

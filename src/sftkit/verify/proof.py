@@ -37,7 +37,7 @@ from sftkit.optim.protocol import parameters_of
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import MANIFEST
+from sftkit.rundir.names import MANIFEST, adapter_dir
 from sftkit.runtime.script import counted, first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import ShapeCounts
@@ -127,7 +127,22 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     `verify_checkpoint`. Attention uses torch's math kernel: torch's choice among the others depends on
     settings of the process, which differ between a run that trains with `sdpa` and a new process, and
     each kernel rounds differently.
+
+    Several adapters have a digest each, under "adapters".
     """
+    adapters = adapters_of(orig_model)
+    if adapters is not None and adapters.members:
+        from sftkit.models.many_adapters import active
+
+        found = {}
+        for k, member in enumerate(adapters.members):
+            with active(orig_model, k):
+                found[member.name] = _logits_of(orig_model)
+        return {"adapters": found}
+    return _logits_of(orig_model)
+
+
+def _logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
@@ -164,6 +179,11 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     Raises:
         ConfigError: one of its files is damaged.
     """
+    if several := recorded.get("adapters"):
+        # Each is a model of its own.
+        checks = [verify_checkpoint(adapter_dir(folder, name), one) for name, one in several.items()]
+        words = "; ".join(f"{name}: {check.found}" for name, check in zip(several, checks, strict=True))
+        return replace(checks[0], ok=all(check.ok for check in checks), found=words)
     check_loadable(str(folder))
     dtype = getattr(torch, recorded["dtype"])
     # Plain transformers without any setup of ours, as a server would load it.

@@ -143,13 +143,27 @@ class ManyBatches(Batches):
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
         "number of steps of each adapter"
         self.num_steps = lambda epochs, max_steps=None: max(self.totals)
+        self._epochs = train.epochs
         self.plan = lru_cache(maxsize=2)(self._plan)
         self._items = self._joint_items
 
+    def of_each(self) -> list[dict[str, int]]:
+        """Return the steps of each adapter, and the documents, tokens and targets of its data."""
+        found = []
+        for source, steps in zip(self._sources, self.totals, strict=True):
+            own = slice(source.first, source.first + source.documents)
+            tokens, targets = (int(n[own].sum()) for n in (self.examples.lengths, self.examples.num_targets))
+            found.append({"steps": steps, "documents": source.documents, "tokens": tokens, "targets": targets})
+        return found
+
     def _plan(self, epoch: int) -> list[GlobalBatch]:
-        """Return the batches of an epoch, of which adapters with less data have fewer."""
-        plans = [order.plan(epoch) for order in self._orders]
-        return [self._joint(batches, (None,) * len(plans)) for batches in zip_longest(*plans)]
+        """Return the batches of an epoch of the most data; adapters with less repeat theirs, up to train.epochs."""
+        size = max(len(order.plan(0)) for order in self._orders)
+        last = (epoch + 1) * size
+        ends = [last if self._epochs is None else min(last, o.num_steps(self._epochs)) for o in self._orders]
+        of_each = [order.batches(epoch * size, end) for order, end in zip(self._orders, ends, strict=True)]
+        none = (None,) * len(ends)
+        return [self._joint([one and one[2] for one in found], none) for found in zip_longest(*of_each)]
 
     def _joint_items(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, largest epoch of an adapter, global batch) of steps first_step + 1 .. last_step."""
