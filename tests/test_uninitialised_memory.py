@@ -69,9 +69,9 @@ TESTED = {
     ("ops/linear_cross_entropy.py", "_logits_buffer"): 1,
     ("ops/linear_cross_entropy.py", "_scaled"): 1,
     ("ops/linear_cross_entropy.py", "_sums_and_gradients"): 1,
-    ("parallel/stages.py", "_placed"): 2,
+    ("parallel/pipeline.py", "_placed"): 2,
     ("parallel/pipeline.py", "_Links.moved"): 1,
-    ("parallel/pipeline.py", "_Logits.forward"): 1,
+    ("parallel/pipeline.py", "_logits"): 1,
     ("parallel/pipeline.py", "_passed_by"): 1,
     ("tracking/health.py", "DelayedFlags.__init__"): 1,
 }

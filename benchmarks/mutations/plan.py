@@ -161,8 +161,8 @@ MUTATIONS = [
     M("rundir/files.py", "a changed file of the same size passes",
       "if found != entry.sha256:", "if False:", "rundir/test_manifest.py"),
     # ---- memory
-    M("memory/estimate.py", "an all-reduce sends half",
-      "\"all_reduce\": 2 * share", "\"all_reduce\": share", "memory/test_traffic.py"),
+    M("../../labs/patterns/traffic.py", "an all-reduce sends half",
+      "\"all_reduce\": 2 * share", "\"all_reduce\": share", "labs/test_traffic.py"),
     M("memory/estimate.py", "gradients of earlier micro-batches are free",
       "return 4 if sums_in_fp32(layout, precision) else BYTES[precision]", "return 0", "memory/test_memory.py"),
     # ---- config, launch

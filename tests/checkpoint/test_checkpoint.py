@@ -106,8 +106,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("packed", torch.bfloat16, ()),
         ("packed", torch.bfloat16, FROZEN),
-        ("bucketed", torch.float32, ()),
-        *(pytest.param(kind, torch.float32, (), marks=pytest.mark.slow) for kind in ("fixed", "dynamic")),
+        *(pytest.param(kind, torch.float32, (), marks=pytest.mark.slow) for kind in ("bucketed", "dynamic")),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(

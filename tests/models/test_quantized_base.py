@@ -141,11 +141,12 @@ def _(packed: Tensor, *_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "naive"),
-    [(False, False), (True, False), (False, True)],
-    ids=["one-operator", "checkpointing", "two-operators"],
+    ("budget", "checkpointing", "naive"),
+    [
+        *((0.9, False, False), (1.0, True, False), (1.0, False, True)),
+        *((None, False, False), (None, True, False), (None, False, True)),
+    ],
 )
-@pytest.mark.parametrize("budget", [0.9, 1.0, None])
 def test_a_step_keeps_no_dense_weight_for_its_backward_pass(
     budget: float | None, checkpointing: bool, naive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def config(
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
         graph=GraphConfig(passes=tuple(passes)),
         attention=AttentionConfig(backend=attention),  # type: ignore[arg-type]
-        compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
+        compile=CompileConfig(enabled=compiled and engine == "graph"),
     )
 
 

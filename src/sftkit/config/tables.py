@@ -63,7 +63,7 @@ class Pass:
     stage: str
     "one of STAGES"
     fn: str
-    "module:function, of the signature of its stage (graph/passes/apply.py)"
+    "module:function, of the signature of its stage (graph/capture.py)"
     summary: str
     "for --help"
     conflicts: tuple[str, ...] = ()

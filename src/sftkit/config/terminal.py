@@ -11,7 +11,7 @@ import re
 import sys
 import termios
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from sftkit.errors import texts
 
@@ -34,24 +34,36 @@ def visible(text: str) -> str:
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def print_text(text: str, end: str = "\n", level: Level | None = None, *, error: bool = False) -> None:
+def print_text(
+    text: str, end: str = "\n", level: Level | None = None, *, error: bool = False, is_styled: bool = False
+) -> None:
     """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
     character for is written out too.
 
     Args:
         error: to stderr.
         level: its colour on a terminal; None: plain.
+        is_styled: it is made of what `styled` returns, so nothing in it is left to escape.
     """
     stream = sys.stderr if error else sys.stdout
     try:
-        text = writable(text, stream.encoding)
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")  # no-color.org
-        if level is not None and not plain and stream.isatty():
+        text = text if is_styled else writable(text, stream.encoding)
+        if level is not None and has_colours(stream):
             # Line by line: a colour that continues over a line break would stay if the output is cut there.
             text = re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
         print(text, file=stream, flush=True, end=end)
     except (OSError, ValueError):
         leave_lost_terminal()
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that shows colours, and nobody has asked for none (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def styled(text: str, style: str) -> str:
+    """Return text as it is printed on stdout, in a style of terminals, such as 4;32, green and underlined."""
+    return f"\x1b[{style}m{writable(text, sys.stdout.encoding)}\x1b[0m"
 
 
 def writable(text: str, encoding: str | None) -> str:

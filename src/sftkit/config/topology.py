@@ -205,18 +205,6 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     return read_topology(environ, number, stages)
 
 
-def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
-    """Return a warning if a run that is no pipeline uses the config for pipelines; else None.
-
-    Args:
-        engine: train.engine.
-    """
-    # The name decides: only the recipe makes stages of processes, so the file's content is that of ddp.yaml.
-    if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
-        return None
-    return hint("idle pipeline", engine=engine, topology=topology.describe())
-
-
 def machines_of(config_file: Path) -> int:
     """Return the machines of an accelerate config that topology_of can read."""
     return int(yaml.safe_load(config_file.read_text()).get("num_machines") or 1)

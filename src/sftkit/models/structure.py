@@ -4,7 +4,7 @@ that hold it.
 transformers chooses longrope frequencies by the longest document of a batch, so a short document next to a long one
 gets other frequencies than alone. Here each document has the frequencies that it has alone, in any layout of rows.
 
-In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
+In a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/pipeline.py).
 """
 
 import copy
@@ -554,7 +554,7 @@ class Stages:
 
 
 def stages_of(orig_model: torch.nn.Module) -> Stages | None:
-    """Return the stages that parallel/stages.py gave the model; None without a pipeline."""
+    """Return the stages that parallel/pipeline.py gave the model; None without a pipeline."""
     return getattr(orig_model, "_stages", None)
 
 

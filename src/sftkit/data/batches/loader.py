@@ -183,15 +183,13 @@ class Batches:
         Raises:
             WorkerError: with process and cause.
         """
-        # Counted now, to distinguish a later kill for memory from earlier ones.
-        before = script.oom_kills()
         try:
             yield
         except RuntimeError as error:
             if not _WORKER_DIED.search(str(error)):
                 raise
             said = str(error).partition("\n")[0].strip().rstrip(".")
-            cause = script.likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
+            cause = script.likely_cause(signal.SIGKILL) if "Killed" in said else "a crash"
             raise WorkerError(hint("dead data worker", said=said, cause=cause)) from error
         finally:
             # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they

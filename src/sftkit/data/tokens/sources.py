@@ -35,7 +35,7 @@ from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError, hint
-from sftkit.runtime.script import counted, likely_cause, oom_kills, working
+from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
@@ -365,7 +365,6 @@ def _in_processes(
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
-    before = oom_kills()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
@@ -380,7 +379,7 @@ def _in_processes(
             waiting.popleft()
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
-        cause = likely_cause(signal.SIGKILL, before)
+        cause = likely_cause(signal.SIGKILL)
         raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
 
 
