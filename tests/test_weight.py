@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 
-IMPORT_SHARE = 0.101
+IMPORT_SHARE = 0.095
 MODULES = 130
 CODE_LINES = 14_000
-PACKAGE_CODE_LINES = 28_250
+PACKAGE_CODE_LINES = 27_250
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
