@@ -225,7 +225,10 @@ def test_a_function_takes_the_whole_recipe_only_where_all_of_its_settings_count(
     taking = set()
     for file in SRC.rglob("*.py"):
         arguments = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.arg)]
-        if any(arg.annotation and ast.unparse(arg.annotation).split(" |")[0] == "Config" for arg in arguments):
+        if any(
+            arg.annotation and ast.unparse(arg.annotation).split(" |")[0] in ("Config", "schema.Config")
+            for arg in arguments
+        ):
             path = file.relative_to(SRC)
             taking.add(path.parts[0] if path.parts[0] in WHOLE_RECIPE else path.as_posix())
     assert taking == WHOLE_RECIPE

@@ -51,7 +51,7 @@ from sftkit.models.load import load_model, stop_ids
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import add_tokens
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.ops import linear_cross_entropy
 from sftkit.rundir.files import verify
 from sftkit.tracking.tracker import Tracker

@@ -34,8 +34,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step
 from sftkit.engine.engine import Engine, Training
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import attention
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine

@@ -78,7 +78,8 @@ def test_rows_of_parquet_in_parts_and_of_csv_are_read(tmp_path: Path) -> None:
     other = tmp_path / "csv"
     other.mkdir()
     (other / "t_test.csv").write_text('question,n\none,1\n"zwei, ü",2\n')
-    assert read_split(SPLIT, str(other)) == ROWS
+    assert read_split(SPLIT, str(other)) == [{**row, "n": str(row["n"])} for row in ROWS]
+    assert [row.number("n", 3) for row in read_split(SPLIT, str(other))] == [1, 2]
 
 
 def test_a_missing_file_is_named_with_what_is_there(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from sftkit.config.topology import Topology
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.graph.engine import check_possible
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 BLOCKS = "reshard_after_forward,block_bucketing"
@@ -463,20 +462,9 @@ def test_a_graph_that_cannot_be_captured_is_an_error_that_says_what_to_do(monkey
     monkeypatch.setattr("sftkit.graph.capture.capture", fails)
     with pytest.raises(
         ConfigError,
-        match=r"cannot be captured here: an operator without.*train\.engine=blocks, or compile\.on_failure=warn",
+        match=r"cannot be captured here: an operator without.*train\.engine=blocks",
     ):
         train(cpu_runtime(), "llama", config("graph"))
-
-
-def test_or_training_goes_on_eagerly_after_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("sftkit.graph.capture.capture", fails)
-    cfg = config("graph")
-    found = train(cpu_runtime(), "llama", replace(cfg, compile=replace(cfg.compile, on_failure="warn")))
-    assert "cannot be captured, training eagerly: an operator without a gradient" in caplog.text
-    assert found["metrics"]["compile/graphs"] == 0
-    same(found, alone("llama"))
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.verify.plain import PlainModel, Start
 
 

@@ -14,8 +14,7 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.models.structure import inference
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.verify.documents import check_documents
 
 COMMON = {

@@ -31,8 +31,7 @@ from sftkit.models.load import load_model, model_of_files
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.trained import factors
 from sftkit.models.weights import materialize_weights
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import nf4
 from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, matrix_of, quantize
 from sftkit.verify.plain import PlainModel, Start

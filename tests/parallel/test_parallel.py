@@ -25,7 +25,7 @@ from parallel_worker import (
 
 from sftkit.config.schema import OptimConfig, TrainConfig
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 SLOW = (

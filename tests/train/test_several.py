@@ -42,7 +42,7 @@ from sftkit.models import adapters
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.many_adapters import Selection, member_factors, members_of
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.rundir.files import verify
 from sftkit.rundir.names import resolve
 from sftkit.runtime.start import Runtime

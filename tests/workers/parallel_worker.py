@@ -45,8 +45,7 @@ from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.structure import decoder
 from sftkit.models.trained import factors, freeze
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import build_optimizer
 from sftkit.parallel.pipeline import SCHEDULES, stagewise
 from sftkit.parallel.wrap import Sharding, distribute, reshard
