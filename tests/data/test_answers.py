@@ -505,7 +505,7 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
     make, monkeypatch, name: str, split: bool
 ) -> None:
     tokenizer, rng, by_likeness = make(name), np.random.default_rng(0), 0
-    for number in range(12):
+    for number in range(6):
         messages = conversation(rng, turns=10)
         if name in ("llama3", "mistral", "default_system", "plain", "r1_distill", "smollm3"):
             messages = [m for m in messages if "tool_calls" not in m and m["role"] not in ("tool", "system")]
@@ -521,7 +521,7 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
             assert one.ids.tolist() == other.ids.tolist()
             assert one.is_target.tolist() == other.is_target.tolist()
         by_likeness += exact.counts["answers"]
-    assert by_likeness > 100
+    assert by_likeness > 50
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "glm45", "smollm3"])
