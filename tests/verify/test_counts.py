@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig
 from sftkit.models.trained import freeze
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim import protocol
 from sftkit.tracking import meter
 from sftkit.verify import counts
