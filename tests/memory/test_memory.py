@@ -202,6 +202,25 @@ def test_presets_set_budget_and_optimizer(
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
 
 
+def llama_70b(adapter: AdapterConfig | None) -> PreTrainedModel:
+    sizes = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28_672}
+    model = on_meta("llama", hidden_size=8192, num_hidden_layers=80, vocab_size=128_256, **sizes)
+    assert adapter is not None
+    add_adapters(model, Adapters(adapter, 0, ModelConfig(path="x"), ""))
+    return model
+
+
+def test_adapters_on_weights_that_are_too_large_in_bf16_are_offered_nf4() -> None:
+    cfg = recipe(adapter=AdapterConfig(rank=16), train=TrainConfig(memory="low", max_steps=1))
+    model = llama_70b(cfg.adapter)
+    with pytest.raises(ConfigError, match=r"with any row length. Use adapter.base=nf4, or accelerate_configs/fsdp2"):
+        make_plan(cfg, model, packed(8192), runtime(), Fixed(80 * GIB))
+    plan = make_plan(cfg, model, packed(8192), runtime(), Fixed(H200))
+    (way,) = [w for w in memory.remedies(plan, packed(8192), cfg.data, cfg.compile, cfg.optim) if "nf4" in w.text]
+    assert way.saved_bytes == pytest.approx((165.5 - 71.3) * GIB, rel=0.01)
+    assert way.on_resume == ()
+
+
 @pytest.mark.parametrize(
     ("preset", "row_length", "peak", "fits"),
     [("low", 8192, 71.3, True), ("low", 16_384, 101.9, True), ("balanced", 4096, 89.3, True),
@@ -211,17 +230,21 @@ def test_70b_in_nf4_fits_one_h200_as_far_as_it_is_recomputed(
     preset: Any, row_length: int, peak: float, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Llama 3.3 70B with adapters of rank 16. In bf16 the weights alone take 131.8 GiB."""
-    sizes = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28_672}
-    model = on_meta("llama", hidden_size=8192, num_hidden_layers=80, vocab_size=128_256, **sizes)
-    adapter = AdapterConfig(rank=16, base="nf4")
-    add_adapters(model, Adapters(adapter, 0, ModelConfig(path="x"), ""))
-    cfg = recipe(adapter=adapter, train=TrainConfig(memory=preset, max_steps=1))
+    cfg = recipe(adapter=AdapterConfig(rank=16, base="nf4"), train=TrainConfig(memory=preset, max_steps=1))
+    model = llama_70b(cfg.adapter)
     plan = make_plan(cfg, model, packed(row_length), runtime(), Fixed(H200))
     assert plan.estimate is not None
     assert plan.estimate.weights == pytest.approx(37.2 * GIB, rel=0.002)
     assert plan.estimate.total == pytest.approx(peak * GIB, rel=0.01)
     assert ("may run out of memory" in caplog.text) is not fits
     assert plan.optim.name == "adamw"
+    ways = memory.remedies(plan, packed(row_length), cfg.data, cfg.compile, cfg.optim)
+    assert ways
+    assert not any("optim.name" in way.text for way in ways), "other optimizers do not go with adapters"
+    low = [way.text for way in ways if way.text.startswith("train.memory=")]
+    assert not any("fsdp2" in way.text for way in ways), "matrices in NF4 are not sharded"
+    saved = plan.estimate.total - estimate(replace(plan.setup, budget=0.1)).total  # type: ignore[type-var]
+    assert low == [] if preset == "low" else low == [f"train.memory=low saves {saved / GIB:.1f} GiB"]
 
 
 def test_a_pipeline_gets_no_optimizer_that_refuses_a_weight_of_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:

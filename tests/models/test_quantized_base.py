@@ -34,6 +34,8 @@ from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import nf4
 from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, matrix_of, quantize
+from sftkit.train.assemble import load_orig_model
+from sftkit.train.parts import Run
 from sftkit.verify.plain import PlainModel, Start
 from sftkit.verify.replicas import FrozenWeights
 
@@ -271,6 +273,16 @@ def test_matrices_that_are_quantized_while_they_are_read_have_the_same_bits_and_
     for one, other in zip(adapted(empty).values(), adapted(whole).values(), strict=True):
         assert method == "lora" or torch.equal(one.squared_rows, other.squared_rows)  # type: ignore[attr-defined]
     assert torch.equal(loss_of(empty), loss_of(whole))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+def test_a_run_starts_with_a_model_without_weights_where_they_are_quantized(
+    base: Path, tokenizer: Any, kind: Any, tmp_path: Path
+) -> None:
+    cfg = tiny_recipe(tmp_path, model=ModelConfig(path=str(base)), adapter=AdapterConfig(rank=2, base=kind))
+    cfg = replace(cfg, data=replace(cfg.data, max_length=32))
+    loaded = load_orig_model(Run(cfg, "sft", cpu_runtime(), tmp_path), tokenizer)
+    assert {p.is_meta for p in loaded.orig_model.parameters()} == {kind == "nf4"}
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing"])

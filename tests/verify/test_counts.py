@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import tiny_llama, tiny_qwen3_with_windows
 from looped import proof_rows, run
 from made_models import MODELS, tiny_gemma2
+from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig
+from sftkit.models.trained import freeze
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim import protocol
 from sftkit.tracking import meter
@@ -75,6 +78,26 @@ def test_flops_are_those_that_torch_counts_and_a_wrong_number_of_them_is_found(m
     assert flops_check(model).ok is False
     monkeypatch.setattr(counts, "train_flops", lambda model, work: right(model, replace(work, targets=work.tokens)))
     assert flops_check(model).ok is False, "a head that counts for every token"
+
+
+@pytest.mark.parametrize("patterns", [(), ("*embed*",), ("model.layers.0.*", "*embed*")], ids=["all", "alike", "one"])
+def test_flops_of_alike_blocks_are_those_of_all_counted(patterns: tuple[str, ...]) -> None:
+    orig_model = tiny_llama(layers=5)
+    freeze(orig_model, patterns)
+    check = flops_check(ModelWithLoss(orig_model, "reference", NextToken(LossConfig())))
+    assert check.ok is True, check
+    orig_model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        embedded = orig_model.get_input_embeddings()(torch.zeros(1, counts.FLOPS_POSITIONS, dtype=torch.long))
+        whole = orig_model(inputs_embeds=embedded.detach().requires_grad_(), logits_to_keep=1, use_cache=False)
+        if patterns:
+            whole.logits.sum().backward()
+    expected = counter.get_total_flops()
+    if patterns == ("model.layers.0.*", "*embed*"):
+        # No backward pass goes through frozen first blocks, but here it does, by their input.
+        assert float(check.found.split()[2]) < expected
+    else:
+        assert float(check.found.split()[2]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_flops_of_experts_are_not_counted() -> None:

@@ -86,6 +86,8 @@ class EstimateInputs:
     "number of layers of each stage of a pipeline"
     schedule: str = "1f1b"
     "schedule of a pipeline"
+    adapters: bool = False
+    "whether the trained parameters are those of adapters, for which there is one optimizer"
     encoder: Shape | None = None
     "sizes of the encoder; None: the model has none"
     encoded_length: int = 0

@@ -88,7 +88,7 @@ def remedies(
 
 def _resumed_parts(s: EstimateInputs) -> tuple[object, ...]:
     """Return what a checkpoint fits to: optimizer states and rows."""
-    return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length
+    return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length, s.shape.nf4
 
 
 def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
@@ -124,17 +124,24 @@ def _recompute(s: EstimateInputs, compile: CompileConfig, optim: OptimConfig) ->
         return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
     options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
     # The preset low also changes the meaning of auto: its estimate includes both.
-    if optim.name == "auto" and "low" in options:
+    if optim.name == "auto" and "low" in options and not s.adapters:
         name = automatic_optimizer("low", s.precision, too_much=False, partial=s.topology.partial)
         options["low"] = replace(options["low"], optimizer=name)
     return [(f"train.memory={preset}", after) for preset, after in options.items()]
 
 
 def smaller_states(s: EstimateInputs) -> list[Option]:
-    """Return the optimizers for bf16 weights with smaller states; for fp32 weights return bf16 ones."""
+    """Return the optimizers for bf16 weights with smaller states; for fp32 weights bf16 ones; under adapters, whose
+    states are small, frozen weights in NF4.
+    """
     # The smaller optimizers are made for bf16 weights, so the weights come first.
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
+    m = s.shape
+    if s.adapters:
+        dense = 10 * m.frozen_matrices > 9 * (m.frozen - m.frozen_ends)  # unlike a mixture of experts
+        possible = dense and not (m.nf4 or s.topology.partial or s.layout.shares)
+        return [("adapter.base=nf4", replace(s, shape=replace(m, nf4=m.frozen_matrices)))] if possible else []
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
     for spec in _smaller_optimizers(partial=s.topology.partial):
         if spec.state_width(s.precision) < width:
@@ -149,7 +156,7 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     unsharded = s.topology.world_size > 1 and not s.topology.sharded
     number = s.topology.world_size * (1 if unsharded else 2)
     share, left = divmod(s.layout.global_batch_size, number)
-    if left:
+    if left or s.shape.nf4:  # matrices in NF4 cannot be sharded
         return []
     layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
     # The sharding that takes least memory, because the run did not fit.
@@ -444,6 +451,7 @@ def _inputs(
         cuda_graphs=cfg.compile.enabled and cfg.train.engine != "graph" and has_cuda_graphs(cfg.compile),
         checkpointing=checkpointing,
         topology=rt.topology,
+        adapters=cfg.adapter is not None,
         encoder=encoder_shape_of(orig_model),
         encoded_length=kind.kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
     )
@@ -471,11 +479,12 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
     # One process's bytes times the number of shards give the whole model; rounded up to whole GPUs.
-    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
+    if not s.shape.nf4:
+        ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
+    advice = ", or ".join([*ways, "a smaller model"])
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
-        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. Use {', or '.join(ways)}, or a "
-        "smaller model"
+        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. Use {advice}"
     )
 
 

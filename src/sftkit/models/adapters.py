@@ -367,7 +367,8 @@ def first_factor(seed: int, name: str, shape: torch.Size) -> Tensor:
     """Return the numbers that A of a layer begins with, [rank, in]."""
     generator = torch.Generator().manual_seed(random_key(seed, name) >> 1)
     # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
-    return (2 * torch.rand(shape, generator=generator) - 1) * (1 / math.sqrt(shape[1]))
+    # In place: 70B has 560 of them, on the host.
+    return torch.rand(shape, generator=generator).mul_(2).sub_(1).mul_(1 / math.sqrt(shape[1]))
 
 
 def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool = True) -> None:
