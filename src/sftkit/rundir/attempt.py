@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError, hint
-from sftkit.rundir import files, lock, names
+from sftkit.rundir import lock, names
+from sftkit.rundir.files import archive, flush
 from sftkit.rundir.status import RunStatus, read_status
 
 _WATCH_SECONDS = 3.0
@@ -90,7 +91,7 @@ def put_back(folder: Path) -> None:
         return
     held = lock.take_lock(aside)
     os.rename(aside, folder)
-    files.flush(folder.parent)
+    flush(folder.parent)
     held.path = folder / names.LOCK
     held.release()
 
@@ -110,7 +111,7 @@ def _mark(folder: Path) -> None:
     """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed or the
     power fails."""
     (folder / names.METRICS_FILE).touch()
-    files.flush(folder)
+    flush(folder)
 
 
 def move_into_run(folder: Path) -> None:
@@ -128,7 +129,7 @@ def move_into_run(folder: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(exist_ok=True)
         os.replace(new, target)
-    files.flush(folder)
+    flush(folder)
     shutil.rmtree(ours, ignore_errors=True)
 
 
@@ -141,11 +142,11 @@ def replace(folder: Path, held: lock.RunLock) -> tuple[lock.RunLock, Path]:
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
     new = lock.take_lock(folder / names.ATTEMPT)
     _mark(folder / names.ATTEMPT)
-    files.flush(folder)
-    aside = files.archive(folder)
+    flush(folder)
+    aside = archive(folder)
     held.path = aside / names.LOCK
     os.rename(aside / names.ATTEMPT, folder)
-    files.flush(folder.parent)
+    flush(folder.parent)
     new.path = folder / names.LOCK
     held.release()
     return new, aside

@@ -22,7 +22,8 @@ from sftkit.config.yaml import flattened
 from sftkit.errors import ConfigError
 from sftkit.rundir import attempt, files, lock, names
 from sftkit.rundir.status import RunStatus, describe_error, is_full_disk, read_status, where_it_was
-from sftkit.runtime import hardware, launcher, signals, start
+from sftkit.runtime import launcher, signals, start
+from sftkit.runtime.hardware import environment, installed_version
 
 
 def assert_same_on_ranks(rt: start.Runtime, what: dict[str, str]) -> None:
@@ -66,7 +67,7 @@ def neighbours(rt: start.Runtime) -> dict[int, int]:
 def recipe_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
     # The versions too: another torch would compute another loss, and only on some ranks.
-    ours = hardware.installed_version("sftkit") or "not installed"  # run from its sources
+    ours = installed_version("sftkit") or "not installed"  # run from its sources
     settings = {key: repr(value) for key, value in flattened(yaml.safe_load(recipe))}
     return {"sftkit": ours, "torch": torch.__version__, **settings}
 
@@ -135,9 +136,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: start.Runtime) -
         try:
             status.begin(os.environ)
             files.replace_text(place / names.CONFIG, recipe)
-            files.replace_text(
-                place / names.ENVIRONMENT, json.dumps(hardware.environment(rt.device, rt.world_size), indent=1)
-            )
+            files.replace_text(place / names.ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         except OSError as error:
             raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
 
