@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.export import check_export, reread
 from sftkit.export import export as module
-from sftkit.export import reread
 from sftkit.export.export import export
 from sftkit.models.adapters import Adapters, add_adapters, peft_config_text
 from sftkit.models.load import load_model
@@ -163,15 +163,21 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
     [
         ({"merge": True}, "nothing to merge"),
         ({"max_shard": "5XB"}, "such as 5GB"),
-        ({"out": "base"}, "it is there already"),
+        ({"out": "base"}, "it is there already: name another folder, or move it away$"),
+        ({"out": "base", "push": "me/x"}, r"or publish it as it is: .*/base --push me/x$"),
+        ({"out": None}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "dtype": "bf16"}, "--out DIR is missing"),
+        ({"yes": True}, "--yes: nothing is pushed without --push ORG/NAME"),
     ],
 )
 def test_options_that_do_not_go_with_a_model_are_errors(
     options: dict[str, Any], problem: str, model: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / options.pop("out", "out")
+    name = options.pop("out", "out")
     with pytest.raises(ConfigError, match=problem):
-        export(str(model), out, **options)
+        check_export(
+            str(model), name and tmp_path / name, **{"merge": False, "dtype": None, "max_shard": "5GB"} | options
+        )
 
 
 def test_an_adapter_alone_has_no_precision_to_choose(model: Path, tmp_path: Path) -> None:
