@@ -49,7 +49,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import from_scratch
 from sftkit.models.vision import PIXELS, VisionToText
 from sftkit.ops.attention import implementation
-from sftkit.ops.cross_attention import IMPLEMENTATION
+from sftkit.ops.flex import IMPLEMENTATION
 from sftkit.runtime.hardware import environment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,8 +20,8 @@ def main() -> None:
 
     from sftkit.config.schema import ModelConfig
     from sftkit.config.terminal import print_text
+    from sftkit.generation.decode import introduction, stream
     from sftkit.generation.repl import ChatHistory, converse, print_answer
-    from sftkit.generation.stream import introduction, stream
     from sftkit.models.kind import check_causal
     from sftkit.models.load import load_model
     from sftkit.models.tokenizer import load_tokenizer

@@ -85,7 +85,7 @@ TORCH_FREE = (
         "evals/flags.py",
     ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
-    *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),
+    *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
 "Rooms and modules that are read before, or without, torch."

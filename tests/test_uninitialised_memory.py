@@ -39,7 +39,7 @@ from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.low_rank import gated_product, gated_product_backward
 from sftkit.ops.nf4 import nf4_linear, quantize
 from sftkit.ops.tensors import gather_rows
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.tracking.health import DelayedFlags
 

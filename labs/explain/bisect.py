@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); to
 from labs.explain.breaks import TorchLogHandler, listening
 from labs.explain.subject import ModuleCall, Subject
 from labs.jobs import run_logged
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches
 from sftkit.config.schema import CompileConfig
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -22,7 +22,7 @@ from labs.explain.breaks import GRAPH_BREAK_CASES, LossByName, LossByTensor, Los
 from labs.explain.compiler_logs import compiler_logs
 from labs.explain.kernels import alternately, callers, dispatch_keys, finish, has_kernel
 from labs.validate.judge import pays_from
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.script import working

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the only view of e
 
 from labs.explain.compiler_logs import FOLDER, compiler_logs
 from labs.explain.subject import Subject
-from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
-from sftkit.compile.modules import compiler_switches, has_cuda_graphs
+from sftkit.compile.contract import compile_model, compiler_switches, has_cuda_graphs, run_eagerly, undo_compile
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); to
 from transformers import PretrainedConfig, PreTrainedModel
 
 from labs.explain.run import file_of
-from sftkit.compile.modules import check_options
+from sftkit.compile.contract import check_options
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch
 from sftkit.data.batches.pack import Layout, make_layout

@@ -32,8 +32,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import secret_in, visible
 from sftkit.errors import ConfigError
 from sftkit.reports.values import badge, check_table, el, html_document, html_table, join, section
-from sftkit.rundir.files import replace_text
-from sftkit.rundir.manifest import digest
+from sftkit.rundir.files import digest, replace_text
 from sftkit.rundir.names import resolve
 
 _CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"

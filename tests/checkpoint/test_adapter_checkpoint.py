@@ -53,12 +53,12 @@ from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import add_tokens
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import linear_cross_entropy
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.verify.rows import verify_checkpoint
+from sftkit.verify.proof import verify_checkpoint
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.models.trained import freeze, frozen_names
 from sftkit.objectives.next_token import NextToken
-from sftkit.optim.build import build_optimizer
-from sftkit.rundir.manifest import verify
+from sftkit.optim.protocol import build_optimizer
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.open import random_state, restore_random_state
 from sftkit.tracking.tracker import Tracker

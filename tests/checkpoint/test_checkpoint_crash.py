@@ -29,7 +29,7 @@ from sftkit.checkpoint.save import SaveEnd, entries, read_best, write_manifest
 from sftkit.checkpoint.states import SafeReader
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, PINNED, step_dirs, step_number
 
 ROOT = Path(__file__).parents[2]

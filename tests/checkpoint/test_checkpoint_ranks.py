@@ -12,7 +12,7 @@ from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
 from sftkit.checkpoint.states import plan_files
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import step_dirs
 
 

@@ -33,9 +33,8 @@ from sftkit.errors import ConfigError
 from sftkit.optim.protocol import named_states
 from sftkit.reports.values import read_rows
 from sftkit.rundir import files as whole_files
-from sftkit.rundir.files import append_all_or_nothing, flush, read_metric_rows, replace_text
+from sftkit.rundir.files import append_all_or_nothing, flush, read_metric_rows, replace_text, verify
 from sftkit.rundir.lock import take_lock
-from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import (
     EVALS,
     EVENTS,

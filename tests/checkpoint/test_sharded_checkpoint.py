@@ -17,7 +17,7 @@ from sharded_checkpoint_worker import resumed, save_and_go_on
 from sharded_worker import Job
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 
 STEP = "step-000002"
 

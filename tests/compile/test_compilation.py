@@ -23,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from sftkit.compile.contract import (
+    MAX_RECORDS,
     begin_step,
     compile_model,
+    compiler_switches,
     decoder_blocks,
     run_eagerly,
     small_modules,
@@ -32,7 +34,6 @@ from sftkit.compile.contract import (
     undo_compile,
     warm_up,
 )
-from sftkit.compile.modules import MAX_RECORDS, compiler_switches
 from sftkit.compile.watch import LATE_CUDA_GRAPHS, CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError

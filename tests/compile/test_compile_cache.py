@@ -24,7 +24,7 @@ import sys, torch, torch._inductor.config
 from helpers import tiny_llama
 from sftkit.compile import cache as compile_cache
 from sftkit.compile.contract import compile_model, warm_up
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 

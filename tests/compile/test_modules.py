@@ -11,10 +11,10 @@ import torch
 from helpers import problems_of, tiny_llama
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import compile_model
-from sftkit.compile.modules import (
+from sftkit.compile.contract import (
     check_options,
     compile_arguments,
+    compile_model,
     compiler_switches,
     has_cuda_graphs,
     recording_advice,

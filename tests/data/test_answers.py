@@ -18,14 +18,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
-from sftkit.data.tokens import answers, chat
+from sftkit.data.tokens import chat, loss_mask
 from sftkit.data.tokens.loss_mask import check_reasoning, with_reasoning
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.verify.rows import prompt_check
+from sftkit.verify.proof import prompt_check
 
 SPECIALS = {
     "qwen3": [],
@@ -512,9 +512,9 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
             messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
         row = Row(f"x:{number}", messages=messages)
         learning = chat.Learning(thinking="learn_empty" if name == "r1_distill" else "auto", split_turns=split)
-        monkeypatch.setattr(answers, "RENDERED_FIRST", 2)
+        monkeypatch.setattr(loss_mask, "RENDERED_FIRST", 2)
         quick = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
-        monkeypatch.setattr(answers, "RENDERED_FIRST", 10**9)
+        monkeypatch.setattr(loss_mask, "RENDERED_FIRST", 10**9)
         exact = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
         assert quick.counts == exact.counts
         for one, other in zip(quick.examples, exact.examples, strict=True):
@@ -527,9 +527,9 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "glm45", "smollm3"])
 def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch, name: str) -> None:
     tokenizer, calls = make(name), []
-    plain = answers.render_conversation
+    plain = loss_mask.render_conversation
     monkeypatch.setattr(
-        answers, "render_conversation", lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
+        loss_mask, "render_conversation", lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
     )
     counted = []
     for turns in (20, 100):
@@ -560,8 +560,8 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
-    monkeypatch.setattr(answers.AnswerLocator, "_after_header", lambda self, text, start: start)
-    monkeypatch.setattr(answers.AnswerLocator, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
+    monkeypatch.setattr(loss_mask.AnswerLocator, "_after_header", lambda self, text, start: start)
+    monkeypatch.setattr(loss_mask.AnswerLocator, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
     tokenizer = make("qwen3")
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     found = chat.check_prompted_targets(tokenize, tokenizer, chat.ANSWERS)
@@ -630,7 +630,7 @@ def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
     ]
     found = []
     for exactly in (2, 10**9):
-        monkeypatch.setattr(answers, "RENDERED_FIRST", exactly)
+        monkeypatch.setattr(loss_mask, "RENDERED_FIRST", exactly)
         found.append(
             chat.tokenize(
                 Row("x:1", messages=messages), tokenizer, max_length=5000, learning=chat.Learning(split_turns=False)

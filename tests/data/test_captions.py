@@ -17,7 +17,7 @@ from PIL import Image
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data.batches.pack import make_layout, pack
 from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
-from sftkit.data.reading import images
+from sftkit.data.reading import store
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.text import start_id, tokenize_captions
@@ -107,7 +107,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
     assert list(again.encoder_sources) == [a, b, b]  # from the cache
     assert isinstance(again.ids, np.memmap)
-    found = images.load_images(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
+    found = store.load_images(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)
     assert (pixels.shape, pixels.dtype, found.index.tolist()) == ((2, *SIZE), np.uint8, [0, 1, 1])
@@ -118,12 +118,12 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
 
 def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_path: Path, monkeypatch) -> None:
     caption_folder(tmp_path, [])
-    names, read, seen = [str(tmp_path / "a.png"), str(tmp_path / "b.png")], images.read_image, []
-    monkeypatch.setattr(images, "read_image", lambda name, size: seen.append(name) or read(name, size))
+    names, read, seen = [str(tmp_path / "a.png"), str(tmp_path / "b.png")], store.read_image, []
+    monkeypatch.setattr(store, "read_image", lambda name, size: seen.append(name) or read(name, size))
 
     def again(size=SIZE) -> np.ndarray:
         seen.clear()
-        return np.array(images.load_images(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
+        return np.array(store.load_images(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
 
     first = again()
     assert seen == names
@@ -156,8 +156,8 @@ def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_pa
 
 def test_grey_pictures_and_single_channels(tmp_path: Path) -> None:
     Image.fromarray(np.full((9, 7), 80, np.uint8)).save(tmp_path / "grey.png")
-    assert (images.read_image(str(tmp_path / "grey.png"), (3, 4, 5)) == 80).all()
-    assert images.read_image(str(tmp_path / "grey.png"), (1, 4, 5)).shape == (1, 4, 5)
+    assert (store.read_image(str(tmp_path / "grey.png"), (3, 4, 5)) == 80).all()
+    assert store.read_image(str(tmp_path / "grey.png"), (1, 4, 5)).shape == (1, 4, 5)
     with pytest.raises(ConfigError, match=r"3 channels, and the encoder takes 1"):
         picture("builtin:pictures/train/0", (1, 8, 8))
 
@@ -168,7 +168,7 @@ def test_a_picture_is_upright_as_a_viewer_shows_it(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[ORIENTATION] = 6  # turn it clockwise: left comes to the top
     Image.fromarray(pixels).save(tmp_path / "phone.png", exif=turned)
-    found = images.read_image(str(tmp_path / "phone.png"), (3, 16, 8))
+    found = store.read_image(str(tmp_path / "phone.png"), (3, 16, 8))
     assert (found[:, :8] == 255).all()
     assert (found[:, 8:] == 0).all()
 
@@ -177,7 +177,7 @@ def test_more_than_eight_bits_are_refused_and_not_made_white(tmp_path: Path) -> 
     for dtype in (np.uint16, np.int32, np.float32):
         Image.fromarray(np.full((8, 8), 300, dtype)).save(tmp_path / "deep.tiff")
         with pytest.raises(DataError, match=r"deep.tiff: .* mode \S+ has more than 8 bits a channel: save it with 8"):
-            images.read_image(str(tmp_path / "deep.tiff"), SIZE)
+            store.read_image(str(tmp_path / "deep.tiff"), SIZE)
 
 
 def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monkeypatch) -> None:
@@ -187,22 +187,22 @@ def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monke
     def broken(_: object) -> None:
         raise SyntaxError("broken PNG file")
 
-    monkeypatch.setattr(images.ImageOps, "exif_transpose", broken)
+    monkeypatch.setattr(store.ImageOps, "exif_transpose", broken)
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture: broken PNG file"):
-        images.read_image(str(tmp_path / "a.png"), SIZE)
+        store.read_image(str(tmp_path / "a.png"), SIZE)
 
 
 def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is_refused(
     tmp_path: Path, monkeypatch
 ) -> None:
     caption_folder(tmp_path, [])  # 40 x 60
-    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1300)
+    monkeypatch.setattr(store.Image, "MAX_IMAGE_PIXELS", 1300)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert images.read_image(str(tmp_path / "a.png"), SIZE).shape == SIZE
-    monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1100)
+        assert store.read_image(str(tmp_path / "a.png"), SIZE).shape == SIZE
+    monkeypatch.setattr(store.Image, "MAX_IMAGE_PIXELS", 1100)
     with pytest.raises(DataError, match=r"a.png: .* \(2400 pixels\) exceeds limit of 2200 pixels"):
-        images.read_image(str(tmp_path / "a.png"), SIZE)
+        store.read_image(str(tmp_path / "a.png"), SIZE)
 
 
 def test_a_picture_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_picture_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path)
     (tmp_path / "bad.png").write_bytes(b"no picture")
     names = [str(tmp_path / name) for name in ("a.png", "bad.png")]
     with pytest.raises(DataError, match=r"bad\.png: cannot be read as a picture: .*Repair it, or remove its rows"):
-        images.load_images(names, "pixel_values", SIZE, tmp_path / "cache")
+        store.load_images(names, "pixel_values", SIZE, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
         load(tmp_path, tokenizer, caption_folder(data, [{"text": "No picture."}]))
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture"):
-        images.load_images([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
+        store.load_images([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
     caption_folder(data, [])
     row = convert({"file_name": "a.png", "text": "Noise."}, f"{data}/captions.jsonl:1")
     with pytest.raises(DataError, match=r"captions.jsonl:1: a picture with captions, which are for caption_train.py"):
@@ -265,7 +265,7 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
 @pytest.mark.skipif(not (SHARED_DATA / "images").is_dir(), reason="no shared data")
 def test_real_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     examples = load(tmp_path, tokenizer, SourceConfig(path=str(SHARED_DATA / "images")))
-    found = images.load_images(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
+    found = store.load_images(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
     assert isinstance(found, EncoderInputs)
     assert (
         len(examples)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.reading import columns, findings, rows
+from sftkit.data.reading import columns, rows
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.types import Examples, Tokenized
 from sftkit.errors import DataError
@@ -432,10 +432,10 @@ def test_rows_that_are_dropped_or_rejected_count_their_unused_columns_once_or_no
 
 def test_columns_of_which_there_are_too_many_are_counted_together(load) -> None:
     found = load([{**CHAT, f"c{i % 70}": i} for i in range(300)], "sft").findings["a"]
-    assert len(found) == findings.MAX_UNUSED + 1
-    (more,) = [one for one in found if one.reason == findings.MORE_UNUSED]
+    assert len(found) == columns.MAX_UNUSED + 1
+    (more,) = [one for one in found if one.reason == columns.MORE_UNUSED]
     assert sum(one.rows for one in found) == 300
-    assert findings.finding_text(more).startswith("further columns and keys are not used, of more than 20; the first: ")
+    assert columns.finding_text(more).startswith("further columns and keys are not used, of more than 20; the first: ")
 
 
 def test_no_name_is_in_two_lists() -> None:

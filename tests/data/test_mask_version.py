@@ -21,7 +21,7 @@ from conftest import GOLDEN
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.reading.findings import without_logging
+from sftkit.data.reading.columns import without_logging
 from sftkit.data.tokens import chat, sources, text
 from sftkit.errors import DataError
 

@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.tokens import rendering, sources
 from sftkit.errors import ConfigError
-from sftkit.generation.stream import stream
+from sftkit.generation.decode import stream
 
 render = partial(rendering.render, where="x.jsonl:7")
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"

@@ -28,7 +28,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
 from sftkit.preflight.data import source_facts
-from sftkit.rundir import manifest
+from sftkit.rundir import files as manifest
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 

@@ -17,8 +17,7 @@ from made_captioners import CAPTIONER, ENCODER, OWN_POSITIONS, TRANSLATOR, Words
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
 from sftkit.checkpoint.resume import check_identity, run_identity
-from sftkit.compile.contract import compile_model, small_modules, step_contract
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, small_modules, step_contract
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -38,7 +37,7 @@ from sftkit.models.vision import VisionToText, pixels_of
 from sftkit.objectives.next_token import Caption
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import unsupported_reason
-from sftkit.optim.build import build_optimizer, parameter_groups
+from sftkit.optim.protocol import build_optimizer, parameter_groups
 from sftkit.verify.documents import check_documents
 
 MODELS: dict[str, dict[str, Any]] = {

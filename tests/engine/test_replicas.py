@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sftkit.config.schema import OptimConfig
 from sftkit.models.trained import freeze
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.verify.replicas import CHECKSUM_COLUMNS, Replicas, checksum, holders, kept_buffers, parted
 
 

@@ -26,7 +26,7 @@ from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import document_mask, plain_attention
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.verify.documents import check_documents
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sftkit.config.schema import ModelConfig
 from sftkit.data.demo import builtin
 from sftkit.errors import ConfigError
+from sftkit.generation.decode import introduction, learned_questions, stream
 from sftkit.generation.repl import Sampling
-from sftkit.generation.stream import introduction, learned_questions, stream
 from sftkit.models.tokenizer import set_template_arguments
 
 HI = [{"role": "user", "content": "Hi?"}]

@@ -15,7 +15,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch.nn import functional as F
 
 from labs.explain.compiler_logs import CompilerFiles, compiler_logs, kernels, torch_loggers
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 

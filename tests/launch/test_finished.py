@@ -17,7 +17,7 @@ from sftkit.config.schema import Config
 from sftkit.launch import launch
 from sftkit.launch.chain import finished, is_evaluated
 from sftkit.rundir import lock
-from sftkit.rundir.manifest import digest, write_provenance
+from sftkit.rundir.files import digest, write_provenance
 
 RECIPE = (
     "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"

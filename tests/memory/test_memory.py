@@ -30,11 +30,10 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
-from sftkit.memory import remedies
+from sftkit.memory import plan as remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan, shape_of
-from sftkit.memory.remedies import oom_advice
-from sftkit.optim.build import build_optimizer
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan, oom_advice, shape_of
+from sftkit.optim.protocol import build_optimizer
 
 H200 = 140 * GIB
 QWEN3 = {  # hidden, heads, inner, blocks; all: 8 key heads of 128, vocabulary 151,936, embedding tied to the head

@@ -24,8 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from sftkit.compile.contract import compile_model, small_modules
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.errors import ConfigError
@@ -46,7 +45,7 @@ from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.optim.build import build_optimizer, parameter_groups
+from sftkit.optim.protocol import build_optimizer, parameter_groups
 from sftkit.verify.documents import check_documents
 from sftkit.verify.plain import PlainModel
 

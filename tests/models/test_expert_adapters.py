@@ -24,8 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from sftkit.compile.contract import compile_model, small_modules
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig
 from sftkit.errors import ConfigError

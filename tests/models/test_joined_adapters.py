@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sftkit.compile.modules import replays_blocks
+from sftkit.compile.contract import replays_blocks
 from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig
 from sftkit.data.batches.pack import Layout
 from sftkit.models import joined_adapters

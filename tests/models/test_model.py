@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.generation.decode import stream
 from sftkit.generation.repl import Sampling
-from sftkit.generation.stream import stream
 from sftkit.models.load import from_scratch, load_model, resolve_max_length
 from sftkit.models.structure import Work, attention_windows, count_parameters, positions, train_flops
 from sftkit.models.tokenizer import load_tokenizer

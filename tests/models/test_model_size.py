@@ -29,7 +29,7 @@ from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
 from sftkit.models import files as model_size
 from sftkit.models.files import ModelSize, Replica, replica_of, size_of, training_bytes
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -9,8 +9,7 @@ import torch
 from helpers import VOCAB_SIZE, make_batch, make_examples, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sftkit.compile.contract import compile_model, small_modules
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch

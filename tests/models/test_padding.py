@@ -26,7 +26,7 @@ from sftkit.models.weights import load_model_weights, load_weights, make_room
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 
 ROWS, MULTIPLE, PADDED = 70, 32, 96
 KINDS = ("untied", "tied", "head bias", "tied, head bias")

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from sftkit.compile.contract import compile_model, inputs_with_gradient
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, inputs_with_gradient
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError

@@ -26,9 +26,8 @@ from transformers import (
 from sftkit.config.schema import ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.generation.decode import Batching, generate
+from sftkit.generation.decode import Batching, generate, stream
 from sftkit.generation.repl import Sampling
-from sftkit.generation.stream import stream
 from sftkit.models.load import load_model, model_of_files, stop_ids
 from sftkit.models.weights import load_model_weights, make_room
 

@@ -21,8 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from sftkit.compile.contract import compile_model, small_modules
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, small_modules
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
@@ -36,7 +35,7 @@ from sftkit.models.vocabulary import add_tokens, new_rows
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.optim.build import parameter_groups
+from sftkit.optim.protocol import parameter_groups
 from sftkit.preflight.analysis import meta_model
 from sftkit.verify.documents import check_documents
 from sftkit.verify.plain import PlainModel, Start

@@ -19,8 +19,7 @@ from sftkit.memory.plan import checkpoint_bytes, shape_of
 from sftkit.models.files import frozen_in_files, size_of, training_bytes
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.trained import freeze
-from sftkit.optim.build import build_optimizer, parameter_groups
-from sftkit.optim.protocol import set_learning_rate
+from sftkit.optim.protocol import build_optimizer, parameter_groups, set_learning_rate
 from sftkit.verify.replicas import FrozenWeights
 
 

@@ -10,7 +10,7 @@ from helpers import VOCAB_SIZE, make_examples, tiny_llama, tiny_qwen3_with_windo
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.ops import flash
 from sftkit.ops.attention import attend
-from sftkit.ops.cross_attention import input_boundaries
+from sftkit.ops.flex import input_boundaries
 
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0], [-1] * 8, [0, 1, 2, 3, 3, 3, 3, -1]])
 PLACES, LENGTH = 4, 5

@@ -18,8 +18,7 @@ from sftkit.config.tables import OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.ops.tensors import ParameterShard, int32, noise16, stochastic_round
 from sftkit.optim.adamw import FusedAdamW, corrections, update_eagerly
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, learning_rate
+from sftkit.optim.protocol import Optimizer, build_optimizer, learning_rate
 from sftkit.runtime.open import random_key
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None

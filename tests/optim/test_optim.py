@@ -14,9 +14,8 @@ from sftkit.errors import ConfigError
 from sftkit.models.structure import Stages
 from sftkit.optim import muon
 from sftkit.optim.adamw import Numbered
-from sftkit.optim.build import build_optimizer
 from sftkit.optim.muon import Muon
-from sftkit.optim.protocol import Optimizer, clip_coefficient, learning_rate, squared_norm
+from sftkit.optim.protocol import Optimizer, build_optimizer, clip_coefficient, learning_rate, squared_norm
 
 STEPS = 100
 

@@ -17,8 +17,7 @@ import sftkit
 from sftkit.config.keys import key_table
 from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import OPTIMIZERS
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer, named_states, states_loaded
+from sftkit.optim.protocol import Optimizer, build_optimizer, named_states, states_loaded
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAN = float("nan")

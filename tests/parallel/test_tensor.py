@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from sftkit.compile.modules import _is_product as is_product
-from sftkit.compile.modules import behind_products, collectives_hidden
+from sftkit.compile.contract import _is_product as is_product
+from sftkit.compile.contract import behind_products, collectives_hidden
 from sftkit.config.schema import LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
@@ -157,7 +157,7 @@ def test_cached_code_of_another_order_is_not_taken(monkeypatch: pytest.MonkeyPat
 
     before = key()
     assert key() == before
-    monkeypatch.setattr("sftkit.compile.modules.get_hash_for_files", lambda _: "other code")
+    monkeypatch.setattr("sftkit.compile.contract.get_hash_for_files", lambda _: "other code")
     assert key() != before
 
 
@@ -211,9 +211,9 @@ def test_the_order_keeps_what_depends_on_each_other_in_order() -> None:
         Fake("z", "product", "e", "y"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftkit.compile.modules.contains_collective", lambda node: node.kind == "start")
-        patch.setattr("sftkit.compile.modules.contains_wait", lambda node: node.kind == "wait")
-        patch.setattr("sftkit.compile.modules._is_product", lambda node: node.kind == "product")
+        patch.setattr("sftkit.compile.contract.contains_collective", lambda node: node.kind == "start")
+        patch.setattr("sftkit.compile.contract.contains_wait", lambda node: node.kind == "wait")
+        patch.setattr("sftkit.compile.contract._is_product", lambda node: node.kind == "product")
         order = "".join(node.name for node in behind_products(nodes))
     assert order == "axbcdyefz"
 

@@ -40,7 +40,7 @@ from sftkit.memory.plan import make_plan, shape_of
 from sftkit.models.load import load_model
 from sftkit.preflight import analysis
 from sftkit.preflight import analysis as preflight
-from sftkit.preflight import costs as preflight_costs
+from sftkit.preflight import analysis as preflight_costs
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight.data import duplicate_facts
 from sftkit.preflight.terminal import VisibleConsole, page

@@ -21,10 +21,9 @@ from huggingface_hub import ModelCard
 from made_run import CHECKS, TASKS, make_run, metrics, write_rows
 
 from sftkit.errors import ConfigError
-from sftkit.reports.charts import Series, line_chart
 from sftkit.reports.collect import gather_report, hub_datasets, newest_run_under, origin
 from sftkit.reports.page import SECTIONS, report_of_folder, try_report, write_report
-from sftkit.reports.values import read_rows
+from sftkit.reports.values import Series, line_chart, read_rows
 
 FILES = (
     "config.yaml",

@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 import re
 
-from sftkit.reports.charts import Series, ValueAxis, figure, histogram, line_chart
 from sftkit.reports.collect import thin
-from sftkit.reports.values import axis_texts, duration, el, format_value, log_ticks, ticks
+from sftkit.reports.values import (
+    Series,
+    ValueAxis,
+    axis_texts,
+    duration,
+    el,
+    figure,
+    format_value,
+    histogram,
+    line_chart,
+    log_ticks,
+    ticks,
+)
 
 
 def test_long_curves_become_short_and_keep_every_extreme() -> None:

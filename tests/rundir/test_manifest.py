@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sftkit.errors import ConfigError
-from sftkit.rundir import manifest
-from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir import files as manifest
+from sftkit.rundir.files import check_loadable
 from sftkit.rundir.names import MANIFEST, RECIPE, TRAINING_STATE
 
 FILES = {
@@ -155,7 +155,7 @@ def test_a_broken_cache_costs_reading_and_hides_nothing(folder: Path, cache: str
 ASK = """
 import sys, time
 from pathlib import Path
-from sftkit.rundir import manifest
+from sftkit.rundir import files as manifest
 manifest.SETTLED_SECONDS = 0.0
 read, original = [], manifest._sha256
 manifest._sha256 = lambda path: (read.append(path.name), original(path))[1]

@@ -20,7 +20,7 @@ from helpers import cpu_runtime
 from launched import Launcher, fill, launching, small_file_system
 
 from sftkit.rundir import files
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
 from sftkit.rundir.status import RunStatus, effective_resume, is_symptom, read_status, report
 from sftkit.runtime.open import differing_values, open_run

@@ -15,7 +15,7 @@ from helpers import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from sftkit.data.reading import images
+from sftkit.data.reading import store
 from sftkit.models.kind import kind_of
 from sftkit.rundir.names import step_dirs
 
@@ -131,7 +131,7 @@ def loads_in_transformers(folder: Path) -> None:
     orig_model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert orig_model.decoder.lm_head.weight is orig_model.decoder.transformer.wte.weight
-    picture = torch.from_numpy(np.ascontiguousarray(images.read_image("builtin:pictures/heldout/0", (3, 48, 48))))[None]
+    picture = torch.from_numpy(np.ascontiguousarray(store.read_image("builtin:pictures/heldout/0", (3, 48, 48))))[None]
     pixels = kind_of(orig_model.config).plain_inputs(orig_model, {"pixel_values": picture})["pixel_values"]
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     assert processor["size"] == {"height": 48, "width": 48}

@@ -11,7 +11,7 @@ import preloaded
 import pytest
 from test_resumed_elsewhere import back_to_step_2
 
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import METRICS_FILE, PROOF
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ import pytest
 
 from sftkit.checkpoint.save import free_bytes
 from sftkit.launch.launch import CONFIGS, Launch, command
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import LATEST, step_dirs
 from sftkit.runtime.launcher import signal_env
 

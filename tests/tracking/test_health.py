@@ -19,8 +19,7 @@ from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import squared_norm
+from sftkit.optim.protocol import build_optimizer, squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import DelayedFlags, Health

@@ -16,7 +16,7 @@ from sftkit.objectives.objective import LOSS, Totals
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import RUN_COUNTS, Meter
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.verify.rows import shapes_check
+from sftkit.verify.proof import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
 OUTCOME = StepOutcome(

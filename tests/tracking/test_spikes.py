@@ -20,7 +20,7 @@ from sftkit.engine.step import TrainStep
 from sftkit.errors import SpikeError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import Health, Spikes, spikes_in
 from sftkit.tracking.names import Flags, StepOutcome

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import step_dirs
 from sftkit.runtime.launcher import signal_env
 

@@ -12,8 +12,7 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sftkit.compile.contract import step_contract
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compiler_switches, step_contract
 from sftkit.compile.watch import CompileWatch, records_of
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
@@ -25,7 +24,7 @@ from sftkit.ops.attention import use_document_attention
 from sftkit.reports.values import applies, check_table
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.verify import rows as proof
+from sftkit.verify import proof
 from sftkit.verify.documents import DocumentCheck, check_documents, document_checks
 from sftkit.verify.proof import compile_checks, compiled_check
 

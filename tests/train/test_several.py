@@ -43,7 +43,7 @@ from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.many_adapters import Selection, member_factors, members_of
 from sftkit.objectives.next_token import NextToken
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import verify
 from sftkit.rundir.names import resolve
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker

@@ -16,7 +16,7 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step as engine_step
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.optim import adamw, build, muon
+from sftkit.optim import adamw, muon, protocol
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
 from sftkit.verify.update import FirstUpdate, _norm_check
@@ -152,8 +152,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, torch.dtype, str]] 
     "the same, rounded stochastically": (adamw, "adamw", scaled_formula, "adamw_sr", torch.bfloat16, UPDATE),
     "another learning rate in a fused step": (torch.optim.AdamW, "step", scaled_step, "adamw", torch.float32, UPDATE),
     "a squared clip": (engine_step, "clip_coefficient", squared_clip, "adamw", torch.float32, UPDATE),
-    "decay on norms": (build, "parameter_groups", decay_on_norms, "adamw", torch.float32, UPDATE),
-    "a parameter in no group": (build, "parameter_groups", one_forgotten, "adamw", torch.float32, UPDATE),
+    "decay on norms": (protocol, "parameter_groups", decay_on_norms, "adamw", torch.float32, UPDATE),
+    "a parameter in no group": (protocol, "parameter_groups", one_forgotten, "adamw", torch.float32, UPDATE),
     "masters rounded to nearest": (adamw, "stochastic_round", to_nearest, "adamw", torch.bfloat16, UPDATE),
     "a norm of other gradients": (engine_step, "squared_norm", other_norm, "adamw", torch.float32, NORM),
     "less momentum": (muon, "MOMENTUM", less_momentum, "muon", torch.float32, UPDATE),

@@ -29,7 +29,7 @@ from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.config.schema import CheckpointConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import CheckpointError
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime

@@ -20,8 +20,7 @@ from sftkit.engine.step import TrainStep, exchange
 from sftkit.errors import DataError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss, Totals
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import squared_norm
+from sftkit.optim.protocol import build_optimizer, squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script

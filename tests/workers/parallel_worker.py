@@ -24,8 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from sftkit.compile.contract import compile_model, warm_up
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import compile_model, compiler_switches, warm_up
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import (
     AdapterConfig,
@@ -48,7 +47,7 @@ from sftkit.models.structure import decoder
 from sftkit.models.trained import factors, freeze
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.parallel.pipeline import SCHEDULES, stagewise
 from sftkit.parallel.wrap import Sharding, distribute, reshard
 from sftkit.runtime import start as runtime

@@ -36,7 +36,7 @@ from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import build_optimizer
 from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.wrap import Sharding, distribute, reshard
 from sftkit.runtime import start as runtime

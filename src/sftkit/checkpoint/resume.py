@@ -24,8 +24,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
-from sftkit.rundir.files import UNREADABLE
-from sftkit.rundir.manifest import verify
+from sftkit.rundir.files import UNREADABLE, verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
 

@@ -30,8 +30,7 @@ from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, wri
 from sftkit.config.schema import CheckpointConfig
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
-from sftkit.rundir.files import archive, flush, replace_text
-from sftkit.rundir.manifest import BASE, sha256_of
+from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
 from sftkit.rundir.status import is_full_disk
 from sftkit.runtime.start import Runtime
 

@@ -6,19 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from sftkit.compile import cache, contract, modules, watch
+from sftkit.compile import cache, contract, watch
 from sftkit.config.schema import Config
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
-from sftkit.memory.remedies import oom_advice
+from sftkit.memory.plan import (
+    Fixed,
+    MemoryPlan,
+    against_measured,
+    checkpoint_bytes,
+    make_plan,
+    oom_advice,
+    reserve_optimizer_state,
+)
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, build_optimizer
 from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import as_whole, distribute
 from sftkit.runtime.hardware import peak_memory_gib
@@ -40,7 +46,7 @@ class Blocks:
         """
         orig_model = training.orig_model
         layout = training.layout
-        modules.check_options(cfg.compile)
+        contract.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
@@ -49,7 +55,7 @@ class Blocks:
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            advice = modules.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
+            advice = contract.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
@@ -62,7 +68,7 @@ class Blocks:
             # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
             routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
-            if routing is None and modules.replays_blocks(cfg.compile, orig_model, layout, rt):
+            if routing is None and contract.replays_blocks(cfg.compile, orig_model, layout, rt):
                 rt.print(
                     "compile.mode: reduce-overhead (CUDA graphs), as launching the adapters' kernels takes longer than "
                     "computing them; compile.mode=default launches them"
@@ -71,13 +77,13 @@ class Blocks:
             compiled = contract.compile_model(
                 orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )
-            switches = modules.compiler_switches(
+            switches = contract.compiler_switches(
                 cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
             )
             stack.enter_context(switches)
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if tensor_group(orig_model) is not None:
-                stack.enter_context(modules.collectives_hidden())
+                stack.enter_context(contract.collectives_hidden())
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             # Nothing failed, so the settings outlive this method: `close` restores them, in the reverse order.

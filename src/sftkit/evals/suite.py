@@ -33,7 +33,7 @@ from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.parallel.wrap import reshard
-from sftkit.rundir.manifest import digest
+from sftkit.rundir.files import digest
 from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import counted, working

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import EXPERT_COUNTS, decoder, inference
 from sftkit.ops.attention import head_sizes, implementation, mixes_tokens, plain_attention, relative_positions
-from sftkit.ops.cross_attention import IMPLEMENTATION, attend_cached
+from sftkit.ops.flex import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel
 
 MAX_CACHE_BYTES = 8 * 2**30

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import HookWatch, random_state_kept, step_contract
-from sftkit.compile.modules import compiler_switches
+from sftkit.compile.contract import HookWatch, compiler_switches, random_state_kept, step_contract
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
 from sftkit.config.rules import Problem, graph_mesh_problems, passes_off_gpu
 from sftkit.config.schema import Config, ModelConfig
@@ -27,13 +26,19 @@ from sftkit.graph import sharding
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
-from sftkit.memory.remedies import oom_advice
+from sftkit.memory.plan import (
+    Fixed,
+    MemoryPlan,
+    against_measured,
+    checkpoint_bytes,
+    make_plan,
+    oom_advice,
+    reserve_optimizer_state,
+)
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.protocol import Optimizer
+from sftkit.optim.protocol import Optimizer, build_optimizer
 from sftkit.parallel.wrap import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working

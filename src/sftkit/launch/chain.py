@@ -20,9 +20,8 @@ from sftkit.config.yaml import RecipeLoader
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class_in
 from sftkit.preflight.inputs import input_rules
-from sftkit.rundir.files import read_object
+from sftkit.rundir.files import current_provenance, digest, read_object, read_provenance, verify, weights_changed
 from sftkit.rundir.lock import at_work
-from sftkit.rundir.manifest import current_provenance, digest, read_provenance, verify, weights_changed
 from sftkit.rundir.names import FINAL, PROOF, RECIPE, REPORT, RESULTS, SUMMARY, latest_checkpoint, step_name
 from sftkit.rundir.status import read_status
 

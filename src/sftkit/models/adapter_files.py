@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.files import COPY_AGAIN, GATED, fields_of, files_of_weights, header_of, json_object, weight_files
-from sftkit.rundir.manifest import digest_of_files, read_base_digest
+from sftkit.rundir.files import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
 PEFT_PREFIX = "base_model.model."

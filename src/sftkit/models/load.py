@@ -47,7 +47,7 @@ from sftkit.models.rope import use_document_lengths
 from sftkit.models.structure import vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
-from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.files import check_loadable
 from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working

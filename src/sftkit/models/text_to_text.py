@@ -27,7 +27,7 @@ from sftkit.models import files
 from sftkit.models.kind import Continuation, ModelKind, ids_of, without_router_logits
 from sftkit.models.structure import decoder, vocab_size
 from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
-from sftkit.ops.cross_attention import input_boundaries
+from sftkit.ops.flex import input_boundaries
 
 
 class EncoderDecoder(ModelKind):

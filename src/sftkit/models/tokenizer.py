@@ -22,8 +22,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.files import adapter_at, reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
-from sftkit.rundir.files import flush_folder
-from sftkit.rundir.manifest import check_loadable
+from sftkit.rundir.files import check_loadable, flush_folder
 from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime

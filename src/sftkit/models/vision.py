@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import ImageProcessingMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
-from sftkit.data.reading import images
+from sftkit.data.reading import store
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import files
@@ -90,7 +90,7 @@ class VisionToText(EncoderDecoder):
         """Read the pictures: uint8 [I, channels, height, width], resized to the encoder's input."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
-        pictures = images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+        pictures = store.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
         return replace(examples, encoder_inputs=pictures)
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
@@ -103,7 +103,7 @@ class VisionToText(EncoderDecoder):
         """Return the config of an image processor, with which other programs prepare pictures for the model."""
         pixels = pixels_of(orig_model.config)
         size = {"height": pixels.height, "width": pixels.width}
-        resizing = {"do_resize": True, "size": size, "resample": images.RESAMPLE}
+        resizing = {"do_resize": True, "size": size, "resample": store.RESAMPLE}
         rescaling = {"do_rescale": True, "rescale_factor": 1 / 255}
         normalising = {"do_normalize": True, "image_mean": pixels.mean, "image_std": pixels.std}
         processor = {"image_processor_type": "ViTImageProcessor", **resizing, **rescaling, **normalising}

@@ -26,8 +26,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash, flex
-from sftkit.ops.cross_attention import bidirectional_attention
-from sftkit.ops.flex import Scores
+from sftkit.ops.flex import Scores, bidirectional_attention
 from sftkit.ops.tensors import gather_rows
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.hardware import user_cache

@@ -1,36 +1,49 @@
-"""Look at what a run will learn and cost before it does: preflight.json, a few lines, and warnings in words.
+"""Estimate before a run what it will learn and cost: preflight.json, a few lines, and warnings in words.
 
-Training writes it on the main rank. scripts/inspect_data.py shows all of it without a GPU and without weights; the
-first functions here make what a run would start from.
+Training writes it on the main rank. scripts/inspect_data.py shows all of it without a GPU and without weights. The
+costs are the positions of each layout, steps, memory and disk.
 """
 
 import hashlib
 import io
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, NamedAdapter, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    CheckpointConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    NamedAdapter,
+    OptimConfig,
+    TrainConfig,
+)
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
-from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
+from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, num_positions, plan_epoch, row_shard
 from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.many import joint_layout
-from sftkit.data.batches.pack import Layout
-from sftkit.data.reading import findings
+from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
+from sftkit.data.reading import columns
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, hint
-from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
+from sftkit.memory.estimate import GIB
+from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan, remedies
 from sftkit.memory.plan import log as plan_log
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import adapter_at
@@ -38,12 +51,131 @@ from sftkit.models.load import load_model
 from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
-from sftkit.preflight import costs
 from sftkit.preflight import data as facts
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import PREFLIGHT
 from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime, resolve_precision
+
+SAMPLE = 20_000
+"Documents on which layouts other than the run's own are planned; their positions are scaled up."
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def layout_facts(
+    data: DataConfig, train: TrainConfig, layout: Layout, epoch: Sequence[GlobalBatch], lengths: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
+
+    Args:
+        layout: the run's own, planned as `epoch`.
+        lengths: int [D], positions of the training documents.
+    """
+    # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
+    sample = lengths
+    if len(lengths) > SAMPLE:
+        sample = lengths[np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]]
+    share = float(lengths.sum()) / float(sample.sum())
+    found: list[dict[str, Any]] = []
+    for kind in ("packed", "bucketed", "fixed", "dynamic"):
+        own = kind == layout.kind
+        one = layout if own else _other_layout(data, train, layout, kind, sample)
+        plan = epoch if own else plan_epoch(sample, one, seed=0, epoch=0)
+        # Several adapters may share documents, so that an epoch has them several times.
+        scale = float(lengths.sum()) / planned_tokens(epoch, lengths) if own else share
+        count = num_positions(plan, one) * scale
+        row = {
+            "layout": kind,
+            "own": own,
+            "shapes": shapes_text(one),
+            "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
+            "steps": len(plan) if one is layout else round(len(plan) * scale),
+            "positions": round(count),
+        }
+        found.append(row)
+    return found
+
+
+def planned_tokens(epoch: Sequence[GlobalBatch], lengths: np.ndarray) -> int:
+    """Return the document positions of an epoch. `lengths`: int [D] of the documents."""
+    documents = np.fromiter((i for batch in epoch for row in batch.rows for i in row), np.int64)
+    return int(lengths[documents].sum())
+
+
+def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
+    """Return another layout for the same data and processes; settings that only go with one layout hold for it."""
+    # A multiple that fits the run's own layout may not divide max_length in another, which would be rejected.
+    asked = data.pad_multiple or PAD_MULTIPLE
+    multiple = asked if own.max_length % asked == 0 else 1
+    data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
+    micro = min(own.micro_batch_size, train.global_batch_size)
+    train = replace(train, micro_batch_size=micro)  # as lowered for this run, which was logged once
+    return make_layout(data, train, lengths, own.max_length, own.world_size, encoded=own.encoded)
+
+
+def shapes_text(layout: Layout) -> str:
+    """Return the shapes that a micro-batch may have, rows x positions."""
+    if layout.dynamic:
+        step = f", multiples of {layout.pad_multiple}" if layout.pad_multiple > 1 else ""
+        return f"{layout.micro_batch_size}x({layout.padded(1)} to {layout.max_length}{step})"
+    return ", ".join(f"{rows}x{length}" for rows, length in layout.shapes)
+
+
+def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int) -> dict[str, Any]:
+    """Return steps, epochs and tokens of the run."""
+    wanted = train.epochs * steps_in_epoch if train.epochs else None
+    steps = min(n for n in (wanted, train.max_steps) if n is not None)
+    epochs = steps / steps_in_epoch
+    return {"steps": steps, "epochs": epochs, "tokens": round(tokens_in_epoch * epochs)}
+
+
+# ---- memory and disk -------------------------------------------------------------------------------------------------
+
+
+def memory_facts(
+    plan: MemoryPlan | None, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
+) -> dict[str, Any] | None:
+    """Return the estimated peak of a step on one GPU in GiB, by part; None if the model's sizes are unknown."""
+    if plan is None or plan.estimate is None or plan.setup is None:
+        return None
+    return {
+        "topology": plan.setup.topology.describe(),
+        "processes": plan.setup.topology.world_size,
+        "optimizer": plan.optim.name,
+        "estimated_gib": plan.estimate.total / GIB,
+        "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
+        "fits": None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes),
+        "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
+        "remedies": [remedy.text for remedy in remedies(plan, layout, data, compile, optim)[:3]],
+    }
+
+
+def disk_facts(
+    run_dir: Path, checkpoint: CheckpointConfig, steps: int, orig_model: PreTrainedModel | None, plan: MemoryPlan | None
+) -> dict[str, Any]:
+    """Return the free space on the run's disk, and the space of its checkpoints when most of them exist, in GiB.
+
+    Args:
+        orig_model: on any device, also meta; None: sizes are unknown.
+    """
+    # The directory need not be there yet: the disk is that of its nearest parent.
+    absolute = run_dir.absolute()
+    folder = next(each for each in (absolute, *absolute.parents) if each.exists())
+    free = shutil.disk_usage(folder).free
+    size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
+    # On disk together: those kept, the best, and the one being written. One save more than by the interval: a run ends
+    # with a checkpoint.
+    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
+    count = min(checkpoint.keep + 1 + bool(checkpoint.best), saves)
+    return {
+        "folder": str(folder),
+        "free_gib": free / GIB,
+        "checkpoint_gib": None if size is None else size / GIB,
+        "checkpoints": count,
+        "needed_gib": None if size is None else count * size / GIB,
+        "fits": None if size is None else count * size <= free,
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +186,7 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
     if training is None:
         return load_tokenizer(model)
     # The rows of data.train are tokenized next.
-    with findings.without_logging() if training.sources is None else nullcontext():
+    with columns.without_logging() if training.sources is None else nullcontext():
         return new_tokenizer(model, training, data.train, data.on_bad_row)
 
 
@@ -149,7 +281,7 @@ def prepared_examples(
     """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
     which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
     tokenize = stage_rule(stage)(data, tokenizer, max_length)
-    with findings.without_logging():
+    with columns.without_logging():
         return loader.load_examples(data, tokenize, nullcontext())
 
 
@@ -188,9 +320,9 @@ def analyse(
     sources = facts.source_facts(examples)
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
-    layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
-    time = costs.time_facts(cfg.train, len(epoch), costs.planned_tokens(epoch, lengths))
-    memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
+    layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
+    time = time_facts(cfg.train, len(epoch), planned_tokens(epoch, lengths))
+    memory = memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
@@ -205,7 +337,7 @@ def analyse(
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
         "memory": memory,
-        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
+        "disk": disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.tokens import chat
-from sftkit.data.tokens.answers import HISTORY
-from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED
+from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
 from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import hint

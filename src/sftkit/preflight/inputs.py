@@ -33,13 +33,13 @@ from sftkit.config.topology import Topology, idle_pipeline, topology_of
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.findings import advised
+from sftkit.data.reading.columns import advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models import files as model_files
 from sftkit.models.trained import pattern_problem
-from sftkit.rundir.manifest import WEIGHTS, read_manifest
+from sftkit.rundir.files import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.terminal import visible, writable
-from sftkit.data.reading.findings import finding_text
+from sftkit.data.reading.columns import finding_text
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight

@@ -4,8 +4,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.reports import values
-from sftkit.reports.charts import histogram
-from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, facts, format_value, mapping, section
+from sftkit.reports.values import (
+    Html,
+    Report,
+    Rows,
+    dicts,
+    drawable_number,
+    el,
+    facts,
+    format_value,
+    histogram,
+    mapping,
+    section,
+)
 
 SOURCES = (
     *("name", "rows", "documents", "tokens", "targets", "truncated"),

@@ -16,9 +16,22 @@ from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.charts import Series, ValueAxis, figure
 from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, speed_words, standing
-from sftkit.reports.values import NONE, Html, Report, Rows, el, format_value, html_table, macros, section, value_text
+from sftkit.reports.values import (
+    NONE,
+    Html,
+    Report,
+    Rows,
+    Series,
+    ValueAxis,
+    el,
+    figure,
+    format_value,
+    html_table,
+    macros,
+    section,
+    value_text,
+)
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 

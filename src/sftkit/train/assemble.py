@@ -35,8 +35,7 @@ from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.files import read_object
-from sftkit.rundir.manifest import write_provenance
+from sftkit.rundir.files import read_object, write_provenance
 from sftkit.rundir.names import ENVIRONMENT
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
@@ -140,7 +139,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         ConfigError: the model cannot be loaded, or does not fit the tokenizer or data.max_length. A
             compiler option that this torch does not know is reported first.
     """
-    from sftkit.compile.modules import check_options
+    from sftkit.compile.contract import check_options
     from sftkit.models.rope import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -314,7 +313,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     """
     from sftkit.evals.suite import Suite
     from sftkit.verify.counts import validation_check
-    from sftkit.verify.rows import prompt_check
+    from sftkit.verify.proof import prompt_check
 
     cfg, rt, tokenizer = run.cfg, run.rt, loaded.tokenizer
     run_dir = Path(cfg.run.dir)

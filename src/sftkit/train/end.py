@@ -139,8 +139,7 @@ def write_proof_on_error(
 
 def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseException | None) -> list[Check]:
     """Return the final checks at the end of training; `error`: the exception that ended it early."""
-    from sftkit.verify.proof import report_checks
-    from sftkit.verify.rows import divisor_check, shapes_check
+    from sftkit.verify.proof import divisor_check, report_checks, shapes_check
 
     return [
         shapes_check(meter.shapes, batches.layout),

@@ -159,7 +159,7 @@ def warm_up_engine(
     Raises:
         ConfigError: the run cannot work with these settings.
     """
-    from sftkit.verify import rows
+    from sftkit.verify import proof
     from sftkit.verify.counts import flops_check, rates_check
     from sftkit.verify.proof import verified_warm_up
 
@@ -171,8 +171,8 @@ def warm_up_engine(
         *services.check_validation(),
         rates_check(status.total_steps or 1, optim),
         flops_check(engine.model),
-        rows.mask_check(batches.examples, rows.eos_token_ids_of(engine.model.orig_model)),
-        rows.resume_check(status.step, services.checkpoints.resumed_from),
+        proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
+        proof.resume_check(status.step, services.checkpoints.resumed_from),
     ]
     # A failed check only warns here: the engine already rejected certain failures. None: not checked.
     end.reported(checks, rt)
@@ -246,7 +246,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
-    from sftkit.verify import rows
+    from sftkit.verify import proof
     from sftkit.verify.counts import FirstWindow
     from sftkit.verify.replicas import FrozenWeights, Replicas
     from sftkit.verify.update import FirstUpdate, UpdatesOfMembers
@@ -373,7 +373,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checkpoints.finish()
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
-        logits = rows.logits_of(orig_model)
+        logits = proof.logits_of(orig_model)
         checks += [*closing_checks(None), *end.reported(frozen.check(step), rt)]
         if rt.is_main and not already_done:
             end.write_proof(status.run_dir, checks, logits)

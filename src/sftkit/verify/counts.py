@@ -18,7 +18,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.engine.documents import documents_of, plain_logits
+from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.evals.suite import validate
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, inference, positions, train_flops

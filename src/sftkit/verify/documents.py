@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
-from sftkit.engine.documents import documents_of, plain_logits
 from sftkit.engine.engine import ForwardPass
+from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.errors import ConfigError
 from sftkit.models.structure import from_last, inference, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss

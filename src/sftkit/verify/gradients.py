@@ -30,7 +30,7 @@ from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
-from sftkit.engine.documents import PlainDocument, documents_of, in_one_pass, plain_sums
+from sftkit.engine.reference import PlainDocument, documents_of, in_one_pass, plain_sums
 from sftkit.engine.step import has_dropout
 from sftkit.models.float8 import position_multiple
 from sftkit.models.kind import kind_of

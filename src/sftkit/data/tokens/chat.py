@@ -18,9 +18,17 @@ from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
-from sftkit.data.tokens.answers import HISTORY, AnswerLocator
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
-from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
+from sftkit.data.tokens.loss_mask import (
+    CONTEXT,
+    EARLIER,
+    HISTORY,
+    MARKED,
+    AnswerLocator,
+    Targets,
+    Thinking,
+    without_marks,
+)
 from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample

@@ -1,18 +1,33 @@
-"""The mask policy of a conversation: which answers are learned, with which reasoning, by the data and the recipe.
+"""Locate the answers that are learned in a rendered conversation: the mask policy, and the loss mask in characters.
 
-Also here: the parts of a rendered text that a mark or an answer covers, and the errors if an answer is not in it. The
-mask itself, a value for each token, is made in tokens/chat.py.
+`not_learned` says, by the data and the recipe, which answers are context only, and with which reasoning the others are
+learned. The mask itself, a value for each token, is made in tokens/chat.py.
+
+An answer is learned where the text before it is what the chat template makes of the messages before it, generation
+prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
+supplies, such as a closed thinking block, is context. Where a template renders an answer differently once it is history
+(Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
+exactly the context in which it would be asked.
+
+Rendering every prefix of a conversation costs time that grows with the square of its turns. Templates look at roles,
+fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+rendered, and `AnswerMatcher` finds the others by the text before and after these, if it is there.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Literal
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
-from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, split_thoughts
+from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import Template
+from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
 
@@ -194,3 +209,416 @@ def template_arguments(
         last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)
         result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user : k + 1])
     return result
+
+
+NOWHERE = (-1, -1)
+"The place of an answer that is not in a text after the prompt that a server would send for it."
+LONGEST_TURN = 50
+"The most messages of a turn that are compared; answers further into a turn are rendered."
+RENDERED_FIRST = 2
+"Answers of each situation that are rendered before others are found by them."
+
+
+Surroundings = tuple[str, ...]
+"""The surroundings of an answer in a longer conversation: the text from the beginning of its header up to the answer,
+and the text after the answer that belongs to it, the end of its turn."""
+NOT_THERE: Surroundings = ()
+"The outcome of an answer that is NOWHERE."
+
+
+class AnswerMatcher:
+    """Find answers of a rendered conversation by the surroundings of answers that were rendered before."""
+
+    def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
+        """Find the headers of the answers in a rendered conversation.
+
+        Args:
+            text: the rendered messages up to `last`, an answer.
+        """
+        self.template = template
+        self.messages = messages
+        self.text = text
+        self.last = last
+        self._known: dict[Hashable, list[Surroundings | None]] = {}
+        self._users = [i for i in range(last) if messages[i]["role"] == "user"]
+        self._places = self._headers()
+
+    def find(self, k: int) -> Span | None:
+        """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
+        # All rendered answers of the situation must be alike: a single answer may be rendered so by chance.
+        alike = self._known.get(self._situation(k), [])
+        outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
+        if outcome is None:
+            return None
+        if outcome == NOT_THERE:
+            return NOWHERE
+        header, closing = outcome
+        if k not in self._places or not self.text.startswith(header, self._places[k]):
+            return None
+        start = self._places[k] + len(header)
+        end = self._next_special(start)
+        return (start, end + len(closing)) if self.text.startswith(closing, end) else None
+
+    def add(self, k: int, start: int, core_end: int, span: Span) -> None:
+        """Record where answer k was found by rendering; `start` to `core_end` is its own text, without the token
+        that ends it."""
+        # An answer that was found otherwise than by header and end is kept as unlike any other.
+        outcome = None  # the text around such answers is too little to find others by
+        if span == NOWHERE:
+            outcome = NOT_THERE
+        elif k in self._places and self._next_special(start) == core_end:
+            outcome = self.text[self._places[k] : start], self.text[core_end : span[1]]
+        self._known.setdefault(self._situation(k), []).append(outcome)
+
+    def _situation(self, k: int) -> Hashable:
+        """Return what a template may look at: the turn up to the answer, the role of the next message, and whether
+        another question follows."""
+        before = bisect_left(self._users, k)
+        turn = self._users[before - 1] if before else 0
+        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
+        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], before == len(self._users)
+
+    def _features(self, i: int) -> Hashable:
+        """Return what a template may look at in one message."""
+        message = self.messages[i]
+        content = message["content"]
+        return (
+            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
+            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
+            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
+        )
+
+    def _headers(self) -> dict[int, int]:
+        """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
+        as many as answers."""
+        headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
+        header = common_prefix(headers or [self.template.between])
+        if not any(token and token in header for token in self.template.special_tokens):
+            return {}
+        starts = [match.start() for match in re.finditer(re.escape(header), self.text)]
+        answers = [k for k in range(self.last + 1) if self.messages[k]["role"] == "assistant"]
+        return dict(zip(answers, starts, strict=True)) if len(starts) == len(answers) else {}
+
+    def _next_special(self, start: int) -> int:
+        """Return where the next special token begins; the end of the text if there is none."""
+        match = special_pattern(self.template.special_tokens).search(self.text, start)
+        return match.start() if match else len(self.text)
+
+
+HISTORY = "not_learned_history"
+"Why an answer is context only: the template renders it differently once it is history."
+
+
+@dataclass(frozen=True)
+class Document:
+    """A conversation up to one of its answers, as one text that ends with it."""
+
+    text: str
+    spans: dict[int, list[Span]]
+    """Index in messages -> the characters that the model writes, of each answer after the prompt that a server would
+    send. The end-of-turn token belongs to them, whitespace after that does not."""
+    texts: dict[int, Span] = field(default_factory=dict)
+    "Place of each answer's text, after a prompt or not; only of a document that is learned whole."
+
+
+class _LastAnswer(NamedTuple):
+    """An answer as the last message."""
+
+    text: str
+    start: int
+    core_end: int
+    "Without the end-of-turn token."
+    end: int
+
+
+class AnswerLocator:
+    """Renders a conversation up to any of its answers and finds them in the text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:
+        """Prepare a conversation to be rendered with a tokenizer's template.
+
+        Args:
+            row: its messages checked, see conversation.validated.
+            thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
+                learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
+        """
+        self.tokenizer = tokenizer
+        self.row = row
+        self.where = row.where
+        self.thinking = thinking
+        self.template = template_of(tokenizer, with_tools=bool(row.tools))
+        given = row.messages or []
+        self.messages = with_reasoning(given, self.template, thinking)
+        self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
+        "indices of all answers in messages"
+        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(given[k])}
+        "answers that have reasoning in the data"
+        self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
+        "answers whose reasoning is to be learned; none with thinking=off"
+        self._record_args = row.template_args or {}
+        self._known: dict[int, _LastAnswer] = {}
+        self.odd: dict[str, str] = {}
+        "what is odd in what was rendered, as in conversation.oddities"
+
+    def document(self, last: int, among: Iterable[int]) -> Document:
+        """Render the messages up to an answer.
+
+        Args:
+            last: the index of that answer in messages.
+            among: the answers to look for, that one included.
+
+        Raises:
+            DataError: the template rejects the conversation, leaves out something that would be learned, or makes
+                another prompt for the last answer than it then renders.
+        """
+        # Marks are used only if one rendering serves every answer: the same arguments, and nothing rewritten later.
+        args = self.arguments(last)
+        wanted = sorted(k for k in among if k <= last)
+        marks = self.template.has_marks and self.template.append_only
+        marked = marks and all(self.arguments(k) == args for k in wanted)
+        document = self._marked(last, wanted) if marked else self._located(last, wanted)
+        self._check_context(last, args, document.text)
+        if not document.spans[last]:
+            raise fault(self.where, "template marks no answer", k=last)
+        return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
+
+    def everything(self, last: int, marked: Collection[int]) -> Document:
+        """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
+        of every answer must be in it.
+
+        The document has spans of the answers that follow the prompts that a server would send; none if the
+        conversation does not begin with a prompt that the template can make.
+
+        Raises:
+            DataError: the template rejects the conversation or leaves out something that would be learned.
+        """
+        try:
+            found = self.document(last, self.answers)
+        except DataError:  # no such prompt, or a fault that rendering it once more shows
+            if marked:
+                raise
+            text = self._render(last + 1, self.arguments(last))
+            self._check_reasoning(last, text)
+            self._check_context(last, self.arguments(last), text)
+            found = Document(text.rstrip(), {})
+        texts: dict[int, Span] = {}
+        cursor = 0
+        for k in self.answers:
+            if k <= last:
+                texts[k] = self._check_rendered(k, found.text, cursor)
+                cursor = texts[k][1]
+        if missing := set(marked) - found.spans.keys():
+            raise fault(self.where, "marked answer cannot be found", k=min(missing))
+        return replace(found, texts=texts)
+
+    def end_token(self, k: int) -> str | None:
+        """Return the special token with which answer k ends its turn where a template writes it only as the beginning
+        of the next one; None: it is eos."""
+        return self.template.end_call if self.messages[k].get("tool_calls") else None
+
+    def _check_context(self, last: int, args: dict[str, object], text: str) -> None:
+        """Reject a conversation of which the template leaves something out before answer `last`."""
+
+        def render(messages: list[Message], tools: Tools) -> str:
+            row = replace(self.row, messages=messages, tools=tools, template_args=args)
+            return render_conversation(self.tokenizer, self.template, row)[0]
+
+        # Answers are checked where they are learned, this one too.
+        self.odd |= check_context(
+            self.messages[: last + 1], self.row.tools, text, render, template=self.template, where=self.where, args=args
+        )
+
+    def turns_thinking_off(self, k: int) -> bool:
+        """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
+        would leave thinking on."""
+        name = self.template.thinking_argument
+        return bool(name and not self._sets(name) and self.arguments(k).get(name) is False)
+
+    def _sets(self, name: str) -> bool:
+        """Return whether the recipe or the record sets an argument of the template."""
+        return name in self.template.fixed or name in self._record_args
+
+    def reasoned(self, last: int, known: Collection[int]) -> set[int]:
+        """Return the answers whose reasoning is in the text of a conversation that ends with answer `last`.
+
+        The conversation is rendered with other texts in place of the reasonings, since their own words may occur
+        anywhere. For the answers in `known` this was checked before.
+        """
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of
+        # that answer.
+        marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
+        if marks.keys() <= set(known):
+            return set(marks)
+        given = enumerate(self.messages[: last + 1])
+        messages = [with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
+        text, _ = self._rendered(messages, self.arguments(last))
+        rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
+        return {k for k in marks if k in rendered or k in known}
+
+    def _located(self, last: int, wanted: list[int]) -> Document:
+        """Find answers that are in the text of the conversation as they are when they are the last message."""
+        # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
+        own = self._as_last_answer(last)
+        matcher = AnswerMatcher(self.template, self.messages, own.text, last)
+        spans: dict[int, Span] = {}
+        for k in wanted[:-1]:
+            found = matcher.find(k)
+            if found is None:
+                one = self._as_last_answer(k)
+                found = self._span_in(k, own.text, one)
+                matcher.add(k, one.start, one.core_end, found)
+            elif found != NOWHERE:
+                answer = own.text[found[0] : found[1]]
+                self._check(k, answer, answer)
+            if found != NOWHERE:
+                spans[k] = found
+        spans[last] = own.start, own.end
+        # If the template has marks, only the marked parts of an answer are the model's own.
+        if not self.template.has_marks:
+            return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
+        _, marks = self._marks(last)
+        return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
+
+    def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
+        """Return the place of an answer in the text of a longer conversation; NOWHERE if it is not there as it
+        would be asked."""
+        if not text.startswith(one.text[: one.core_end]):
+            return NOWHERE
+        if not text.startswith(one.text[: one.end]):  # it ends otherwise: that is learned at the end
+            return one.start, one.core_end
+        # The token that ends an answer which another turn follows, if its own text has none.
+        if one.core_end == one.end:
+            following = text[one.end :].lstrip()
+            for token in (self.end_token(k), self.template.end_within):
+                if token and following.startswith(token):
+                    return one.start, text.index(token, one.end) + len(token)
+        return one.start, one.end
+
+    def _marked(self, last: int, wanted: list[int]) -> Document:
+        """Find answers by the template's marks, in one rendering; for templates that never change what
+        they have rendered."""
+        answers = [k for k in self.answers if k <= last]
+        text, marks = self._marks(last)
+        # Without one mark for each answer it is not known which is whose.
+        if len(marks) != len(answers):  # several for an answer, or none
+            return self._located(last, wanted)
+        spans = {}
+        before = 0
+        for k, (start, end) in zip(answers, marks, strict=True):
+            past = end_of_marked(text, (start, end), self.template.end_tokens)
+            first = self._after_header(text, start)
+            self._check(k, text[first:past], text[before:past])
+            before = past
+            if k in wanted:
+                spans[k] = [(first, past)]
+        return Document(text[:before], spans)
+
+    def _marks(self, last: int) -> tuple[str, list[Span]]:
+        """Return the rendered text and the spans that the template marks, empty ones left out."""
+        text, marks = self._rendered(self.messages[: last + 1], self.arguments(last), marks=True)
+        return text, [span for span in marks if span[0] < span[1]]
+
+    def _after_header(self, text: str, start: int) -> int:
+        """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
+        ends = [
+            begin + len(header)
+            for header in self.template.headers
+            for begin in range(max(start - len(header), 0), start + 1)
+            if header and text.startswith(header, begin)
+        ]
+        return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
+
+    def _as_last_answer(self, k: int) -> _LastAnswer:
+        """Return an answer as the last message; rendered once."""
+        if k in self._known:
+            return self._known[k]
+        text, start = self._start(k, self._render(k + 1, self.arguments(k)))
+        # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
+        core = text[start:].rstrip()
+        ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
+        if self.template.end_last and not ends:
+            raise fault(self.where, "no end-of-turn token", k=k, token=self.template.end_last)
+        length = max(map(len, ends), default=0)
+        self._check(k, core, core)
+        end = start + len(core)
+        self._known[k] = _LastAnswer(text, start, end - length, end)
+        return self._known[k]
+
+    def arguments(self, k: int) -> dict[str, object]:
+        """Return the template arguments with which answer k is asked."""
+        return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
+
+    def _start(self, k: int, text: str) -> tuple[str, int]:
+        """Return (text, where the answer begins), which is after the longest prompt that a server could have
+        made for it."""
+        if k == 0:
+            # Many templates cannot render the empty prompt before an answer that comes first. The longest header
+            # counts: a short one may be the beginning of another.
+            for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
+                if header.strip() and header in text:
+                    return text, text.index(header) + len(header)
+            raise fault(self.where, "template cannot begin with an answer")
+        args = self.arguments(k)
+        name = self.template.thinking_argument
+        prompt = self._render(k, args, add_generation_prompt=True)
+        # A server may ask with thinking on or off, whatever the template does by itself.
+        prompts = [prompt]
+        if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
+            prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
+        fitting = [len(one) for one in prompts if text.startswith(one)]
+        if fitting:
+            # learn_empty learns the block that another prompt supplies; otherwise the block is context.
+            return text, (min if self.thinking == "learn_empty" else max)(fitting)
+        return self._after_opened_thought(k, text, prompt)
+
+    def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
+        """Return (text, where the answer begins) if the prompt opens a thinking block that the template leaves out of
+        finished answers (DeepSeek-R1 and its distilled models): what the model writes begins inside it."""
+        bare = self._render(k, self.arguments(k)) + self.template.short_header
+        opened = prompt.rstrip().endswith("<think>")
+        if opened and self.template.short_header.strip() and text.startswith(bare):
+            reasoning = reasoning_of(self.messages[k])
+            if not reasoning and self.thinking != "learn_empty":
+                raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
+            return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
+        # The error shows a little of both texts where they begin to differ.
+        at = len(common_prefix([text, prompt]))
+        shared = text[max(0, at - 20) : at]
+        both = {"prompt": prompt[at : at + 20], "text": text[at : at + 20]}
+        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, **both)
+
+    def _check(self, k: int, answer: str, text: str) -> None:
+        """Reject an answer unless its content is in the text that is learned, and its reasoning in the whole text."""
+        self._check_reasoning(k, text)
+        self._check_rendered(k, answer, 0)
+
+    def _check_reasoning(self, k: int, text: str) -> None:
+        """Reject an answer whose reasoning is not in the text."""
+        reasoning = reasoning_of(self.messages[k])
+        if reasoning and reasoning not in text:
+            raise fault(self.where, "template does not render the reasoning", k=k)
+
+    def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
+        """Return where the required texts of the message are; reject the answer if one is not there."""
+        start: int | None = None
+        for required in required_texts(self.messages[k]):
+            at = text.find(required, cursor)
+            if at < 0:
+                missing = required if len(required) <= 40 else required[:40] + "..."
+                raise fault(self.where, "template does not render the answer", k=k, missing=missing)
+            start = at if start is None else start
+            cursor = at + len(required)
+        return cursor if start is None else start, cursor
+
+    def _render(self, k: int, args: dict[str, object], *, add_generation_prompt: bool = False) -> str:
+        """Render the first k messages."""
+        return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
+
+    def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
+        """Render messages with the tools, `how` as render_conversation takes it; a template that rejects them
+        is a DataError."""
+        row = replace(self.row, messages=messages, template_args=args)
+        try:
+            return render_conversation(self.tokenizer, self.template, row, **how)
+        except TemplateError as error:
+            raise fault(self.where, "template refuses it", error=error) from error

@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.data.reading import conversation, findings, readers, rows, store
+from sftkit.data.reading import columns as findings
+from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
