@@ -58,7 +58,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.verify.proof import verify_checkpoint
+from sftkit.verify.round_trip import verify_checkpoint
 
 
 @pytest.fixture

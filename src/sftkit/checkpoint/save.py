@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
+from sftkit.models.adapter_files import belongs_to
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
@@ -54,8 +55,8 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
     }
 
 
-def write_manifest(folder: Path, step: int, files: Entries, base: str | None = None) -> None:
-    """Write manifest.json, which lists every other file. `base`: digest of the weights that an adapter belongs to.
+def write_manifest(folder: Path, step: int | None, files: Entries, base: dict[str, Any] | None = None) -> None:
+    """Write manifest.json, which lists every other file. `base`: what `belongs_to` returns; None: a whole model.
 
     Raises:
         OSError: the folder's files differ from those that the ranks report.
@@ -63,7 +64,7 @@ def write_manifest(folder: Path, step: int, files: Entries, base: str | None = N
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if present != set(files):
         raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
-    content = {"step": step, **({} if base is None else {BASE: {"sha256": base}}), "files": dict(sorted(files.items()))}
+    content = {"step": step, **({} if base is None else {BASE: base}), "files": dict(sorted(files.items()))}
     (folder / rundir.MANIFEST).write_text(json.dumps(content, indent=1))
 
 
@@ -336,7 +337,9 @@ class Writer:
             adapters = adapters_of(self.orig_model)
             for member in adapters.members if adapters is not None else ():
                 own = rundir.adapter_dir(folder, member.name)
-                write_manifest(own, snapshot.step, entries(own, [*own.iterdir()]), member.digest)
+                write_manifest(
+                    own, snapshot.step, entries(own, [*own.iterdir()]), belongs_to(member.base, member.digest)
+                )
         return [random_file, *(folder / name for name in snapshot.weights.files)]
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:
@@ -345,7 +348,7 @@ class Writer:
             self.rt.lock.check(self.run_dir)
         final = rundir.step_dir(self.run_dir, step)
         adapters = adapters_of(self.orig_model)
-        write_manifest(temporary, step, files, None if adapters is None else adapters.digest)
+        write_manifest(temporary, step, files, adapters and belongs_to(adapters.base, adapters.digest))
         flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / rundir.LATEST, final.name + "\n")

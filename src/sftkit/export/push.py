@@ -19,7 +19,7 @@ from huggingface_hub.utils import sha, validate_repo_id
 from sftkit.config.commands import invocation, program_path
 from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, RunError
-from sftkit.rundir.manifest import sha256_of
+from sftkit.rundir.files import sha256_of
 from sftkit.rundir.names import ADAPTER_CONFIG, RECIPE, STATE
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.hub import unreachable

@@ -20,6 +20,7 @@ from sftkit.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from sftkit.checkpoint.save import SaveEnd
+    from sftkit.verify.round_trip import RoundTrip
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"
@@ -121,3 +122,5 @@ class TrainServices:
     "earlier checks of the data, for proof.json"
     check_validation: Callable[[], list[Check]] = list
     "compares validation losses with an independent computation after the warm-up; every rank calls it"
+    round_trip: RoundTrip | None = None
+    "opens the first checkpoint as others do; None: nothing is opened"

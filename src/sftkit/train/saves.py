@@ -18,8 +18,7 @@ from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import RUN_COUNTS, RunCounts
-from sftkit.tracking.names import PROGRESS, Progress
-from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.names import PROGRESS, Check, Progress
 from sftkit.train.parts import Evaluate, Saves, TrainServices
 
 
@@ -175,11 +174,18 @@ def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -
         raise
 
 
-def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
+def report_saves(services: TrainServices, status: RunStatus, rt: Runtime) -> None:
     """Log an event for each save that failed since the last call; record a failure of the newest in run_status.json."""
-    for saved, failure in checkpoints.ended_saves():
+    for saved, failure in services.checkpoints.ended_saves():
         if failure is not None:
             text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"
-            tracker.event("checkpoint_failed", saved, text)
+            services.tracker.event("checkpoint_failed", saved, text)
         if rt.is_main:
             status.save_ended(saved, failure)
+            if services.round_trip is not None:
+                services.round_trip.ended_save(saved, failure, services.checkpoints.run_dir)
+
+
+def opened(services: TrainServices, seconds: float | None = None) -> list[Check]:
+    """Return the check of the first checkpoint once it is made. `seconds`: how long to wait; None: not at all."""
+    return [] if services.round_trip is None else services.round_trip.checks(seconds)
