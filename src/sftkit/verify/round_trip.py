@@ -158,7 +158,7 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     check_loadable(str(folder))
     dtype, device = getattr(torch, recorded["dtype"]), recorded["device"]
     model, others, loaded = open_plainly(folder, dtype, base=recorded.get("base", "bf16"), device=device)
-    found = logits_of(model.to(device))  # type: ignore[arg-type]
+    found = logits_of(model.to(device))
     same = found["sha256"] == recorded["sha256"]
     words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
     how = f"{loaded}, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
@@ -381,12 +381,8 @@ class RoundTrip:
             f"{found['seconds']:.1f} s {where}",
         ]
         ok = not found["problems"] and found["logits"] <= limit
-        self._end(
-            "; ".join(words),
-            ok=ok,
-            how=found["how"],
-            expected=f"class, dtype, ties, tokens, settings; logits to {limit:.1e}",
-        )
+        compared = f"class, dtype, ties, tokens, settings; logits to {limit:.1e}"
+        self._end("; ".join(words), ok=ok, how=found["how"], expected=compared)
 
     def _end_in(self, error: str) -> None:
         self._end(f"transformers does not load it: {error[:400]}", ok=False, expected="it is loaded")
