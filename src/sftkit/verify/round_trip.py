@@ -50,7 +50,7 @@ from sftkit.verify.gradients import limits
 
 PROBE_LENGTH = 64
 PROMPT = "What is 12 + 30?\n  Zwölf Äpfel, 你好."
-ANSWER_TOKENS = 8
+ANSWERED = 8
 SMALL = 2**28
 """Bytes of weights that are loaded in the run's own process, in less time than another one needs to import torch: at
 most."""
@@ -59,7 +59,7 @@ HEADROOM = 1.25
 NAME = "First checkpoint is loaded by transformers as this model"
 
 
-def plain_logits(orig_model: PreTrainedModel, ids: list[int]) -> Tensor:
+def row_logits(orig_model: PreTrainedModel, ids: list[int]) -> Tensor:
     """Return the logits of a row of tokens, fp32 [T, V] on the host, computed eagerly by the plain model; every rank
     calls it.
 
@@ -86,7 +86,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
-    logits = plain_logits(orig_model, ids)
+    logits = row_logits(orig_model, ids)
     adapters = adapters_of(orig_model)
     return {
         **({"base": "nf4"} if adapters is not None and adapters.config.base == "nf4" else {}),
@@ -191,6 +191,8 @@ def facts_of(model: PreTrainedModel, generation: GenerationConfig | None, tokeni
         "class": plain_class(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "tied weights": sorted(getattr(model, "all_tied_weights_keys", None) or ()),
+        # transformers unties weights that differ in the files; servers do as the config says.
+        "tie_word_embeddings": bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False)),
         "generation config": settings,
         "tokens of a prompt": _prompt(tokenizer),
     }
@@ -210,7 +212,7 @@ def _prompt(tokenizer: Any) -> list[int]:
     return list(tokenizer(PROMPT)["input_ids"])
 
 
-def differences(folder: Path, expected: Expected, model: PreTrainedModel) -> list[str]:
+def _differences(folder: Path, expected: Expected, model: PreTrainedModel) -> list[str]:
     """Return what the files of a folder say otherwise than the run; `model`: made of them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=expected.trusted)
     generation = None
@@ -235,10 +237,10 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         dtype = getattr(torch, expected.dtype)
         model, problems, how = open_plainly(folder, dtype, base=expected.base, trusted=expected.trusted, peft=True)
-    problems += differences(folder, expected, model)
-    logits = plain_logits(model, expected.ids)[:, : expected.logits.shape[1]]
-    answer = torch.tensor(expected.ids[-ANSWER_TOKENS:])
-    same = int((logits[-ANSWER_TOKENS - 1 : -1].argmax(-1) == answer).sum())
+    problems += _differences(folder, expected, model)
+    logits = row_logits(model, expected.ids)[:, : expected.logits.shape[1]]
+    answer = torch.tensor(expected.ids[-ANSWERED:])
+    same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == answer).sum())
     difference = float((logits - expected.logits).norm() / expected.logits.norm())
     seconds = time.perf_counter() - started
     return {"problems": problems, "logits": difference, "same": same, "how": how, "seconds": seconds}
@@ -257,7 +259,7 @@ class RoundTrip:
         self._expected: Expected | None = None
         self._found: list[Check] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = TemporaryDirectory(prefix="sftkit-round-trip-")
+        self._output: TemporaryDirectory[str] | None = None
         self._folder = Path()
 
     def files_check(self, write: Callable[[Path], Path]) -> Check:
@@ -268,17 +270,11 @@ class RoundTrip:
         """
         facts: dict[str, Any] = {}
         try:
-            folder = write(Path(self._output.name))
-            expected = self._expect([])
-            facts = expected.facts
-            if adapters_of(self._orig_model) is not None:
-                model = self._orig_model
-            else:
-                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._trusted)
-                with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                    model = from_config(config, config.dtype, trust_remote_code=self._trusted)
-                model.tie_weights()
-            problems = differences(folder, expected, model)
+            with TemporaryDirectory() as elsewhere:
+                folder = write(Path(elsewhere))
+                expected = self._expect([])
+                facts = expected.facts
+                problems = _differences(folder, expected, self._made_of(folder))
         except Exception as error:  # whatever transformers raises for files that it cannot read
             problems = [describe_error(error)]
         found = "; ".join(problems) or ", ".join(facts)
@@ -286,6 +282,16 @@ class RoundTrip:
         return Check(
             "Files next to the weights are read as this run's", not problems, found, "each as in this run", how
         )
+
+    def _made_of(self, folder: Path) -> PreTrainedModel:
+        """Return the model of a config.json, without weights; the live one for an adapter, which has no config."""
+        if adapters_of(self._orig_model) is not None:
+            return self._orig_model
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._trusted)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = from_config(config, config.dtype, trust_remote_code=self._trusted)
+        model.tie_weights()
+        return model
 
     def _expect(self, ids: list[int], logits: Tensor | None = None) -> Expected:
         model, adapters = self._orig_model, adapters_of(self._orig_model)
@@ -299,11 +305,11 @@ class RoundTrip:
         if self._step is not None:
             return
         self._step = step
-        ids = _prompt(self._tokenizer)[: min(PROBE_LENGTH, positions(self._orig_model) or PROBE_LENGTH) - ANSWER_TOKENS]
+        ids = _prompt(self._tokenizer)[: min(PROBE_LENGTH, positions(self._orig_model) or PROBE_LENGTH) - ANSWERED]
         with _first_member(self._orig_model):
-            for _ in range(ANSWER_TOKENS):
-                ids.append(int(plain_logits(self._orig_model, ids)[-1].argmax()))
-            logits = plain_logits(self._orig_model, ids)
+            for _ in range(ANSWERED):
+                ids.append(int(row_logits(self._orig_model, ids)[-1].argmax()))
+            logits = row_logits(self._orig_model, ids)
         if self._rt.is_main:
             self._expected = self._expect(ids, logits)
 
@@ -335,6 +341,7 @@ class RoundTrip:
     def _start(self, expected: Expected) -> None:
         """Start the process that loads the folder."""
         assert expected.logits is not None
+        self._output = TemporaryDirectory(prefix="sftkit-round-trip-")
         given = Path(self._output.name)
         said = {"expected": json.dumps(asdict(replace(expected, logits=None)))}
         save_file({"logits": expected.logits}, given / "expected", metadata=said)
@@ -353,12 +360,13 @@ class RoundTrip:
         Args:
             seconds: how long to wait for it at the end of training; None: not at all, training continues.
         """
-        if (process := self._process) is not None and (seconds is not None or process.poll() is not None):
+        process, output = self._process, self._output
+        if process is not None and output is not None and (seconds is not None or process.poll() is not None):
             self._process = None
             texts = []
             try:
                 code = process.wait(seconds)
-                texts = [(Path(self._output.name) / name).read_text(errors="replace") for name in ("stdout", "stderr")]
+                texts = [(Path(output.name) / name).read_text(errors="replace") for name in ("stdout", "stderr")]
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = process.wait()
@@ -376,7 +384,7 @@ class RoundTrip:
     def _judge(self, found: Mapping[str, Any], where: str) -> None:
         limit = limits(self._orig_model.dtype, len(decoder_blocks(self._orig_model)), fp8=self._fp8).logits
         words = [
-            f"{found['same']} of {ANSWER_TOKENS} greedy tokens are the same, logits differ by {found['logits']:.1e}",
+            f"{found['same']} of {ANSWERED} greedy tokens are the same, logits differ by {found['logits']:.1e}",
             *found["problems"],
             f"{found['seconds']:.1f} s {where}",
         ]
@@ -398,7 +406,8 @@ class RoundTrip:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._output.cleanup()
+        if self._output is not None:
+            self._output.cleanup()
 
 
 def _first_member(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
