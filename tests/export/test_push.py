@@ -17,9 +17,12 @@ from urllib.parse import urlsplit
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import sha
+from made_run import make_run
 
 from sftkit.errors import ConfigError, RunError
 from sftkit.export.push import check_push, files_to_push, push
+from sftkit.reports.card import model_card
+from sftkit.reports.collect import gather_report
 from sftkit.rundir.names import STATE
 
 # of the hub's client, which sends a file by `data`
@@ -336,6 +339,20 @@ def test_secrets_in_the_texts_of_a_folder_are_not_pushed(hub: Hub, folder: Path)
     (folder / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "/x/{TOKEN}"}}')
     with pytest.raises(ConfigError, match="it holds the token that is set here"):
         push(folder, "me/model", None, private=False)
+
+
+def test_a_token_that_was_written_into_a_recipe_by_hand_does_not_leave_with_the_card(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    """The recipe of a run is checked when it starts; its copy in the run directory can be edited later."""
+    run_dir = make_run(tmp_path / "chat" / "sft")
+    recipe = run_dir / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("HuggingFaceTB/smoltalk2", f"data/{TOKEN}/chats"))
+    (folder / "README.md").write_text(model_card(gather_report(run_dir), {}))
+    with pytest.raises(ConfigError, match=r"README\.md: it holds the token that is set here") as error:
+        pushed(folder)
+    assert TOKEN not in str(error.value)
+    assert [one for one in hub.sent() if "whoami" not in one] == []
 
 
 def test_only_the_folder_of_an_export_is_pushed(folder: Path) -> None:

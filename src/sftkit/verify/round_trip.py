@@ -382,7 +382,10 @@ class RoundTrip:
         return found
 
     def _judge(self, found: Mapping[str, Any], where: str) -> None:
-        limit = limits(self._orig_model.dtype, len(decoder_blocks(self._orig_model)), fp8=self._fp8).logits
+        model = self._orig_model
+        # A GPU and the host add up in another order in every product, not only where two kernels of a GPU differ.
+        devices = 1 if model.device.type == "cpu" else 2
+        limit = devices * limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
         words = [
             f"{found['same']} of {ANSWERED} greedy tokens are the same, logits differ by {found['logits']:.1e}",
             *found["problems"],
