@@ -279,9 +279,8 @@ class RoundTrip:
             problems = [describe_error(error)]
         found = "; ".join(problems) or ", ".join(facts)
         how = "config, generation config and tokenizer, saved as in a checkpoint and loaded by transformers, no weights"
-        return Check(
-            "Files next to the weights are read as this run's", not problems, found, "each as in this run", how
-        )
+        name = "Files next to the weights are read as in this run"
+        return Check(name, not problems, found, "each the same", how)
 
     def _made_of(self, folder: Path) -> PreTrainedModel:
         """Return the model of a config.json, without weights; the live one for an adapter, which has no config."""
