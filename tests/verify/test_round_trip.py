@@ -142,6 +142,22 @@ def test_padding_of_the_vocabulary_and_half_precision_are_no_difference(
     assert live.opened().ok
 
 
+def test_a_difference_that_rounding_explains_is_none_in_half_precision_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = round_trip.limits
+    monkeypatch.setattr(round_trip, "limits", lambda *a, **k: real(*a, **k)._replace(logits=1e-9))
+    real_logits = round_trip.row_logits
+    for precision in ("bf16", "fp32"):
+        live = Live(base, tmp_path / precision, precision)
+        live.write()
+        live.trip.expect(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(round_trip, "row_logits", lambda *a: real_logits(*a) * (1 + 1e-4))
+            check = live.opened()
+        assert check.ok is (precision == "bf16"), check
+
+
 @pytest.mark.parametrize("reader", ["peft", "sftkit", "nf4"])
 def test_an_adapter_is_opened_by_peft_if_it_is_there_and_can(
     reader: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

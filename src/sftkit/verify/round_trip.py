@@ -47,6 +47,7 @@ from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
 from sftkit.verify.gradients import limits
+from sftkit.verify.plain import APART, DRAWS, MAX_LIMIT, rounded_at_random
 
 PROBE_LENGTH = 64
 PROMPT = "What is 12 + 30?\n  Zwölf Äpfel, 你好."
@@ -179,6 +180,8 @@ class Expected:
     "adapter.base"
     trusted: bool
     "model.trust_remote_code"
+    limit: float
+    "largest difference of the logits, unless rounding alone explains a larger one"
     logits: Tensor | None = None
     "fp32 [T, V], at these tokens"
 
@@ -228,8 +231,8 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     """Load a folder and compare it.
 
     Returns:
-        problems: what is otherwise. logits: norm of the difference of the logits over their norm. same: tokens of the
-        answer that are the same. how: how it was loaded. seconds: how long it took.
+        problems: what is otherwise. logits: norm of the difference of the logits over their norm. limit: of it. same:
+        tokens of the answer that are the same. how: how it was loaded. seconds: how long it took.
     """
     started = time.perf_counter()
     assert expected.logits is not None
@@ -241,9 +244,25 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     logits = row_logits(model, expected.ids)[:, : expected.logits.shape[1]]
     answer = torch.tensor(expected.ids[-ANSWERED:])
     same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == answer).sum())
-    difference = float((logits - expected.logits).norm() / expected.logits.norm())
+    difference = _relative(logits, expected.logits)
+    limit = expected.limit
+    if not difference <= limit:  # a GPU and the host round otherwise in every product
+        with torch.random.fork_rng(devices=[]), rounded_at_random(model):
+            moved = [_relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
+        limit = max(limit, min(APART * max(moved), MAX_LIMIT))
     seconds = time.perf_counter() - started
-    return {"problems": problems, "logits": difference, "same": same, "how": how, "seconds": seconds}
+    return {
+        "problems": problems,
+        "logits": difference,
+        "limit": limit,
+        "same": same,
+        "how": how,
+        "seconds": seconds,
+    }
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 class RoundTrip:
@@ -297,7 +316,8 @@ class RoundTrip:
         dtype = str(model.dtype).removeprefix("torch.")
         base = "bf16" if adapters is None else adapters.config.base
         facts = facts_of(model, model.generation_config, self._tokenizer)
-        return Expected(facts, ids, dtype, base, self._trusted, logits)
+        limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
+        return Expected(facts, ids, dtype, base, self._trusted, limit, logits)
 
     def expect(self, step: int) -> None:
         """Before the first save of this start: compute the greedy answer of the live model; every rank calls it."""
@@ -381,17 +401,13 @@ class RoundTrip:
         return found
 
     def _judge(self, found: Mapping[str, Any], where: str) -> None:
-        model = self._orig_model
-        # A GPU and the host add up in another order in every product, not only where two kernels of a GPU differ.
-        devices = 1 if model.device.type == "cpu" else 2
-        limit = devices * limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
         words = [
             f"{found['same']} of {ANSWERED} greedy tokens are the same, logits differ by {found['logits']:.1e}",
             *found["problems"],
             f"{found['seconds']:.1f} s {where}",
         ]
-        ok = not found["problems"] and found["logits"] <= limit
-        compared = f"class, dtype, ties, tokens, settings; logits to {limit:.1e}"
+        ok = not found["problems"] and found["logits"] <= found["limit"]
+        compared = f"class, dtype, ties, tokens, settings; logits to {found['limit']:.1e}"
         self._end("; ".join(words), ok=ok, how=found["how"], expected=compared)
 
     def _end_in(self, error: str) -> None:
