@@ -81,6 +81,7 @@ TORCH_FREE = (
         "models/trained.py",
         "generation/repl.py",
         "preflight/inputs.py",
+        "export/push.py",
         "evals/flags.py",
     ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),

@@ -402,7 +402,7 @@ def check_logits(run: Path, out: Path) -> None:
     Raises:
         FileNotFoundError: the run has no checkpoint.
     """
-    from sftkit.verify.proof import verify_checkpoint
+    from sftkit.verify.round_trip import verify_checkpoint
 
     folder, recorded = latest_checkpoint(run), json.loads((run / PROOF).read_text())["logits"]
     if folder is None:

@@ -58,7 +58,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.verify.proof import verify_checkpoint
+from sftkit.verify.round_trip import verify_checkpoint
 
 
 @pytest.fixture
@@ -204,7 +204,11 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bitwise_and_the_base_stays(
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert not {name for name in names if name.startswith("model") or name == "config.json"}
     assert verify(folders[0]) is None
-    assert json.loads((folders[0] / "manifest.json").read_text())["base"] == {"sha256": digest}
+    assert json.loads((folders[0] / "manifest.json").read_text())["base"] == {
+        "path": str(base),
+        "revision": None,
+        "sha256": digest,
+    }
     assert json.loads((folders[0] / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     # The model under it: its file, and what the run held of it.
     assert base_digest(base) == digest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny, tiny_llama
+from huggingface_hub import ModelCard
+from made_run import make_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.export import check_export, reread
 from sftkit.export import export as module
-from sftkit.export import reread
 from sftkit.export.export import export
+from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import Adapters, add_adapters, peft_config_text
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
@@ -132,6 +137,67 @@ def test_an_adapter_with_rows_of_added_tokens_is_exported_alone_and_merged(model
     name = "model.embed_tokens"
     row = factors(orig_model)[f"{name}.token_adapter.trainable_tokens_delta"]
     assert torch.equal(merged.get_parameter(f"{name}.weight")[len(tokenizer) - 1 :], row)
+
+
+def run_with(files: Path, tmp_path: Path) -> Path:
+    """Return a run whose last checkpoint has these files."""
+    run = make_run(tmp_path / "chat" / "sft")
+    step = run / "step-000600"
+    (step / "model.safetensors").unlink()
+    shutil.copytree(files, step, dirs_exist_ok=True)
+    return step
+
+
+@pytest.mark.parametrize("kind", ["whole", "merged", "adapter"])
+def test_the_code_in_the_card_runs_in_the_exported_folder_and_nothing_there_has_the_token(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = "hf" + "_" + "aB3dE5fG7hJ9kL1mN3pQ5rS7tU9vW1xY3z"
+    monkeypatch.setenv("HF_TOKEN", token)
+    files = model
+    if kind != "whole":
+        files = adapter_on(model, tmp_path / "adapter", rank=4)
+        load_tokenizer(ModelConfig(path=str(model))).save_pretrained(files)
+    out = tmp_path / "out"
+    export(str(run_with(files, tmp_path)), out, merge=kind == "merged")
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.library_name, card.data.base_model) == (
+        "peft" if kind == "adapter" else "transformers",
+        "Qwen/Qwen3-0.6B",
+    )
+    assert card.data.base_model_relation == ("adapter" if kind == "adapter" else "finetune")
+    assert "| smoltalk2 | 41,000 |" in card.text
+    assert "arc\\_easy | acc\\_norm | 0.5376 | 0.498 to 0.578" in card.text
+    assert not [path for path in out.iterdir() if token.encode() in path.read_bytes()]
+    code = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    assert len(code) == 1
+    assert "apply_chat_template" in code[0]
+    monkeypatch.chdir(out)
+    capsys.readouterr()
+    exec(code[0], {})
+    assert capsys.readouterr().out
+
+
+def test_an_exported_adapter_names_its_base_and_its_digest(model: Path, tmp_path: Path) -> None:
+    adapter = adapter_on(model, tmp_path / "adapter", rank=4)
+    load_tokenizer(ModelConfig(path=str(model))).save_pretrained(adapter)
+    step = run_with(adapter, tmp_path)
+    lines = export(str(step), tmp_path / "out")
+    digest = base_digest(model)
+    base = json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]
+    assert base == {"path": str(model), "revision": None, "sha256": digest}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"sha256 of the weights under the adapter | <code>{digest}</code>" in card
+    assert "where they were on the machine that trained | <code>" in card
+    told = next(line for line in lines if line.startswith("its base is a folder of this machine"))
+    assert digest[:16] in told
+    assert "write the hub id of these weights as base_model_name_or_path" in told
+    # Whoever loads it on other weights is told.
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = 2.0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="was trained on other weights"):
+        load_model(ModelConfig(path=str(tmp_path / "out")), load_tokenizer(ModelConfig(path=str(model))), 0)
 
 
 def mixture(folder: Path, config: Any, fields: dict[str, Any]) -> Path:
@@ -249,7 +315,11 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
     [
         ({"merge": True}, "nothing to merge"),
         ({"max_shard": "5XB"}, "such as 5GB"),
-        ({"out": "base"}, "it is there already"),
+        ({"out": "base"}, "it is there already: name another folder, or move it away$"),
+        ({"out": "base", "push": "me/x"}, r"or publish it as it is: .*/base --push me/x$"),
+        ({"out": None}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "dtype": "bf16"}, "--out DIR is missing"),
+        ({"yes": True}, "--yes: nothing is pushed without --push ORG/NAME"),
         ({"onto": "nf4"}, "says what an adapter is merged into"),
         ({"per_expert": True}, "only an adapter alone has that form"),
     ],
@@ -257,9 +327,11 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
 def test_options_that_do_not_go_with_a_model_are_errors(
     options: dict[str, Any], problem: str, model: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / options.pop("out", "out")
+    name = options.pop("out", "out")
     with pytest.raises(ConfigError, match=problem):
-        export(str(model), out, **options)
+        check_export(
+            str(model), name and tmp_path / name, **{"merge": False, "dtype": None, "max_shard": "5GB"} | options
+        )
 
 
 def test_an_adapter_alone_has_no_precision_to_choose(model: Path, tmp_path: Path) -> None:

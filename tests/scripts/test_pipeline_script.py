@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.rundir.names import METRICS_FILE, PROOF
-from sftkit.verify.proof import verify_checkpoint
+from sftkit.verify.round_trip import verify_checkpoint
 
 ENV = {
     **os.environ,

@@ -114,6 +114,15 @@ def test_the_exported_folder_answers_in_plain_transformers(runs: Path) -> None:
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
 
 
+def test_every_stage_has_opened_its_first_checkpoint_as_others_do(runs: Path) -> None:
+    for stage in ("base", "mid", "sft"):
+        rows = {row["name"]: row for row in json.loads((runs / stage / "proof.json").read_text())["rows"]}
+        assert rows["Files next to the weights are read as in this run"]["ok"], rows
+        row = rows["First checkpoint is loaded by transformers as this model"]
+        assert row["ok"], row
+        assert "8 of 8 greedy tokens are the same" in row["found"]
+
+
 def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
     path = str(runs / "sft")
     prompt = "Which is larger, 3 or 5?"

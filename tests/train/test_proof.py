@@ -23,7 +23,7 @@ from sftkit.ops.attention import use_document_attention
 from sftkit.reports.values import applies, check_table
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.verify import proof
+from sftkit.verify import proof, round_trip
 from sftkit.verify.documents import DocumentCheck, check_documents, document_checks
 from sftkit.verify.proof import compile_checks, compiled_check
 
@@ -215,13 +215,13 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
 def test_a_checkpoint_gives_the_bits_of_the_run_and_a_changed_one_does_not(tmp_path: Path) -> None:
     model = tiny_llama()
     use_document_attention(model)  # as in training
-    recorded = json.loads(json.dumps(proof.logits_of(model)))
+    recorded = json.loads(json.dumps(round_trip.logits_of(model)))
     model.save_pretrained(tmp_path)
-    assert proof.verify_checkpoint(tmp_path, recorded).ok
+    assert round_trip.verify_checkpoint(tmp_path, recorded).ok
     with torch.no_grad():
         model.lm_head.weight[5, 3] += 1e-3
     model.save_pretrained(tmp_path)
-    assert not proof.verify_checkpoint(tmp_path, recorded).ok
+    assert not round_trip.verify_checkpoint(tmp_path, recorded).ok
 
 
 def test_the_logits_of_a_run_do_not_depend_on_the_attention_kernels_that_it_prefers() -> None:
@@ -229,5 +229,5 @@ def test_the_logits_of_a_run_do_not_depend_on_the_attention_kernels_that_it_pref
     found = []
     for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):  # a run with backend sdpa sets what it prefers
         with sdpa_kernel(kernel):
-            found.append(proof.logits_of(model)["sha256"])
+            found.append(round_trip.logits_of(model)["sha256"])
     assert found[0] == found[1]

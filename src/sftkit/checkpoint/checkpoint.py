@@ -17,7 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_identity, check_recipe, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
-from sftkit.checkpoint.states import copies_done, load_common_states, load_states, snapshot_states, snapshot_weights
+from sftkit.checkpoint.states import (
+    copies_done,
+    load_common_states,
+    load_states,
+    snapshot_states,
+    snapshot_weights,
+    write_config,
+)
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
@@ -131,10 +138,7 @@ class Checkpoints:
                 )
             except Exception as error:  # Rust code reports a full disk by another exception than OSError
                 problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
-        # saved with the checkpoint: generate pads batches with it
-        generation = self.orig_model.generation_config
-        if generation is not None:
-            generation.pad_token_id = self.tokenizer.pad_token_id
+        self._name_padding()
         # Collectives, in this order on all ranks.
         weights = snapshot_weights(self.orig_model, rank, world_size)
         named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
@@ -155,6 +159,27 @@ class Checkpoints:
             **state,
         }
         return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files, problem)
+
+    def write_files(self, folder: Path) -> Path:
+        """Write what loads the weights of a checkpoint: configs and tokenizer, before there are weights.
+
+        Returns:
+            where they are: of several adapters the folder of the first.
+        """
+        self._name_padding()
+        self._small_files = self._unchanging_files(folder / "small")
+        write_config(self.orig_model, folder)
+        for name, content in self._small_files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        adapters = adapters_of(self.orig_model)
+        members = () if adapters is None else adapters.members
+        return rundir.adapter_dir(folder, members[0].name) if members else folder
+
+    def _name_padding(self) -> None:
+        """Name the padding in the generation config, which is saved: generate pads batches with it."""
+        if (generation := self.orig_model.generation_config) is not None:
+            generation.pad_token_id = self.tokenizer.pad_token_id
 
     def _unchanging_files(self, folder: Path) -> dict[str, bytes]:
         """Return the files that are the same in every checkpoint: name -> content. They are made once in the main

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
+from sftkit.models.adapter_files import belongs_to
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
@@ -54,8 +55,8 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
     }
 
 
-def write_manifest(folder: Path, step: int, files: Entries, base: str | None = None) -> None:
-    """Write manifest.json, which lists every other file. `base`: digest of the weights that an adapter belongs to.
+def write_manifest(folder: Path, step: int | None, files: Entries, base: dict[str, Any] | None = None) -> None:
+    """Write manifest.json, which lists every other file. `base`: what `belongs_to` returns; None: a whole model.
 
     Raises:
         OSError: the folder's files differ from those that the ranks report.
@@ -63,7 +64,7 @@ def write_manifest(folder: Path, step: int, files: Entries, base: str | None = N
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if present != set(files):
         raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
-    content = {"step": step, **({} if base is None else {BASE: {"sha256": base}}), "files": dict(sorted(files.items()))}
+    content = {"step": step, **({} if base is None else {BASE: base}), "files": dict(sorted(files.items()))}
     (folder / rundir.MANIFEST).write_text(json.dumps(content, indent=1))
 
 
@@ -334,7 +335,7 @@ class Writer:
                 (own / rundir.STATE).mkdir()
                 (own / rundir.TRAINING_STATE).write_text(snapshot.state)
                 present = [path for path in own.rglob("*") if path.is_file()]
-                write_manifest(own, snapshot.step, entries(own, present), member.digest)
+                write_manifest(own, snapshot.step, entries(own, present), belongs_to(member.base, member.digest))
         return [random_file, *(folder / name for name in snapshot.weights.files)]
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:
@@ -343,7 +344,8 @@ class Writer:
             self.rt.lock.check(self.run_dir)
         final = rundir.step_dir(self.run_dir, step)
         adapters = adapters_of(self.orig_model)
-        write_manifest(temporary, step, files, None if adapters is None else adapters.digest)
+        base = None if adapters is None else belongs_to(adapters.base, adapters.digest)
+        write_manifest(temporary, step, files, base)
         flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / rundir.LATEST, final.name + "\n")

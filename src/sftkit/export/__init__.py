@@ -16,21 +16,31 @@ from sftkit.rundir.names import RECIPE
 
 def check_export(
     path: str,
-    out: Path,
+    out: Path | None,
     *,
     merge: bool,
     dtype: str | None,
     max_shard: str,
     onto: str | None = None,
     per_expert: bool = False,
+    push: str | None = None,
+    private: bool = False,
+    yes: bool = False,
 ) -> None:
-    """Reject options of an export that do not go with the model, before torch is loaded.
+    """Reject options of an export that do not go with the model or each other, before torch is loaded.
 
     Raises:
         ConfigError: the folder is there already, or an option has no effect.
     """
+    if push is None and (private or yes):
+        raise ConfigError(f"--{'private' if private else 'yes'}: nothing is pushed without --push ORG/NAME")
+    if out is None:
+        if push is None or merge or dtype is not None:
+            raise ConfigError("--out DIR is missing: the new folder. --push alone publishes a folder as it is")
+        return
     if out.exists():
-        raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away")
+        published = f", or publish it as it is: {out} --push {push}" if push else ""
+        raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away{published}")
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard):
         raise ConfigError(f"--max-shard {max_shard}: a number and KB, MB, GB or TB, such as 5GB")
     files = adapter_at(ModelConfig(path=path))

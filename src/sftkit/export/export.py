@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sftkit.checkpoint.checkpoint import make_tokenizer_portable
+from sftkit.checkpoint.save import entries, write_manifest
 from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
+from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError
 from sftkit.export import check_export, model_type, trained_on
 from sftkit.export.reread import answers, write_answers
 from sftkit.models import expert_adapters
-from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
+from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles, base_digest, belongs_to
 from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
-from sftkit.models.load import load_model, load_options, start_config
+from sftkit.models.load import load_model, load_options, local_folder, start_config
 from sftkit.models.tokenizer import PRE_TOKENIZER_PATTERN, load_tokenizer
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
@@ -74,7 +77,8 @@ def export(
     files = adapter_at(source)
     alone = files is not None and not merge
     base = source if files is None else files.base
-    config = start_config(path if files is None else str(base.path), load_options(str(base.path), base))
+    options = load_options(str(base.path), base)
+    config = start_config(path if files is None else str(base.path), options)
     check_causal(config, "export.py")
     stored = next((name for name, found in _DTYPES.items() if found == config.dtype), "fp32")
     precision = dtype or stored
@@ -90,6 +94,7 @@ def export(
     try:
         temporary.chmod(0o755)
         if files is not None and alone:
+            files = replace(files, digest=files.digest or base_digest(local_folder(str(base.path), options)))
             _write_adapter(files, temporary, per_expert=per_expert)
         else:
             with working(f"writing {out}"):
@@ -97,6 +102,9 @@ def export(
         tokenizer.save_pretrained(temporary)
         make_tokenizer_portable(temporary / "tokenizer_config.json")
         lines = _compared(temporary, orig_model, tokenizer, precision)
+        if files is not None and alone:
+            there = entries(temporary, temporary.iterdir())
+            write_manifest(temporary, None, there, belongs_to(base, files.digest))
         _write_card(Path(path), temporary, files, orig_model.num_parameters() if merge else None)
         temporary.rename(out)
     finally:
@@ -208,10 +216,20 @@ def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: in
         run |= {"name": f"{run['name']}/{path.name}", "adapters": [], "adapter": True, "parameters": None}
         run |= {"adapter_settings": f"rank {files.rank}, scale {files.scale:g}", "auto_class": "AutoModelForCausalLM"}
         report["headline"] = []
+    run["adapter_base"] = {} if files is None or merged is not None else belongs_to(files.base, files.digest)
     if merged is not None:
         run |= {"adapter": False, "parameters": merged, "trained_parameters": None}
         run["adapter_settings"] = f"merged: {run['adapter_settings']}"
-    (folder / CARD).write_text(model_card(report, licence(path / CARD)), encoding="utf-8")
+    (folder / CARD).write_text(visible(model_card(report, licence(path / CARD))), encoding="utf-8")
+
+
+def _local_base(out: Path, files: AdapterFiles) -> str:
+    """Return what to do about a base that is a folder of this machine."""
+    return (
+        f"its base is a folder of this machine, {files.base.path} (sha256 {str(files.digest)[:16]}): elsewhere write "
+        f"the hub id of these weights as base_model_name_or_path, and their commit as revision, into "
+        f"{out}/{ADAPTER_CONFIG}; or add --merge"
+    )
 
 
 def _commands(out: Path, path: Path) -> list[str]:
@@ -265,8 +283,8 @@ def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> li
         lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}", f"transformers: {merge}"]
     local = Path(str(files.base.path)).is_dir()
     if local:
-        lines.insert(0, f"its base is a folder of this machine: {files.base.path} (base_model_name_or_path)")
-    gguf = shlex.quote(f"{out.name}.gguf")
+        lines.insert(0, _local_base(out, files))
+    gguf = shlex.quote(f"{out.name}-adapter.gguf")
     words = [f"llama-server -m base.gguf --lora {gguf}", f"--chat-template-file {template}" * bool(template)]
     words.append(f"-c {length}" * bool(length))
     convert = f"python convert_hf_to_gguf.py {base}{'' if local else ' --remote'} --outfile base.gguf"

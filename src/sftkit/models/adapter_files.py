@@ -266,6 +266,11 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def belongs_to(base: ModelConfig, digest: str | None) -> dict[str, str | None]:
+    """Return what a manifest says of the model that an adapter belongs to: hub id or folder, commit, digest."""
+    return {"path": base.path, "revision": base.revision, "sha256": digest}
+
+
 def base_digest(folder: Path) -> str:
     """Return the digest of the weights of a model's folder.
 

@@ -216,9 +216,13 @@ def _adapt(
     if trained_config(whole) is not whole:
         raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
-        digest = base_digest(local_folder(path, options))
-    # Absolute: other programs read the files of the adapter in other folders.
-    base = replace(base, path=str(Path(path).absolute()) if os.path.isdir(path) else path)
+        folder = local_folder(path, options)
+        digest = base_digest(folder)
+    # Other programs read the files of the adapter in other folders, and later: an absolute path, or the hub's commit.
+    if os.path.isdir(path):
+        base = replace(base, path=str(Path(path).absolute()))
+    else:
+        base = replace(base, path=path, revision=folder.name if folder.parent.name == "snapshots" else base.revision)
     tokens, known = tokens_to_train(orig_model, tokenizer, files)
     start = None if files is None else files.folder
     adapters = several(Adapters(config, seed, base, digest, start, tokens=tokens, known=known))

@@ -53,8 +53,12 @@ from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.preflight import data as facts
-from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import PREFLIGHT
+from sftkit.reports.card import licence
+from sftkit.reports.collect import hub_datasets, run_of
+from sftkit.reports.values import mapping
+from sftkit.rundir.files import read_object, replace_text
+from sftkit.rundir.names import CARD, PREFLIGHT, resolve
+from sftkit.runtime.hub import cached_file
 from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime, resolve_precision
 
@@ -345,13 +349,14 @@ def analyse(
     # The data is counted, the machine estimated.
     end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
     template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
-    sources = facts.source_facts(examples)
+    sources = [source | {"licence": source_licence(cfg, source["name"])} for source in facts.source_facts(examples)]
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
     time = time_facts(cfg.train, len(epoch), planned_tokens(epoch, lengths))
     memory = memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     found: dict[str, Any] = {
+        "start": start_facts(cfg.model),
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
         "max_length": layout.max_length,
@@ -371,6 +376,39 @@ def analyse(
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
+
+
+def start_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return the model that a run goes back to, through the runs that it continues: hub id or folder, its commit, and
+    its licence by the card in the hub's cache or the folder; null is unknown. Empty for a new model."""
+    if model.path is None:
+        return {}
+    path = Path(resolve(model.path))
+    if path.is_dir():
+        earlier = run_of(path / CARD)
+        known = {} if earlier is None else mapping(read_object(earlier / PREFLIGHT).get("start"))
+        own = licence(path / CARD)
+        return known or {
+            "model": model.path,
+            "revision": None,
+            "licence": own.get("license_name") or own.get("license"),
+        }
+    config = cached_file(model.path, "model", "config.json", model.revision)
+    commit = model.revision if config is None else config.parent.name
+    card = cached_file(model.path, "model", CARD, model.revision)
+    return {"model": model.path, "revision": commit, "licence": _licence_in(card)}
+
+
+def source_licence(cfg: Config, label: str) -> str | None:
+    """Return the licence of a source of the hub by its card in the cache; None: unknown, or no source of the hub."""
+    paths = [one.path for one in cfg.data.train if source_label(one) == label]
+    ids = hub_datasets({"data": {"train": [{"path": path} for path in paths]}})
+    return _licence_in(cached_file(ids[0], "dataset", CARD)) if ids else None
+
+
+def _licence_in(card: Path | None) -> str | None:
+    found = {} if card is None else licence(card)
+    return found.get("license_name") or found.get("license")
 
 
 def record_preflight(

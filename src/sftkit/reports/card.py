@@ -51,8 +51,9 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     known = [row for row in report["headline"] if row["value"] is not None]
     training += [[f"{row['name']} ({row['how']})", row["text"]] for row in known]
     # The sources of preflight.json, which have counts; without that file, those of the recipe.
-    head, cells = columns(dicts(report["preflight"].get("sources")), SOURCES)
-    data = (head, [[md(value) for value in row] for row in cells], range(1, len(head)))
+    rows = dicts(report["preflight"].get("sources"))
+    head, cells = columns([row | {"licence": row.get("licence") or "unknown"} for row in rows], (*SOURCES, "licence"))
+    data = (head, [[md(value) for value in row] for row in cells], range(1, len(head) - 1))
     if not cells:
         sources = dicts(mapping(report["config"].get("data")).get("train"))
         data = (["source", "split"], [[code(one.get("path")), md(one.get("split"))] for one in sources], range(0))
@@ -70,6 +71,7 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     machine = flat | mapping(found.get("packages"))
     return template.render(
         report=report,
+        start=[[name, code(value) if value else "unknown"] for name, value in _start(report)],
         kept=kept,
         header=_header(report, kept),
         limit=drawable_number(report["preflight"].get("max_length")),
@@ -82,6 +84,23 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
         results=results,
         environment=[[md(key.replace("_", " ")), md(value)] for key, value in machine.items()],
     )
+
+
+def _start(report: Report) -> list[tuple[str, str | None]]:
+    """Return what the model was trained from, as far as a stranger could get the same; None: unknown."""
+    run = report["run"]
+    start, base = run["start"], run["adapter_base"]
+    if run["model"] is None and not start:
+        return []
+    local = base.get("path") if base.get("path") != run["base_model"] else None
+    found = [("model", run["base_model"] or start.get("model") or run["model"])]
+    found.append(("commit", start.get("revision") or (None if local else base.get("revision"))))
+    found.append(("licence", start.get("licence")))
+    if base:
+        found.append(("sha256 of the weights under the adapter", base.get("sha256")))
+    if local:
+        found.append(("where they were on the machine that trained", local))
+    return found
 
 
 def _header(report: Report, kept: Mapping[str, Any]) -> str:
@@ -106,6 +125,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         library_name="peft" if report["run"]["adapter"] or report["run"]["adapters"] else "transformers",
         pipeline_tag=PIPELINES.get(report["run"]["auto_class"], "text-generation"),
         base_model=report["run"]["base_model"],
+        base_model_relation=_relation(report["run"]) if report["run"]["base_model"] else None,
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
         # ModelCardData rejects results without a name, and a name without results says nothing.
@@ -114,6 +134,11 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         **kept,
     )
     return data.to_yaml().strip()
+
+
+def _relation(run: Mapping[str, Any]) -> str:
+    """Return the hub's word for what a model is to its base."""
+    return "adapter" if run["adapter"] or run["adapters"] else "finetune"
 
 
 def _scores(report: Report) -> Rows:

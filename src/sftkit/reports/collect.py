@@ -21,7 +21,7 @@ from sftkit.models.files import auto_class
 from sftkit.reports import values
 from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, read_json, read_rows
 from sftkit.rundir import names
-from sftkit.rundir.files import clean
+from sftkit.rundir.files import BASE, clean, read_object
 from sftkit.rundir.status import as_killed
 
 Curves = Mapping[str, list[list[float | None]]]
@@ -480,6 +480,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "model": model_name(settings),
             "parent_report": parent_report(run_dir, settings),
             "base_model": origin(settings),
+            "start": mapping(preflight.get("start")),
+            "chat": bool(folder and (folder / "chat_template.jinja").is_file()),
             "datasets": hub_datasets(settings),
             "parameters": values.stored_parameters(folder) if folder else None,
             "trained_parameters": values.trained_parameters(folder, settings) if folder else None,
@@ -487,6 +489,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
             "adapters": adapters,
             "adapter_settings": adapter_words(mapping(settings["adapter"])) if settings.get("adapter") else None,
+            "adapter_base": mapping(read_object(folder / names.MANIFEST).get(BASE)) if folder else {},
             "adapter_base_parameters": values.base_parameters(folder) if folder else None,
             "auto_class": None
             if adapters or not folder

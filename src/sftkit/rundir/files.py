@@ -295,7 +295,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 def read_base_digest(folder: Path) -> str | None:
     """Return the digest of the weights under the adapter in a step directory (BASE); None: it says nothing of them."""
     found = read_object(folder / MANIFEST).get(BASE)
-    return str(found["sha256"]) if isinstance(found, dict) and "sha256" in found else None
+    return str(found["sha256"]) if isinstance(found, dict) and found.get("sha256") else None
 
 
 def digest_of_files(folder: Path, paths: Sequence[Path]) -> str:

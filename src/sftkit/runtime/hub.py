@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import huggingface_hub as hub
 from huggingface_hub import constants
 
 from sftkit.config.commands import program_path, similar_paths
@@ -56,7 +57,6 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     Raises:
         ConfigError: the hub has it, and does not give it to this account.
     """
-    import huggingface_hub as hub
     from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id
 
@@ -116,6 +116,12 @@ def _is_cached(name: str, kind: HubKind) -> bool:
         for folder in (name.replace("/", "___"), *(os.listdir(made) if made.is_dir() else ()))
     )
     return kind == "dataset" and wanted in found
+
+
+def cached_file(name: str, kind: HubKind, file: str, revision: str | None = None) -> Path | None:
+    """Return a file of a repository in this machine's cache, in a folder named by its commit; None: it is not there."""
+    cached = hub.try_to_load_from_cache(name, file, revision=revision, repo_type=kind)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def not_found(name: str, kind: HubKind, reason: str, download: str) -> str:

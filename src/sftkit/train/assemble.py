@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -304,6 +304,7 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     from sftkit.evals.suite import Suite
     from sftkit.verify.counts import validation_check
     from sftkit.verify.proof import prompt_check
+    from sftkit.verify.round_trip import RoundTrip
 
     cfg, rt, tokenizer = run.cfg, run.rt, loaded.tokenizer
     run_dir = Path(cfg.run.dir)
@@ -331,10 +332,13 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
+    options = {"fp8": engine.setup.fp8, "trusted": cfg.model.trust_remote_code}
+    round_trip = RoundTrip(loaded.orig_model, tokenizer, rt, **options)
+    with closing(round_trip), Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
-        prompts = [prompt_check(data.prompted_targets)]
-        services = TrainServices(evaluate, checkpoints, tracker, resumed, prompts, check)
+        files = rt.from_main(lambda: round_trip.files_check(checkpoints.write_files))
+        first = [prompt_check(data.prompted_targets), files]
+        services = TrainServices(evaluate, checkpoints, tracker, resumed, first, check, round_trip)
         trained = loop.train(cfg, rt, engine, data.batches, services)
     end.write_summary(run_dir, trained, rt)
 

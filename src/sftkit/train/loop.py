@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sftkit.verify.proof import WarmUp
 
 AHEAD = 2
+LONGEST_OPENING = 900.0
+"Seconds that the end of training waits for the process that loads the first checkpoint: at most."
 
 
 def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[StepBatches]:
@@ -243,9 +245,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
-    from sftkit.verify import proof
     from sftkit.verify.counts import FirstWindow
     from sftkit.verify.replicas import FrozenWeights, Replicas
+    from sftkit.verify.round_trip import logits_of
     from sftkit.verify.update import FirstUpdate, UpdatesOfMembers
 
     members = engine.training.members
@@ -272,7 +274,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         update = FirstUpdate(engine, cfg.optim, rt) if members is None else UpdatesOfMembers(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
-        report_ended_saves = partial(parts.report_saves, checkpoints, tracker, status, rt)
+        report_ended_saves = partial(parts.report_saves, services, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
         # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
@@ -327,13 +329,15 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 due = parts.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.log)  # without waiting: only flags that have arrived
                 due = due.if_stopped() if stopped else due
-                report_ended_saves()
+                pausing = time.perf_counter()
+                report_ended_saves()  # may load a small checkpoint again
+                monitor.meter.paused(time.perf_counter() - pausing)
 
                 # Log: one line about the steps since the last line; all ranks compute it together.
                 if due.log:
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
-                    checks += end.reported(window.check(trained.metrics), rt)
+                    checks += end.reported([*window.check(trained.metrics), *parts.opened(services)], rt)
                     collect(1)  # collect young objects only, and here, where the ranks have just waited for each other
 
                 # Compare replicas every few steps, and before weights are kept, which is a pause. The device is idle
@@ -355,6 +359,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     if due.save:
                         status.at(step, "checkpoint")
                         trained.checkpoint = str(checkpoints.save(step, state, wait=due.wait_for_save))
+                        if services.round_trip is not None:
+                            services.round_trip.expect(step)
                     if due.evaluate:
                         evaluation = parts.evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
@@ -371,8 +377,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checkpoints.finish()
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
-        logits = proof.logits_of(orig_model)
-        checks += [*closing_checks(None), *end.reported(frozen.check(step), rt)]
+        logits = logits_of(orig_model)
+        opened = parts.opened(services, 0.0 if stopped else LONGEST_OPENING)
+        checks += [*closing_checks(None), *end.reported([*opened, *frozen.check(step)], rt)]
         if rt.is_main and not already_done:
             end.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)

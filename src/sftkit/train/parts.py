@@ -29,6 +29,7 @@ from sftkit.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from sftkit.checkpoint.save import SaveEnd
+    from sftkit.verify.round_trip import RoundTrip
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"
@@ -130,6 +131,8 @@ class TrainServices:
     "earlier checks of the data, for proof.json"
     check_validation: Callable[[], list[names.Check]] = list
     "compares validation losses with an independent computation after the warm-up; every rank calls it"
+    round_trip: RoundTrip | None = None
+    "opens the first checkpoint as others do; None: nothing is opened"
 
 
 @dataclass(frozen=True)
@@ -281,11 +284,18 @@ def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -
         raise
 
 
-def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
+def report_saves(services: TrainServices, status: RunStatus, rt: Runtime) -> None:
     """Log an event for each save that failed since the last call; record a failure of the newest in run_status.json."""
-    for saved, failure in checkpoints.ended_saves():
+    for saved, failure in services.checkpoints.ended_saves():
         if failure is not None:
             text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"
-            tracker.event("checkpoint_failed", saved, text)
+            services.tracker.event("checkpoint_failed", saved, text)
         if rt.is_main:
             status.save_ended(saved, failure)
+            if services.round_trip is not None:
+                services.round_trip.ended_save(saved, failure, services.checkpoints.run_dir)
+
+
+def opened(services: TrainServices, seconds: float | None = None) -> list[names.Check]:
+    """Return the check of the first checkpoint once it is made. `seconds`: how long to wait; None: not at all."""
+    return [] if services.round_trip is None else services.round_trip.checks(seconds)

@@ -6,38 +6,30 @@ the references.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.watch import Records
-from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.pack import Layout
 from sftkit.data.tokens.chat import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
-from sftkit.models import files
-from sftkit.models.kind import kind_of
-from sftkit.models.structure import decoder_blocks, from_last, inference, positions, vocab_size
+from sftkit.models.structure import decoder_blocks, from_last
 from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.optim.protocol import parameters_of
-from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
-from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import MANIFEST, adapter_dir
+from sftkit.rundir.names import MANIFEST
 from sftkit.runtime.script import counted, first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import ShapeCounts
@@ -45,8 +37,6 @@ from sftkit.tracking.names import Check, does_not_apply
 from sftkit.verify.documents import check_documents, document_checks
 from sftkit.verify.gradients import Sides, check_gradients, gradients_check, limits
 from sftkit.verify.plain import PlainModel, Start
-
-PROBE_LENGTH = 64
 
 
 def prompt_check(found: PromptedTargets | None) -> Check:
@@ -117,99 +107,6 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
     found = f"{seen or 'none'}; {shapes.undeclared:,} undeclared"
     how = "the tensors of every micro-batch of the run, against the shapes that its start declared, on the main rank"
     return Check("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
-
-
-def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank
-    calls it.
-
-    Loading the checkpoint on the same kind of device and in the same dtype gives the same bits: see
-    `verify_checkpoint`. Attention uses torch's math kernel: torch's choice among the others depends on
-    settings of the process, which differ between a run that trains with `sdpa` and a new process, and
-    each kernel rounds differently.
-
-    Several adapters have a digest each, under "adapters".
-    """
-    adapters = adapters_of(orig_model)
-    if adapters is not None and adapters.members:
-        from sftkit.models.many_adapters import active
-
-        found = {}
-        for k, member in enumerate(adapters.members):
-            with active(orig_model, k):
-                found[member.name] = _logits_of(orig_model)
-        return {"adapters": found}
-    return _logits_of(orig_model)
-
-
-def _logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
-    length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
-    # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.
-    ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
-    kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
-    try:
-        # Everything that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
-        with as_whole(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
-            made_up = kind.made_up_inputs(orig_model, 1, length)
-            arrays = {"input_ids": np.array([ids]), **({} if made_up is None else made_up.arrays)}
-            given = {name: torch.from_numpy(array).to(orig_model.device) for name, array in arrays.items()}
-            logits = kind.plain_logits(orig_model, given)[0].float().cpu()
-    finally:
-        # a forward pass without a backward pass leaves gathered weights behind
-        reshard(orig_model)
-    adapters = adapters_of(orig_model)
-    return {
-        **({"base": "nf4"} if adapters is not None and adapters.config.base == "nf4" else {}),
-        "ids": ids,
-        "sha256": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
-        "last": logits[-1, :8].tolist(),
-        "norm": float(logits.double().norm()),
-        "device": orig_model.device.type,
-        "dtype": str(orig_model.dtype).removeprefix("torch."),
-    }
-
-
-def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
-    """Load a checkpoint with plain transformers and compare its logits with the digest that its run recorded.
-
-    Args:
-        folder: step directory.
-        recorded: "logits" of the run's proof.json.
-
-    Raises:
-        ConfigError: one of its files is damaged.
-    """
-    if several := recorded.get("adapters"):
-        # Each is a model of its own.
-        checks = [verify_checkpoint(adapter_dir(folder, name), one) for name, one in several.items()]
-        words = "; ".join(f"{name}: {check.found}" for name, check in zip(several, checks, strict=True))
-        return replace(checks[0], ok=all(check.ok for check in checks), found=words)
-    check_loadable(str(folder))
-    dtype = getattr(torch, recorded["dtype"])
-    # Plain transformers without any setup of ours, as a server would load it.
-    name = files.auto_class_in(folder)
-    adapter = files.adapter_at(ModelConfig(path=str(folder)))
-    if adapter is None:
-        model, info = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    else:
-        from sftkit.models.adapters import adapters_in, add_adapters
-
-        base, revision = str(adapter.base.path), adapter.base.revision or "main"
-        model, info = getattr(transformers, name).from_pretrained(
-            base, dtype=dtype, revision=revision, output_loading_info=True
-        )
-        adapters = adapters_in(adapter)
-        config = replace(adapters.config, base=recorded.get("base", "bf16"))
-        add_adapters(model, replace(adapters, config=config), torch.device(recorded["device"]))
-    found = logits_of(model.to(recorded["device"]).eval())
-    # Tensors that the class lacks change no logits, but then the files do not match this class.
-    others = [f"{key}: {sorted(map(str, names))[0]}" for key, names in info.items() if names]
-    same = found["sha256"] == recorded["sha256"]
-    words = "the same bits" if same else f"norm {found['norm']:.6g} against {recorded['norm']:.6g}"
-    loaded = f"{name}.from_pretrained" + (f" of {base} with these factors, computed by sftkit" if adapter else "")
-    how = f"{loaded}, {len(recorded['ids'])} fixed tokens, sha256 of the logits"
-    words, ok = "; ".join([words, *others]), same and not others
-    return Check("Checkpoint gives the logits of the run", ok, words, "the same bits", how)
 
 
 SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
