@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.commands import unusable
+from sftkit.config.commands import install, unusable
 from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
@@ -316,10 +317,12 @@ def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 
 
-def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
-    """Yield why no run can be written to run.dir, for a script that makes a run."""
+def run_can_be_written(get: Get) -> Iterator[Problem]:
+    """Yield why no run can be written to run.dir, or to a dashboard, for a script that makes a run."""
     if problem := unusable(get("run.dir")):
         yield "run.dir", problem
+    if "tensorboard" in get("log.tracker") and find_spec("tensorboard") is None:
+        yield "log.tracker", f"the package tensorboard is missing: {install('sftkit[tensorboard]')}"
 
 
 def _run_dir(get: Get) -> Iterator[Problem]:

@@ -380,12 +380,14 @@ class CheckpointConfig:
 
 @settings
 class LogConfig:
-    """Logging: always to metrics.jsonl and the console, and optionally to wandb."""
+    """Logging: always to metrics.jsonl and the console, and optionally to dashboards."""
 
     every: Positive = 10
     "Steps between logged lines."
     trace_at: Annotated[int, Field(ge=2)] | None = None
     "First of three steps that torch.profiler records, in trace/; null: none."
+    tracker: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(one_or_several)] = ("wandb",)
+    "Dashboards that get the lines of metrics.jsonl too: wandb, tensorboard (event files in run.dir/tensorboard; extra tensorboard), both, or none: []."
     wandb: Literal["online", "offline", "off"] | None = None
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"

@@ -13,7 +13,7 @@ import yaml
 
 from sftkit.config.commands import invocation, shipped, shipped_recipes, similar_paths
 from sftkit.config.load import read_config, to_yaml
-from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.rules import run_can_be_written
 from sftkit.config.schema import Config, EvalConfig, RunConfig
 from sftkit.config.tables import CHAIN, STAGE_SCRIPTS
 from sftkit.config.yaml import RecipeLoader
@@ -98,7 +98,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     for stage in CHAIN_SCRIPTS:
         # Runs of earlier stages count as there. After a problem it is not known which they are.
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
-        rules = [run_dir_can_be_made, *input_rules(stage, made)]
+        rules = [run_can_be_written, *input_rules(stage, made)]
         try:
             recipes[stage] = read_config(folder / f"{stage}.yaml", overrides, more=rules)
         except ConfigError as error:

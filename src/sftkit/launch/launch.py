@@ -21,7 +21,7 @@ import psutil
 
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
-from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.rules import run_can_be_written
 from sftkit.config.schema import Config, num_stages
 from sftkit.config.tables import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, print_text
@@ -338,7 +338,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    rules = [run_dir_can_be_made, *input_rules(stage_of_script(script))]
+    rules = [run_can_be_written, *input_rules(stage_of_script(script))]
     cfg = read_config(recipe, overrides, world_size=1, more=rules)
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
