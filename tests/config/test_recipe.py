@@ -194,7 +194,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
     if meant:
         assert f"Did you mean {meant}?" in problem
     else:
-        assert "Known here: name, lr, betas, " in problem
+        assert "Known here: name, lr, lr_scale, betas, " in problem
 
 
 def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():

@@ -276,7 +276,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
             recipe has.
     """
     _check_keys(allowed)
-    old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
+    old, new = (_settings(text) for text in (there, here))
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
@@ -294,6 +294,14 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """Return dotted key -> value of a resolved recipe. The keys of optim.lr_scale are patterns, so it is one value."""
+    recipe = yaml.load(text, Loader=RecipeLoader) or {}
+    if scales := (recipe.get("optim") or {}).get("lr_scale"):
+        recipe["optim"]["lr_scale"] = [[*pair] for pair in scales.items()]
+    return dict(flattened(recipe))
 
 
 def _check_keys(keys: Sequence[str]) -> None:

@@ -170,6 +170,8 @@ class OptimConfig:
     name: Annotated[OptimizerName, Field(description=describe_optimizers())] = "auto"
     lr: Annotated[float, Field(gt=0.0)] = 2e-5
     "Peak learning rate."
+    lr_scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
+    'Factors of lr for the parameters whose names match a glob pattern: {"model.embed_tokens.*": 0.1, "*.norm.weight": 2}; of several patterns that match a name the last counts. train.freeze trains nothing at all.'
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     "AdamW's betas."
     eps: Annotated[float, Field(gt=0.0)] = 1e-8

@@ -32,7 +32,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
-from sftkit.models.trained import adapters_of, freeze
+from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object, write_provenance
@@ -167,6 +167,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     )
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     freeze(orig_model, cfg.train.freeze)
+    learning_rate_scales(orig_model, cfg.optim.lr_scale or {})  # a pattern without a parameter ends the run here
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
