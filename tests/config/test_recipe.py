@@ -739,3 +739,33 @@ def test_a_recipe_has_adapters_if_it_names_the_section_and_one_target_is_a_list_
     assert found == AdapterConfig(rank=4, targets=("mlp",))
     assert read_config(recipe, ["adapter.targets=[mlp]", "adapter.rank=4"]).adapter == found
     assert read_config(recipe, ["adapter.rank=4", "adapter=null"]).adapter is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "problem"),
+    [
+        ("{rope_type: yarn, factor: 4}", None),
+        ("{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4}", None),
+        ("{rope_type: yarn}", "model.rope_scaling.factor: is required"),
+        ("{rope_type: yarm, factor: 4}", 'Did you mean "yarn"?'),
+        ("{rope_type: yarn, factor: 1}", "must be greater than 1"),
+        ("{rope_type: linear, factor: 2, beta_fast: 3}", "model.rope_scaling.beta_fast: only goes with rope_type yarn"),
+        ("{rope_type: llama3, factor: 8}", "needs low_freq_factor and a larger high_freq_factor"),
+        ("{rope_type: yarn, facter: 4}", 'Did you mean "model.rope_scaling.factor"?'),
+    ],
+)
+def test_a_scaling_of_positions_has_the_keys_of_its_type(recipe: Path, scaling: str, problem: str | None):
+    words = [f"model.rope_scaling={scaling}"]
+    if problem is None:
+        assert read_config(recipe, words).model.rope_scaling is not None
+    else:
+        assert any(problem in line for line in problems(recipe, *words))
+
+
+def test_a_scaling_of_positions_goes_with_a_whole_model_of_files_only(recipe: Path):
+    scaling = "model.rope_scaling={rope_type: yarn, factor: 4}"
+    new = ("model.path=null", "model.scratch={model_type: llama}", "model.tokenizer=t")
+    (problem,) = problems(recipe, scaling, *new)
+    assert problem.endswith("model.rope_scaling: only goes with model.path")
+    (problem,) = problems(recipe, scaling, "adapter={}")
+    assert "model.rope_scaling: does not go with adapter" in problem

@@ -351,9 +351,33 @@ def _model(get: Get) -> Iterator[Problem]:
         yield "model.train_tokenizer", "and model.tokenizer are both given: keep one of them"
     if train_tokenizer is not None and scratch is None:
         yield "model.train_tokenizer", "only goes with model.scratch: a checkpoint has its tokenizer"
-    for key, default in (("model.revision", None), ("model.trust_remote_code", False)):
+    for key, default in (("model.revision", None), ("model.trust_remote_code", False), ("model.rope_scaling", None)):
         if path is None and get(key) != default:
             yield key, "only goes with model.path"
+
+
+ROPE_SETTINGS = {
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"Type of model.rope_scaling -> its keys besides those of all types."
+
+
+def _rope_scaling(get: Get) -> Iterator[Problem]:
+    if (given := get("model.rope_scaling")) is None:
+        return
+    kind = get("model.rope_scaling.rope_type")
+    for name in dict.fromkeys(name for names in ROPE_SETTINGS.values() for name in names):
+        if given.get(name) is not None and name not in ROPE_SETTINGS.get(kind, ()):
+            others = " and ".join(other for other, names in ROPE_SETTINGS.items() if name in names)
+            yield f"model.rope_scaling.{name}", f"only goes with rope_type {others}, not {kind}: leave it out"
+    low, high = (given.get(name) for name in ("low_freq_factor", "high_freq_factor"))
+    if kind == "llama3" and (low is None or high is None or low >= high):
+        why = "needs low_freq_factor and a larger high_freq_factor, such as 1 and 4 (Llama 3.1)"
+        yield "model.rope_scaling", f"rope_type llama3 {why}"
+    if get("adapter") is not None:
+        why = "whose files name a base model, and servers would load that without it: train the model itself, or first "
+        yield "model.rope_scaling", f"does not go with adapter, {why}write it into the config.json of the base"
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
@@ -517,7 +541,7 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 
 _RULES = (
-    *(_model, _run_dir, _chat_template, _checkpoints),
+    *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
     *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
     *(_optim, _duration, _resume, _eval, _names),

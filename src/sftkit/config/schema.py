@@ -77,6 +77,30 @@ class TokenizerTraining:
 
 
 @settings
+class RopeScaling:
+    """Other rotary frequencies than the model's config has, under the names of transformers' rope_parameters."""
+
+    rope_type: Literal["yarn", "linear", "dynamic", "llama3"]
+    "yarn, linear and llama3 change the frequencies; dynamic only those of texts longer than the model's length, in transformers and servers."
+    factor: Annotated[float, Field(gt=1.0)]
+    "How much longer documents may become."
+    original_max_position_embeddings: Positive | None = None
+    "yarn, llama3: the length that the model was pretrained with; null: as its config says, else its max_position_embeddings."
+    rope_theta: Annotated[float, Field(gt=0.0)] | None = None
+    "Base of the frequencies; null: the model's."
+    low_freq_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "llama3: up to this many turns over the original length a frequency is divided by factor."
+    high_freq_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "llama3: from this many turns on it stays."
+    beta_fast: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: from this many turns on a frequency stays; null: 32."
+    beta_slow: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: up to this many turns it is divided by factor; null: 1."
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: factor of queries and keys; null: 0.1 ln(factor) + 1."
+
+
+@settings
 class ModelConfig:
     """The model and tokenizer that training starts from."""
 
@@ -97,6 +121,8 @@ class ModelConfig:
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
+    rope_scaling: RopeScaling | None = None
+    "Extend the model to longer documents; checkpoints keep it in config.json, so later stages leave it out. null: as the model's config says."
     pad_vocab_to_multiple_of: Positive | None = None
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 

@@ -7,6 +7,7 @@ gets other frequencies than alone. Here each document has the frequencies that i
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from types import MethodType
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 
+ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
 "Submodule of a rotary embedding: a copy with the frequencies of long documents. No file holds its buffers."
 
@@ -61,6 +64,34 @@ def longrope_limit(config: PretrainedConfig) -> int | None:
 
 def _long(rope: Mapping[str, Any]) -> bool:
     return bool(rope["rope_type"] == "longrope")
+
+
+def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
+    """Replace the rotary frequencies of a model's config, as model.rope_scaling says; None: keep them.
+
+    max_position_embeddings becomes the whole length for yarn and llama3, as servers read it; for the other kinds
+    servers multiply it by the factor themselves. A second call changes nothing.
+
+    Raises:
+        ConfigError: the model has no rotary positions, or several kinds of them.
+    """
+    if scaling is None:
+        return
+    text = config.get_text_config()
+    own = getattr(text, "rope_parameters", None) or {}
+    longest = getattr(text, "max_position_embeddings", None)
+    if own.get("rope_type") in (None, "longrope") or not isinstance(longest, int):
+        kinds = "rotary frequencies by layer or length" if own else "no rotary positions"
+        raise ConfigError(f"model.rope_scaling: {config.model_type} has {kinds}, which it cannot replace: leave it out")
+    names = {*asdict(scaling), "type"} - {"rope_theta"}
+    rope: dict[str, Any] = {name: value for name, value in own.items() if name not in names}
+    rope |= {name: value for name, value in asdict(scaling).items() if value is not None}
+    if scaling.rope_type in ("yarn", "llama3"):
+        original = rope.setdefault(ORIGINAL, own.get(ORIGINAL) or longest)
+        text.max_position_embeddings = max(longest, int(scaling.factor * original))
+    text.rope_parameters = rope
+    text.standardize_rope_params()
+    text.validate_rope()
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
