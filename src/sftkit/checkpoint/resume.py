@@ -142,8 +142,8 @@ def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
 _NO_KEY = object()
 "Placeholder for the value of a key that only one side has."
 _FIXED = (
-    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
-    *("model.path", "model.revision", "train.freeze", "adapters"),
+    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.dft"),
+    *("loss.router_aux_loss_coef", "model.path", "model.revision", "train.freeze", "adapters"),
     *("adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."

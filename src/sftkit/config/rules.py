@@ -481,6 +481,11 @@ def _precision(get: Get) -> Iterator[Problem]:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 
 
+def _loss(get: Get) -> Iterator[Problem]:
+    if get("loss.dft") and get("loss.label_smoothing"):
+        yield "loss.dft", "does not go with loss.label_smoothing, which learns other tokens too: set one of them to 0"
+
+
 def _optim(get: Get) -> Iterator[Problem]:
     if any(beta >= 1 for beta in get("optim.betas")):
         yield "optim.betas", f"{get('optim.betas')} must both be less than 1"
@@ -544,5 +549,5 @@ _RULES = (
     *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
     *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
-    *(_optim, _duration, _resume, _eval, _names),
+    *(_loss, _optim, _duration, _resume, _eval, _names),
 )

@@ -183,6 +183,8 @@ class LossConfig:
     "Weight of the squared log-partition (PaLM, section 5): keeps logits from drifting."
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     "Probability mass spread evenly over the vocabulary."
+    dft: bool = False
+    "Multiply the loss of each target by its own probability, without gradient (DFT, arXiv 2508.05629): unlikely answers of the data are learned less."
     token_metrics: bool = False
     "Also measure token accuracy and entropy, from the same pass."
     router_aux_loss_coef: Annotated[float, Field(ge=0.0)] | None = None
@@ -249,7 +251,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout, adapters."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout, adapters."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -20,7 +20,8 @@ from sftkit.ops.linear_cross_entropy import Head, linear_nll
 
 @dataclass(frozen=True)
 class NextToken:
-    """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
+    """The mean negative log-likelihood over target tokens, its smoothed form or that of loss.dft, plus z_loss *
+    log-partition squared.
 
     It also measures `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the
     predicted distributions; the last two are 0 unless loss.token_metrics is set.
@@ -49,6 +50,9 @@ class NextToken:
         # A separate call: the monitored nll is measured without smoothing.
         if smoothing:
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        if self.config.dft:
+            each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss = (each.detach().neg().exp() * each).sum()
         if self.config.z_loss:
             loss = loss + self.config.z_loss * logits.logsumexp(-1)[is_target].square().sum()
         correct = entropy = nll.new_zeros(())
@@ -68,7 +72,7 @@ class NextToken:
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return train/loss; train/objective if it differs; token_accuracy and entropy if measured."""
         values = {"train/loss": means["nll"]}
-        if self.config.z_loss or self.config.label_smoothing:
+        if self.config.z_loss or self.config.label_smoothing or self.config.dft:
             values["train/objective"] = means["loss"]
         if self.config.token_metrics:
             values |= {"train/token_accuracy": means["correct"], "train/entropy": means["entropy"]}
