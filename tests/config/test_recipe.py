@@ -769,3 +769,23 @@ def test_a_scaling_of_positions_goes_with_a_whole_model_of_files_only(recipe: Pa
     assert problem.endswith("model.rope_scaling: only goes with model.path")
     (problem,) = problems(recipe, scaling, "adapter={}")
     assert "model.rope_scaling: does not go with adapter" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.engine=graph"], "does not go with train.engine graph"),
+        (["train.engine=pipeline"], "does not go with train.engine pipeline"),
+        (["train.engine=reference", "train.precision=fp32"], "does not go with train.engine reference"),
+        (["compile.scope=model"], "does not go with compile.scope model"),
+        (["adapter={}", "adapters=[{name: a}]"], "does not go with adapters"),
+    ],
+)
+def test_noise_on_embeddings_goes_with_the_blocks_engine_and_one_model(recipe: Path, words: list[str], problem: str):
+    assert any(f"train.neftune_alpha: {problem}" in line for line in problems(recipe, "train.neftune_alpha=5", *words))
+    assert read_config(recipe, ["train.neftune_alpha=5", "adapter={}"]).train.neftune_alpha == 5
+
+
+def test_dft_does_not_go_with_label_smoothing(recipe: Path):
+    (problem,) = problems(recipe, "loss.dft=true", "loss.label_smoothing=0.1")
+    assert "loss.dft: does not go with loss.label_smoothing" in problem

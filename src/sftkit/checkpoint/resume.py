@@ -143,8 +143,8 @@ _NO_KEY = object()
 "Placeholder for the value of a key that only one side has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.dft"),
-    *("loss.router_aux_loss_coef", "model.path", "model.revision", "train.freeze", "adapters"),
-    *("adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
+    *("loss.router_aux_loss_coef", "model.path", "model.revision", "train.freeze", "train.neftune_alpha"),
+    *("adapters", "adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")

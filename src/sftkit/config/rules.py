@@ -93,6 +93,20 @@ def _freeze(get: Get) -> Iterator[Problem]:
         yield "train.freeze", f"{wrong}: set it to [], or train.engine=blocks"
 
 
+def _neftune(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("train.neftune_alpha") is None:
+        return
+    if (engine := get("train.engine")) != "blocks":
+        yield "train.neftune_alpha", f"does not go with train.engine {engine}: set it to null, or take blocks"
+    elif get("compile.enabled") and get("compile.scope") == "model":
+        yield "train.neftune_alpha", "does not go with compile.scope model, whose graph has the embedding: take block"
+    if topology.tensor > 1 or topology.context > 1:
+        why = f"{topology.describe()}, whose ranks share documents"
+        yield "train.neftune_alpha", f"does not go with {why}: start with fsdp2.yaml, or set it to null"
+    if get("adapters") is not None:
+        yield "train.neftune_alpha", "does not go with adapters: they would not be trained as if alone. Set it to null"
+
+
 def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("adapter") is None:
         return
@@ -311,7 +325,7 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    launched = _batch_divides, enough_micro_batches, _adapter, _adapters
+    launched = _batch_divides, enough_micro_batches, _neftune, _adapter, _adapters
     for rule in (*_RULES, *map(OfLaunch, launched), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)

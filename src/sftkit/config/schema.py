@@ -242,6 +242,8 @@ class TrainConfig:
     "engine pipeline: number of layers of each stage, in order; null: balanced by parameters, those of the head at 0.7 of their number."
     freeze: tuple[str, ...] = ()
     'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
+    neftune_alpha: Annotated[float, Field(gt=0.0)] | None = None
+    "Noise on the embeddings of training steps (NEFTune, arXiv 2310.05914): uniform up to alpha / sqrt(L H) for a document of L positions and hidden size H; the paper takes 5 to 15. null: none."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -251,7 +253,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout, adapters."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -7,7 +7,7 @@ micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
+from sftkit.models.rope import document_lengths
 from sftkit.models.routing import Routing
-from sftkit.models.structure import from_last, stages_of, vocab_size
+from sftkit.models.structure import embedding_module, from_last, stages_of, vocab_size
 from sftkit.models.trained import adapters_of
 from sftkit.ops.attention import use_document_attention
 from sftkit.ops.linear_cross_entropy import Head
@@ -229,4 +230,16 @@ class ModelWithLoss(torch.nn.Module):
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)
-        return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)
+        noisy = batch if batch.noise is None else with_noise(self.orig_model, batch, *batch.noise)
+        return self.kind.hidden_states(self.orig_model, noisy, backend, self.context_group)
+
+
+def with_noise(orig_model: PreTrainedModel, batch: Batch, seed: int, alpha: float) -> Batch:
+    """Return a batch with noisy embeddings in place of its tokens: uniform noise up to alpha / sqrt(L H) on a document
+    of L positions (NEFTune). The noise is of the seed alone, so the generator of dropout does not change."""
+    inputs = dict(batch.inputs)
+    embedded = embedding_module(orig_model)(inputs.pop("input_ids"))
+    generator = torch.Generator(embedded.device).manual_seed(seed)
+    noise = torch.empty_like(embedded, requires_grad=False).uniform_(-alpha, alpha, generator=generator)
+    size = (document_lengths(inputs["position_ids"]) * embedded.shape[-1]).rsqrt()[..., None]
+    return replace(batch, inputs={"inputs_embeds": embedded + noise * size.to(noise.dtype), **inputs})

@@ -166,6 +166,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         **several,
     )
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    if cfg.train.neftune_alpha is not None and orig_model.config.is_encoder_decoder:
+        raise ConfigError(f"train.neftune_alpha: {orig_model.config.model_type} has an encoder: set it to null")
     freeze(orig_model, cfg.train.freeze)
     learning_rate_scales(orig_model, cfg.optim.lr_scale or {})  # a pattern without a parameter ends the run here
     longest = positions(orig_model)
@@ -242,7 +244,8 @@ def lay_out(
     lengths = examples.lengths, documents.max_length
     layout = make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
     share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
-    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
+    noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
+    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
     workers, step = cfg.data.num_workers, resume.state["step"]
     return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 
