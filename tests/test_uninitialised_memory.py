@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
+from helpers import ROOT, cpu_runtime, make_examples, make_layout_of, tiny_llama
 from made_models import odd_llama
 from planted import planted, same_when_planted
 from torch import distributed as dist
 from transformers import PhiConfig, PhiForCausalLM
 
 from sftkit.checkpoint.states import copies_done, load_states, save_states, snapshot_states
-from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.tables import OPTIMIZERS
 from sftkit.data.batches.collate import IGNORE, collate
 from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard
@@ -30,7 +30,7 @@ from sftkit.evals.scoring import score
 from sftkit.generation.decode import Batching, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
-from sftkit.models.weights import load_model_weights, make_room
+from sftkit.models.weights import load_model_weights, make_room, materialize_weights
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import flash, linear_cross_entropy
@@ -440,6 +440,21 @@ def test_weights_that_are_loaded_and_rows_that_are_added(  # type: ignore[no-unt
         if empty:
             load_model_weights(model, source)
         assert len(model.lm_head.bias) == model.config.vocab_size > len(tokenizer)
+        return [value.detach() for value in (*model.parameters(), *model.buffers())]
+
+    same_when_planted(loaded)
+
+
+@every_device
+def test_matrices_that_are_quantized_while_they_are_read(  # type: ignore[no-untyped-def]
+    device: str, tokenizer, tmp_path: Path
+) -> None:
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    source = ModelConfig(path=str(tmp_path))
+
+    def loaded() -> list[torch.Tensor]:
+        model = load_model(source, tokenizer, 0, "bf16", empty=True, adapter=AdapterConfig(method="dora", base="nf4"))
+        materialize_weights(model, source, torch.device(device))
         return [value.detach() for value in (*model.parameters(), *model.buffers())]
 
     same_when_planted(loaded)

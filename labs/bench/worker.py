@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from labs.bench.machine import ClockSamples
 from labs.bench.plan import SYNTHETIC, DataPlan, Job, read_job, read_lengths
@@ -27,18 +30,20 @@ from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.engine.members import Members
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.adapters import Adapters, add_adapters, quantize_layers
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.many_adapters import members_of
-from sftkit.models.structure import count_parameters, vocab_size
+from sftkit.models.structure import count_parameters, decoder_blocks, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.models.vocabulary import check_rows, pad_vocabulary
+from sftkit.models.weights import make_room
 from sftkit.objectives.next_token import Caption, NextToken
 from sftkit.objectives.objective import Objective
 from sftkit.ops.attention import plain_implementation
+from sftkit.ops.nf4 import fill_layer
 from sftkit.rundir.files import read_metric_rows
 from sftkit.rundir.names import METRICS_FILE
 from sftkit.runtime import start as runtime
@@ -97,13 +102,15 @@ class ModelSpec:
     "dtype of the parameters: bf16 or fp32"
     attention: str | None = None
     "transformers' attn_implementation; None: the model's default"
+    nf4: bool = False
+    "whether the linear layers of the blocks are quantized"
 
 
 def new_model(
     spec: ModelSpec, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
-    """Return a model with random weights, made on the device and rounded to bf16, even in fp32, so that all runs
-    start from the same weights.
+    """Return a model with random weights, made on the device block by block and rounded to bf16, even in fp32, so that
+    all runs start from the same weights.
 
     Args:
         tokenizer: source of special ids and, if `fields` has none, of the vocabulary; None: tokens are made up.
@@ -120,19 +127,72 @@ def new_model(
     else:
         config = scratch_config(spec.fields, tokenizer)
     attention = spec.attention or plain_implementation(config)
-    with torch.device(device):
+    # Weights on the meta device; buffers are computed.
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay in fp32
+        parameter.data = parameter.data.to(DTYPES[spec.precision])
+    if spec.nf4:
+        quantize_layers(model)
+    make_room(model, device)
+    _draw(model, device)
     if tokenizer is not None:
         check_rows(model, tokenizer)
         kind_of(config).prepare(model, tokenizer)
-    for parameter in model.parameters():  # not buffers: rotary frequencies stay in fp32
-        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[spec.precision])
     # The fp32 weights of the initialisation do not count in the run's peak.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@torch.no_grad()
+def _draw(orig_model: PreTrainedModel, device: torch.device) -> None:
+    """Fill the weights with the numbers that transformers draws for them. Those of one block at a time are in fp32, so
+    a model of any size is never whole in fp32, and one in NF4 never dense.
+    """
+    blocks = decoder_blocks(orig_model)
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
+
+    def fill(module: torch.nn.Module, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        at_once = module is orig_model or any(module is block for block in blocks)
+        with _in_fp32(module, in_blocks if module is orig_model else set(), device) if at_once else nullcontext():
+            for child in module.children():
+                fill(child, owner)
+            # Private: transformers' initialisation of a single module. Its public function takes the whole model.
+            owner._initialize_weights(module)
+
+    fill(orig_model, orig_model)
+
+
+@contextmanager
+def _in_fp32(part: torch.nn.Module, others: set[int], device: torch.device) -> Iterator[None]:
+    """Give the parameters of a part dense memory in fp32 within the context; then round to bf16, and quantize the
+    layers in NF4. `others`: ids of parameters that stay."""
+    places: list[tuple[Any, str, Any]] = [
+        (module, name, p)
+        for module in part.modules()
+        for name, p in module._parameters.items()
+        if p is not None and id(p) not in others
+    ]
+    dense: dict[int, torch.nn.Parameter] = {}
+    for module, name, p in places:
+        shape = (module.out_features, module.in_features) if p.dtype == torch.uint8 else p.shape
+        if id(p) not in dense:
+            dense[id(p)] = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+        # Private: setting the attribute would run the global hooks of register_parameter.
+        module._parameters[name] = dense[id(p)]
+    yield
+    for module, name, p in places:
+        module._parameters[name] = p
+        rounded = dense[id(p)].to(torch.bfloat16)
+        if p.dtype == torch.uint8:
+            fill_layer(module, rounded)
+        else:
+            p.copy_(rounded)
+        p._is_hf_initialized = True  # so that a module around this one does not draw it again
 
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
@@ -245,7 +305,8 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     # trains the tokenizer of data.stage for all; None: tokens are made up.
     learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
     tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
-    orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision), rt.device, tokenizer)
+    nf4 = cfg.adapter is not None and cfg.adapter.base == "nf4"
+    orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision, nf4=nf4), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)

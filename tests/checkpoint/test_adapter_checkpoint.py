@@ -98,7 +98,9 @@ def run(
     )
     run_dir.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    orig_model = load_model(model, tokenizer, 3, precision, adapter=adapter)
+    # As train.assemble loads it: in NF4 the matrices are quantized one by one when they are read.
+    empty = adapter.base == "nf4"
+    orig_model = load_model(model, tokenizer, 3, precision, empty=empty, adapter=adapter)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
     examples.ids[5::9] = token
     layout = make_layout_of("packed", examples.lengths, micro=4)

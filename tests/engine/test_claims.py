@@ -49,8 +49,8 @@ from sftkit.verify.gradients import (
     gradients_check,
     largest,
     limits,
-    rounded_at_random,
 )
+from sftkit.verify.plain import rounded_at_random
 from sftkit.verify.proof import report_checks, verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4

@@ -29,11 +29,13 @@ from sftkit.engine.step import TrainStep, forward_backward
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
+from sftkit.ops import attention
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.train.assemble import make_engine
-from sftkit.verify.documents import check_documents
+from sftkit.verify import documents
+from sftkit.verify.documents import check_documents, document_checks
 from sftkit.verify.proof import verified_warm_up
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
@@ -251,6 +253,30 @@ def test_a_model_that_our_forward_pass_does_not_reproduce_is_refused(
         match=r"is not supported: (the logits of .* differ by|a layer of type)",
     ):
         check_documents(model, "reference", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_logits_of_a_deep_model_may_differ_by_as_much_as_rounding_alone_moves_them(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "REFUSED_FROM", 1e-3)  # a few blocks in bf16 differ by more
+    torch.manual_seed(0)
+    fields = {**COMMON, "num_hidden_layers": 8, "initializer_range": 0.2}
+    orig_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).to(torch.bfloat16)
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a, scaling, **n: attend(*a, scaling=scaling * scale, **n))
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    state = torch.get_rng_state()
+    if scale != 1.0:
+        with pytest.raises(ConfigError, match=r"differ by .* \(rounding alone moves them by \d"):
+            check_documents(model, "reference", torch.device("cpu"))
+        return
+    found = check_documents(model, "reference", torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 1e-3 < found.logits_difference < 3 * found.roundings
+    row = document_checks(found, torch.bfloat16, "reference", logits_limit=1e-3)[0]
+    assert row.ok
+    assert "rounding noise alone" in row.found
 
 
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())

@@ -8,6 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,9 @@ import psutil
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from labs.bench import machine
+from labs.bench import machine, worker
 from labs.bench.plan import (
     DataPlan,
     LognormalLengths,
@@ -46,6 +51,7 @@ from labs.bench.worker import ModelSpec, new_model, synthetic_documents
 from labs.jobs import bench_command, first_failure, run_logged
 from labs.tables import calls_line, graph_table, loss_table, machine_lines, markdown_report, speed_table
 from sftkit.errors import ConfigError
+from sftkit.ops.nf4 import matrix_of, quantize
 from sftkit.rundir.names import graph_file
 
 ROOT = Path(__file__).parents[2]
@@ -387,6 +393,55 @@ def test_weights_in_bf16_are_those_in_fp32_rounded_and_buffers_stay() -> None:
     for a, b in zip(full.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
     assert all(b.dtype == torch.float32 for b in rounded.buffers() if b.is_floating_point())
+
+
+def test_a_model_in_nf4_has_the_weights_of_the_dense_one_quantized_and_one_block_of_them_is_dense_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, blocks = torch.device("cpu"), 3
+    fields = {**TINY, "num_hidden_layers": blocks}
+    dense = new_model(ModelSpec(fields, 3, "bf16"), device)
+    made: list[tuple[weakref.ref[Any], ...]] = []
+    fill = worker._in_fp32
+
+    @contextmanager
+    def watched(part: Any, *args: Any) -> Iterator[None]:
+        with fill(part, *args):
+            alive = [block for block in made if any(one() is not None for one in block)]
+            assert len(alive) <= 1, "the embedding and the head, which are drawn last"
+            made.append(tuple(weakref.ref(p) for p in part.parameters() if p.dtype == torch.float32))
+            yield
+
+    monkeypatch.setattr(worker, "_in_fp32", watched)
+    quantized = new_model(ModelSpec(fields, 3, "bf16", nf4=True), device)
+    assert len(made) == blocks + 1
+    layers = 0
+    for name, layer in dense.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            matrix = matrix_of(quantized.get_submodule(name))
+            assert matrix is not None
+            assert all(map(torch.equal, matrix, quantize(layer.weight)))
+            layers += 1
+    assert layers == 7 * blocks
+    others = {name: p for name, p in quantized.named_parameters() if p.is_floating_point()}
+    assert others
+    assert all(torch.equal(p, dense.get_parameter(name)) for name, p in others.items())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "llama"])
+def test_numbers_that_are_drawn_block_by_block_are_distributed_as_transformers_draws_them(model_type: str) -> None:
+    fields = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101} if model_type == "gpt2" else TINY
+    fields = {**fields, "model_type": model_type}
+    found = new_model(ModelSpec(fields, 3, "fp32"), torch.device("cpu"))
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**deepcopy(fields)), dtype=torch.float32)
+    ours, theirs = ({name: p.detach() for name, p in model.named_parameters()} for model in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        assert float(p.std()) == pytest.approx(float(theirs[name].std()), rel=0.15), name
+        assert float(p.mean()) == pytest.approx(float(theirs[name].mean()), abs=0.02), name
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(found.get_buffer(name), buffer)
 
 
 # ---- rows and reports ----

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.config.commands import install
 from sftkit.config.schema import (
+    AdapterConfig,
     AttentionConfig,
     CompileConfig,
     Config,
@@ -33,6 +34,7 @@ from sftkit.memory import plan as memory
 from sftkit.memory import plan as remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan, oom_advice, shape_of
+from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.optim.protocol import build_optimizer
 
 H200 = 140 * GIB
@@ -174,6 +176,28 @@ def test_presets_set_budget_and_optimizer(
         plan = make_plan(cfg, qwen3("0.6B"), packed(), runtime(), Fixed(H200))
         assert plan.activation_memory_budget == kept_share
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "row_length", "peak", "fits"),
+    [("low", 8192, 71.3, True), ("low", 16_384, 101.9, True), ("balanced", 4096, 89.3, True),
+     ("balanced", 8192, 137.9, False)],
+)  # fmt: skip
+def test_70b_in_nf4_fits_one_h200_as_far_as_it_is_recomputed(
+    preset: Any, row_length: int, peak: float, fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama 3.3 70B with adapters of rank 16. In bf16 the weights alone take 131.8 GiB."""
+    sizes = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28_672}
+    model = on_meta("llama", hidden_size=8192, num_hidden_layers=80, vocab_size=128_256, **sizes)
+    adapter = AdapterConfig(rank=16, base="nf4")
+    add_adapters(model, Adapters(adapter, 0, ModelConfig(path="x"), ""))
+    cfg = recipe(adapter=adapter, train=TrainConfig(memory=preset, max_steps=1))
+    plan = make_plan(cfg, model, packed(row_length), runtime(), Fixed(H200))
+    assert plan.estimate is not None
+    assert plan.estimate.weights == pytest.approx(37.2 * GIB, rel=0.002)
+    assert plan.estimate.total == pytest.approx(peak * GIB, rel=0.01)
+    assert ("may run out of memory" in caplog.text) is not fits
+    assert plan.optim.name == "adamw"
 
 
 def test_a_pipeline_gets_no_optimizer_that_refuses_a_weight_of_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,21 @@ def test_an_adapter_without_a_share_has_the_gradient_zero_and_a_nan_stays_in_its
     assert not any(p.grad.any() for p in member_factors(model, 1).values() if p.grad is not None)
 
 
+def test_the_factors_of_all_adapters_share_one_tensor_and_its_gradient_also_after_the_model_was_moved() -> None:
+    model = several(tiny_llama()).train().to(torch.float64)
+    selection(model).begin((0, 1, 2), CPU)
+    for _ in range(2):  # the second gradient is added to the first
+        model(input_ids=IDS).logits.square().sum().backward()
+    for name in member_factors(model, 0):
+        layer, which = model.get_submodule(name.partition(".lora_")[0]), name.split("_")[-1][0]
+        own = [member_factors(model, k)[name] for k in range(3)]
+        joint, _ = layer.joined[which]
+        assert joint.grad is None
+        assert {factor.untyped_storage().data_ptr() for factor in own} == {joint.untyped_storage().data_ptr()}
+        assert joint.untyped_storage().nbytes() == 3 * max(factor.nbytes for factor in own)
+        assert all(factor.grad is not None and factor.grad.any() for factor in own)
+
+
 def test_outside_of_training_one_adapter_computes_all_rows() -> None:
     model = several(tiny_llama())
     for k in (0, 1, 2):

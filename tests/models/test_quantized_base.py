@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny, tiny_llama, tiny_recipe
 from made_adapters import move_b
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -25,9 +27,10 @@ from sftkit.models import joined_adapters
 from sftkit.models.adapters import Adapters, adapted, add_adapters
 from sftkit.models.files import NF4_BYTES, check_unquantized, replica_of, size_of
 from sftkit.models.joined_adapters import JoinedAttention, JoinedMlp, join_layers
-from sftkit.models.load import model_of_files
+from sftkit.models.load import load_model, model_of_files
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.trained import factors
+from sftkit.models.weights import materialize_weights
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import nf4
@@ -192,8 +195,8 @@ def test_an_estimate_counts_four_bits_and_one_dense_matrix() -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    tiny_llama().save_pretrained(tmp_path / "base")
+def base(tmp_path: Path, tokenizer: Any) -> Path:
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -235,6 +238,53 @@ def test_the_plain_model_has_the_dequantized_weights_of_the_files_and_finds_a_ch
         assert [*PlainModel(model, torch.device("cpu"), start).differing] == [found]
         with torch.no_grad():
             changed.view(-1)[0] ^= 16
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["names-of-the-files", "other-names"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_matrices_that_are_quantized_while_they_are_read_have_the_same_bits_and_one_is_dense_at_a_time(
+    base: Path, tokenizer: Any, method: Any, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files with other names than the model are read by transformers, which maps them into memory."""
+    if converted:
+        weights = load_file(base / "model.safetensors")
+        weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+    source = ModelConfig(path=str(base))
+    adapter = AdapterConfig(rank=2, base="nf4", method=method)
+    whole = load_model(source, tokenizer, 5, "bf16", adapter=adapter)
+    empty = load_model(source, tokenizer, 5, "bf16", empty=True, adapter=adapter)
+    assert all(p.is_meta for p in empty.parameters())
+    dense: list[weakref.ref[Tensor]] = []
+
+    def watched(weight: Tensor) -> Nf4:
+        assert not any(other() is not None for other in dense)
+        dense.append(weakref.ref(weight))
+        return quantize(weight)
+
+    monkeypatch.setattr(nf4, "quantize", watched)
+    materialize_weights(empty, source, torch.device("cpu"))
+    assert len(dense) == len(adapted(whole))
+    found, expected = (model.state_dict(keep_vars=True) for model in (empty, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    for one, other in zip(adapted(empty).values(), adapted(whole).values(), strict=True):
+        assert method == "lora" or torch.equal(one.squared_rows, other.squared_rows)  # type: ignore[attr-defined]
+    assert torch.equal(loss_of(empty), loss_of(whole))
+
+
+@pytest.mark.parametrize("wrong", ["shape", "missing"])
+def test_a_matrix_that_does_not_fit_is_rejected_while_it_is_read(base: Path, tokenizer: Any, wrong: str) -> None:
+    weights, name = load_file(base / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name][1:]
+    if wrong == "missing":
+        del weights[name]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    source = ModelConfig(path=str(base))
+    empty = load_model(source, tokenizer, 5, empty=True, adapter=AdapterConfig(rank=2, base="nf4"))
+    expected = rf"{name} has shape \[\d+, \d+\] in the files" if wrong == "shape" else f"its files lack {name}"
+    with pytest.raises(ConfigError, match=expected):
+        materialize_weights(empty, source, torch.device("cpu"))
 
 
 def test_a_changed_bit_of_weights_or_scales_is_seen() -> None:

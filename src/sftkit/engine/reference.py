@@ -28,6 +28,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.kind import ModelKind
 from sftkit.models.routing import Routing, routing_of
 from sftkit.models.structure import output_projection
+from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import LOSS, Balanced, ModelWithLoss, Objective, Sums, Totals
 from sftkit.ops.attention import plain_attention
 from sftkit.optim.adamw import FusedAdamW
@@ -188,6 +189,8 @@ class Reference:
         if optim.name not in ("auto", DEFAULT):
             raise ConfigError(f"train.engine=reference supports only AdamW: set optim.name={DEFAULT}, not {optim.name}")
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
+        if any(p.is_meta for p in orig_model.parameters()):
+            materialize_weights(orig_model, training.source, rt.device)
         routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
         self.forward = DocumentsAlone(self.model)

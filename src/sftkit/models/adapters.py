@@ -230,7 +230,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
     targets = target_modules(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     if config.base == "nf4":
-        _quantize_layers(orig_model, device)
+        quantize_layers(orig_model, device)
     for layer in targets.values():
         if not isinstance(layer, torch.nn.Linear):
             from sftkit.models.expert_adapters import adapt  # most models have none
@@ -246,23 +246,27 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters, device: torch.
         if isinstance(layer, DoraLinear):
             lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
-            if (matrix := matrix_of(layer)) is not None:
-                squared = torch.zeros(layer.out_features)
-                if not matrix.packed.is_meta:
-                    there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
-                    squared = dequantize(there, torch.float32).square().sum(1).to(lengths.device)
-                layer.register_buffer("squared_rows", squared, persistent=False)
+            if matrix_of(layer) is not None:
+                layer.register_buffer("squared_rows", torch.zeros(layer.out_features), persistent=False)
         layer.train(orig_model.training)
     add_token_rows(orig_model, adapters.tokens)
     found = replace(adapters, modules=tuple(targets))
     setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
-        fill_factors(orig_model)
+        fill_factors(orig_model, device)
     return found
 
 
-def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -> None:
-    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device."""
+def quantize_layers(orig_model: PreTrainedModel, device: torch.device | None = None) -> None:
+    """Quantize the linear layers of the blocks, one after the other: only one dense matrix is on the device. Those in
+    NF4 already stay.
+
+    Args:
+        device: which computes it; None: the one that a layer is on.
+
+    Raises:
+        ConfigError: a model that cannot be quantized.
+    """
     for name, module in orig_model.named_modules():
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ConfigError(
@@ -272,14 +276,16 @@ def _quantize_layers(orig_model: PreTrainedModel, device: torch.device | None) -
     for name, layer in _linears(orig_model).items():
         if layer.in_features % 2:
             raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
-        if not ROUTER.search(name):
+        if not ROUTER.search(name) and type(layer) is not Nf4Linear:
             quantize_layer(layer, device)
 
 
 def _linears(orig_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Return the linear layers of the blocks by name: torch's own and no subclass, which may compute something else."""
+    """Return the linear layers of the blocks by name: torch's own, those in NF4, and no other subclass, which may
+    compute something else."""
     inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    return {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    own = torch.nn.Linear, Nf4Linear
+    return {name: m for name, m in orig_model.named_modules() if type(m) in own and id(m) in inside}
 
 
 def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Module]:
@@ -314,14 +320,21 @@ def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[s
     return {name: found[name] for name in target_layers(shapes, config, head, experts)}
 
 
-def fill_factors(orig_model: PreTrainedModel) -> None:
+def fill_factors(orig_model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Fill the factors with what training starts from: those of a file, or A at random and B zero.
 
     A layer's numbers depend on the seed and its name, so other targets or ranks do not change them, and each rank
     keeps its part of the same ones.
+
+    Args:
+        device: which dequantizes the matrices whose rows DoRA measures, one at a time; None: the one that they are on.
     """
     adapters = adapters_of(orig_model)
     assert adapters is not None
+    for layer in adapted(orig_model).values():
+        if isinstance(layer, DoraLinear) and (matrix := matrix_of(layer)) is not None:
+            there = Nf4(*(tensor.to(device or tensor.device) for tensor in matrix))
+            layer.squared_rows.copy_(dequantize(there, torch.float32).square().sum(1))
     if adapters.known is not None:
         fill_token_rows(orig_model, adapters.known)
     if adapters.start is not None:

@@ -89,7 +89,7 @@ class JoinedAttention(torch.nn.Module):
         x = args[0] if args else named["hidden_states"]
         layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
         if isinstance(layers[0], ManyLora) and layers[0].in_shares:
-            joint = product_of_shares(x, torch.cat([layer.first_factors(x.dtype) for layer in layers], 1))
+            joint = product_of_shares(x, torch.cat([layer.factors_of_shares("A", x.dtype) for layer in layers], 1))
         else:
             joint = linear(x, torch.cat([layer.factor_of_rows for layer in layers]).to(x.dtype))
         for layer, part in zip(layers, joint.chunk(3, -1), strict=True):

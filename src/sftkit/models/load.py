@@ -109,7 +109,6 @@ def load_model(
     adapter: AdapterConfig | None = None,
     several: Callable[[Adapters], Adapters] = lambda adapters: adapters,
     rounded: bool = True,
-    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load or make the model with a row for every token and weights in the run's precision, bf16 or fp32.
 
@@ -118,14 +117,13 @@ def load_model(
     would lose, see docs/optimizers.md.
 
     Args:
-        empty: whether the weights of a model with `model.path` stay on the meta device. The model will be sharded,
-            and each rank then reads only its own shards (models/weights.py).
+        empty: whether the weights of a model with `model.path` stay on the meta device, until they are read to where
+            they are needed (models/weights.py): each rank its own shards, or matrices that are quantized at once.
         adapter: settings of the adapters that the frozen model gets; an adapter at model.path gives their start. None:
             the model gets none, and an adapter at model.path is merged into its base.
         several: function that adds the members of a run with several adapters (many_adapters.members_of).
         rounded: whether a vocabulary that grows gets a multiple of 64 rows. With adapters it does not: peft grows its
             model to the tokens of the tokenizer.
-        device: which quantizes the weights under adapters; they stay on the host. None: the host.
 
     Raises:
         ConfigError: there is no model, its files are damaged, transformers rejects its config, the tokenizer has more
@@ -165,7 +163,7 @@ def load_model(
         # of tokens (huggingface/transformers#47991).
         orig_model.set_experts_implementation("batched_mm")
     if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files, several, device)
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
     return orig_model
 
 
@@ -206,7 +204,6 @@ def _adapt(
     model: ModelConfig,
     files: AdapterFiles | None,
     several: Callable[[Adapters], Adapters],
-    device: torch.device | None,
 ) -> None:
     """Give the model its adapters.
 
@@ -247,8 +244,7 @@ def _adapt(
         )
     if files is not None:
         check_continued(files, config)
-    with working(f"quantizing {path}") if config.base == "nf4" else nullcontext():
-        add_adapters(orig_model, adapters, device)
+    add_adapters(orig_model, adapters)
     join_layers(orig_model)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,6 +73,30 @@ class ManyLora(LoraLinear):
     lora_A: torch.nn.ModuleList  # type: ignore[assignment]
     lora_B: torch.nn.ModuleList  # type: ignore[assignment]
     lora_selection: Selection
+    joined: dict[str, tuple[torch.nn.Parameter, list[torch.Size]]]
+    """"A" and "B" -> the memory of this factor of all adapters, [K, elements of the largest], and the shape of each"""
+
+    def join(self) -> None:
+        """Move each factor of all adapters into one tensor, which training passes read: a graph then has one input and
+        one gradient for all, and their number costs no launches.
+
+        The factors are views of it. They get their gradients as soon as its own is there.
+        """
+        self.joined = {}
+        for which in ("A", "B"):
+            factors = self.factors(which)
+            size = max(factor.numel() for factor in factors)
+            joint = torch.nn.Parameter(factors[0].new_zeros(len(factors), size))
+            for own, factor in zip(joint.data, factors, strict=True):
+                factor.data = own[: factor.numel()].view_as(factor).copy_(factor.data)
+            self.joined[which] = joint, [factor.shape for factor in factors]
+            joint.register_post_accumulate_grad_hook(partial(hand_out, factors, self.joined[which][1]))
+
+    def _apply(self, *args: Any, **named: Any) -> Any:
+        """Join the factors again after torch has moved each by itself."""
+        super()._apply(*args, **named)
+        self.join()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
@@ -81,10 +106,8 @@ class ManyLora(LoraLinear):
             return self.with_factors(x, self.factor_of_rows, b, chosen.scales[chosen.active])
         y = linear(x, self.weight, self.bias)
         joint = self.joint is not None and self.joint[0] is x
-        u = self.joint[1] if joint else product_of_shares(x, self.first_factors(x.dtype))  # type: ignore[index]
-        rank = max(len(factor) for factor in self.factors("A"))
-        second = [pad(factor, (0, rank - factor.shape[1])) for factor in self.factors("B")]
-        added = product_of_shares(u, selected(second, chosen).to(x.dtype))
+        u = self.joint[1] if joint else product_of_shares(x, self.factors_of_shares("A", x.dtype))  # type: ignore[index]
+        added = product_of_shares(u, self.factors_of_shares("B", x.dtype))
         # The scales as fp32: most are no numbers of bf16.
         return y + (added * chosen.scale_of.index_select(0, chosen.slots)[:, None, None]).to(x.dtype).view(y.shape)
 
@@ -103,11 +126,17 @@ class ManyLora(LoraLinear):
         """Return whether rows are shares of several adapters; a single one computes as it does alone, to the bit."""
         return self.training and self.lora_selection.shares > 0 and len(self.lora_selection.scales) > 1
 
-    def first_factors(self, dtype: torch.dtype) -> Tensor:
-        """Return A of the adapter of each share, [G, largest rank, in]."""
-        rank = max(len(factor) for factor in self.factors("A"))
-        first = [pad(factor, (0, 0, 0, rank - len(factor))) for factor in self.factors("A")]
-        return selected(first, self.lora_selection).to(dtype)
+    def factors_of_shares(self, which: Literal["A", "B"], dtype: torch.dtype) -> Tensor:
+        """Return the factor of the adapter of each share, [G, largest rank, in] or [G, out, largest rank]. The gradient
+        of an adapter without a share is 0."""
+        joint, shapes = self.joined[which]
+        rows, columns = (max(sizes) for sizes in zip(*shapes, strict=True))
+        if len({*shapes}) == 1:
+            every = joint.view(-1, rows, columns)
+        else:
+            own = [part[: h * w].view(h, w) for part, (h, w) in zip(joint.unbind(), shapes, strict=True)]
+            every = torch.stack([pad(part, (0, columns - part.shape[1], 0, rows - len(part))) for part in own])
+        return every.index_select(0, self.lora_selection.slots).to(dtype)
 
 
 class PlainMany(ManyLora):
@@ -123,9 +152,18 @@ class PlainMany(ManyLora):
 ManyLora.plain = PlainMany
 
 
-def selected(factors: list[Tensor], chosen: Selection) -> Tensor:
-    """Return the factor of each share, [G, ...]; the gradient of an adapter without a share is 0."""
-    return torch.stack(factors).index_select(0, chosen.slots)
+@torch.no_grad()
+def hand_out(factors: Sequence[torch.nn.Parameter], shapes: Sequence[torch.Size], joint: torch.nn.Parameter) -> None:
+    """Give each adapter's factor its part of the gradient of all."""
+    gradient = joint.grad
+    assert gradient is not None
+    joint.grad = None
+    if len({*shapes}) == 1:  # a single call of torch: the host is the limit of short rows
+        parts = gradient.view(-1, *shapes[0]).unbind()
+    else:
+        parts = tuple(own[: shape.numel()].view(shape) for own, shape in zip(gradient, shapes, strict=True))
+    for factor, part in zip(factors, parts, strict=True):
+        factor.grad = part if factor.grad is None else factor.grad + part
 
 
 def product_of_shares(x: Tensor, factors: Tensor) -> Tensor:
@@ -179,6 +217,7 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         layer.lora_B = torch.nn.ModuleList([Factor(layer.out_features, rank, device) for rank in ranks])
         layer.lora_dropout = None
         layer.lora_selection = chosen
+        layer.join()
         layer.train(orig_model.training)
     members = tuple(replace(member, modules=tuple(targets)) for member in adapters.members)
     found = replace(adapters, members=members, modules=tuple(targets), selection=chosen)

@@ -1,12 +1,14 @@
 """Load weights from safetensors into a live model: each rank reads only its own shards."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
@@ -24,6 +26,7 @@ from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_
 from sftkit.models.structure import plain_class
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
+from sftkit.ops.nf4 import fill_layer, matrix_of
 from sftkit.ops.tensors import local, local_part
 from sftkit.runtime.script import first_of, working
 
@@ -133,15 +136,29 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     own = factors(orig_model)
     state = orig_model.state_dict(keep_vars=True)
     tensors = [(name, t) for name, t in state.items() if name not in own and not t.is_meta]
-    # A shared tensor keeps its first name.
+    # A shared tensor keeps its first name. No file holds the scales of quantized matrices.
     first = {id(tensor): name for name, tensor in reversed(tensors)}
-    wanted = {name: tensor for name, tensor in tensors if first[id(tensor)] == name}
+    layers = {id(m.weight): m for m in orig_model.modules() if isinstance(m, Linear) and matrix_of(m) is not None}
+    scales = {id(tensor) for layer in layers.values() for tensor in matrix_of(layer) or ()} - layers.keys()
+    wanted = {name: tensor for name, tensor in tensors if first[id(tensor)] == name and id(tensor) not in scales}
+
+    @torch.no_grad()
+    def fill_one(tensor: Tensor, source: Any) -> None:
+        """Fill this rank's part of a weight from the whole weight, with the new rows of a grown vocabulary."""
+        if (layer := layers.get(id(tensor))) is not None:
+            # A tensor of files is mapped into memory: only the one that is quantized is there.
+            fill_layer(layer, source[:].to(tensor.device).to(orig_model.dtype))
+        elif (rows := grown.get(id(tensor))) is not None:
+            fill(tensor, source, rows)
+        else:
+            local(tensor).copy_(local_part(source, tensor))
+
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     # If the files lack a name, all weights take the slow path: a converted weight may need several of them.
     others = [name for name in wanted if name not in files]
     if others:
-        _load_full(orig_model, wanted, others, folder, grown)
+        _load_full(orig_model, wanted, others, folder, fill_one)
         return
     # By file, so that each is opened once.
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
@@ -152,31 +169,24 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
                 source = file.get_slice(name)
                 shape = list(source.get_shape())
                 there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
+                if (layer := layers.get(id(tensor))) is not None:
+                    there = [layer.out_features, layer.in_features]
                 if shape != there:
                     raise ConfigError(
                         f"{path}: {name} has shape {shape} in the files and {there} in the model: use the config.json "
                         "of these weights"
                     )
-                _copy(tensor, source, rows)
-
-
-@torch.no_grad()
-def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
-    """Fill this rank's shard of a weight from the whole weight; for a grown vocabulary, fill the new rows too."""
-    if new is not None:
-        fill(tensor, source, new)
-    else:
-        local(tensor).copy_(local_part(source, tensor))
+                fill_one(tensor, source)
 
 
 def _load_full(
-    orig_model: PreTrainedModel, wanted: dict[str, Tensor], others: list[str], folder: Path, grown: dict[int, NewRows]
+    orig_model: PreTrainedModel,
+    wanted: dict[str, Tensor],
+    others: list[str],
+    folder: Path,
+    fill_one: Callable[[Tensor, Any], None],
 ) -> None:
-    """Fill all tensors of `wanted` from a whole model on the host; `others` holds names that are in no file.
-
-    Args:
-        grown: id of a tensor -> the rows that the files lack.
-    """
+    """Fill all tensors of `wanted` from a whole model on the host; `others` holds names that are in no file."""
     # The original class: FSDP's class in front of it cannot load.
     plain: Any = plain_class(orig_model)
     found_type = json_object(folder / "config.json").get("model_type")
@@ -197,4 +207,4 @@ def _load_full(
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
     check_complete(folder, plain, missing, loading_info["mismatched_keys"])
     for name, tensor in wanted.items():
-        _copy(tensor, saved[name], grown.get(id(tensor)))
+        fill_one(tensor, saved[name])

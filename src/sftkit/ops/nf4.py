@@ -220,3 +220,12 @@ def quantize_layer(layer: torch.nn.Linear, device: torch.device | None) -> None:
     for name in SCALES:
         layer.register_buffer(name, getattr(matrix, name))
     layer.__class__ = Nf4Linear
+
+
+@torch.no_grad()
+def fill_layer(layer: torch.nn.Linear, weight: Tensor) -> None:
+    """Quantize a dense weight [out, in] into the memory of a layer in NF4, on its device."""
+    held = matrix_of(layer)
+    assert held is not None
+    for tensor, found in zip(held, quantize(weight.to(layer.weight.device)), strict=True):
+        tensor.copy_(found)

@@ -194,6 +194,8 @@ def distribute(
         layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
         return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
+        if any(p.is_meta for p in model.orig_model.parameters()):
+            materialize_weights(model.orig_model, source, rt.device)
         return replicate(model, rt)
     meshes = make_meshes(rt.topology, rt.device.type)
     shard(model, meshes, sharding, rt.precision)

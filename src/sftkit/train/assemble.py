@@ -149,7 +149,9 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         from sftkit.graph.engine import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
-    # Empty, on the meta device, if ranks hold only parts: the weights are read when the model is sharded.
+    # Empty, on the meta device, if the run never holds the whole weights: they are read when the model is put on the
+    # device, and sharded or quantized there one by one.
+    quantized = cfg.adapter is not None and cfg.adapter.base == "nf4"
     several: dict[str, Any] = {}
     if cfg.adapters:
         from sftkit.models.many_adapters import members_of
@@ -160,9 +162,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         tokenizer,
         cfg.run.seed,
         rt.precision,
-        empty=rt.topology.partial,
+        empty=rt.topology.partial or quantized,
         adapter=cfg.adapter,
-        device=rt.device,
         **several,
     )
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)

@@ -14,7 +14,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from sftkit.parallel.wrap import reshard
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
 from sftkit.verify.documents import REFUSED_FROM
-from sftkit.verify.plain import PlainModel
+from sftkit.verify.plain import APART, DRAWS, MAX_LIMIT, PlainModel, rounded_at_random
 
 _SAMPLE = 4096
 "Maximum number of compared elements of a parameter, evenly spaced."
@@ -298,11 +297,7 @@ SCALE = 0.01
 """Largest distance of the gradients' scale from 1 in bf16: up to a quarter of it was measured, with 4 to 28 blocks on
 a CPU.
 """
-DRAWS = 3
-"Number of passes with random rounding; the worst counts."
-APART = 3.0
-"The limit is this multiple of such a pass's difference: both sides of the comparison round, in 28 blocks and more."
-MAX_LIMIT, MAX_SCALE_LIMIT = 0.5, 0.05
+MAX_SCALE_LIMIT = 0.05
 """No limit is wider, so that faults are still found: an attention scale wrong by a factor of 1.2 moves such gradients
 by 0.7 and more, a wrong number of target tokens moves the scale.
 """
@@ -370,28 +365,6 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLim
 def worst(draws: Sequence[GradientDifference]) -> Roundings:
     """Return the worst of several passes with random rounding."""
     return Roundings(max(d.relative for d in draws), max(abs(d.scale - 1.0) for d in draws))
-
-
-@contextmanager
-def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
-    """Round the model's activations at random within the context.
-
-    Half-precision outputs of each module without submodules move by up to half a unit of the last place, as another
-    kernel might round them. It consumes torch's random state.
-    """
-
-    def move(_: torch.nn.Module, __: object, output: object) -> Tensor | None:
-        if not isinstance(output, Tensor) or isinstance(output, DTensor):
-            return None
-        if output.dtype not in (torch.bfloat16, torch.float16):
-            return None
-        return output * (1 + (torch.rand_like(output) - 0.5) * torch.finfo(output.dtype).eps)
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            if next(module.children(), None) is None:
-                stack.callback(module.register_forward_hook(move).remove)
-        yield
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,14 @@ WEIGHT_SAMPLE = 1024
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."
 MEAN_COLUMNS = 8
 "Columns whose mean over all known tokens is recomputed for the rows of added tokens."
+DRAWS = 3
+"Number of passes with random rounding; the worst counts."
+APART = 3.0
+"""The limit is this multiple of the difference that such a pass makes: both sides of a comparison round, in 28 blocks
+and more.
+"""
+MAX_LIMIT = 0.5
+"No limit is wider: an attention scale wrong by a factor of 1.2 moves gradients by 0.7 and more."
 
 
 class Start(NamedTuple):
@@ -293,6 +301,28 @@ def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
         if name in theirs and not theirs[name].is_meta:
             buffer.copy_(local(theirs[name]))
     return fresh
+
+
+@contextmanager
+def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
+    """Round the model's activations at random within the context.
+
+    Half-precision outputs of each module without submodules move by up to half a unit of the last place, as another
+    kernel might round them. It consumes torch's random state.
+    """
+
+    def move(_: torch.nn.Module, __: object, output: object) -> Tensor | None:
+        if not isinstance(output, Tensor) or isinstance(output, DTensor):
+            return None
+        if output.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        return output * (1 + (torch.rand_like(output) - 0.5) * torch.finfo(output.dtype).eps)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                stack.callback(module.register_forward_hook(move).remove)
+        yield
 
 
 def _difference(file: Tensor, live: Tensor | None, vocabulary: set[int], new: NewRows | None) -> float:
