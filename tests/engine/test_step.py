@@ -333,9 +333,9 @@ def test_noise_on_embeddings_is_uniform_by_the_length_of_each_document_and_in_st
     plain = replace(batch, noise=None)
     noise = first_inputs(model, batch) - first_inputs(model, plain)
     seen = 0
-    for row, documents in enumerate(batch.doc_ids):
-        for document in documents[documents >= 0].unique():
-            own = noise[row][documents == document] * (int((documents == document).sum()) * 32) ** 0.5 / 5.0
+    for row, numbers in enumerate(batch.doc_ids):
+        for document in numbers[numbers >= 0].unique():
+            own = noise[row][numbers == document] * (int((numbers == document).sum()) * 32) ** 0.5 / 5.0
             assert 0.8 < float(own.abs().max()) < 1.0001
             assert float(own.mean()) == pytest.approx(0.0, abs=0.2)
             assert float(own.std()) == pytest.approx(3**-0.5, rel=0.15)
