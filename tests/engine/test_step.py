@@ -320,7 +320,7 @@ def first_inputs(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
 
 
 def noisy_dataset(alpha: float | None, seed: int = 0, micro: int = 4) -> StepDataset:
-    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29], target_share=0.3)
+    examples = make_examples([20, 4, 16, 8, 12, 3, 17, 9], target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, batch=4, micro=micro)
     return StepDataset(examples, layout, noise=None if alpha is None else (seed, alpha))
 

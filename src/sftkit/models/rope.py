@@ -77,7 +77,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
     """
     if scaling is None:
         return
-    text = config.get_text_config()
+    text: Any = config.get_text_config()
     own = getattr(text, "rope_parameters", None) or {}
     longest = getattr(text, "max_position_embeddings", None)
     if own.get("rope_type") in (None, "longrope") or not isinstance(longest, int):
