@@ -45,9 +45,9 @@ from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import decode as rows_of_batches
 from sftkit.generation.decode import Batching, Decoding, generate
 from sftkit.generation.kv_cache import StaticStep, fixed_layers
+from sftkit.models.encoders import PIXELS, VisionToText
 from sftkit.models.kind import kind_of
 from sftkit.models.load import from_scratch
-from sftkit.models.vision import PIXELS, VisionToText
 from sftkit.ops.attention import implementation
 from sftkit.ops.flex import IMPLEMENTATION
 from sftkit.runtime.hardware import environment

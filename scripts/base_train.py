@@ -27,7 +27,7 @@ def main() -> None:
     cfg = load_config(__doc__, start_rules("base"))
 
     from sftkit.models.tokenizer import base_tokenizer
-    from sftkit.objectives.next_token import NextToken
+    from sftkit.objectives.objective import NextToken
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "base") as run:

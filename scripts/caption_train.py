@@ -26,7 +26,7 @@ def main() -> None:
     cfg = load_config(__doc__, start_rules("caption"))
 
     from sftkit.models.tokenizer import base_tokenizer
-    from sftkit.objectives.next_token import Caption
+    from sftkit.objectives.objective import Caption
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "caption") as run:

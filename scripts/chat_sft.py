@@ -29,7 +29,7 @@ def main() -> None:
     cfg = load_config(__doc__, start_rules("sft"))
 
     from sftkit.models.tokenizer import load_tokenizer
-    from sftkit.objectives.next_token import NextToken
+    from sftkit.objectives.objective import NextToken
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "sft") as run:

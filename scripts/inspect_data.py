@@ -20,6 +20,7 @@ def main() -> None:
     cfg, flags = parse(__doc__)  # invalid arguments are rejected here, before torch is imported
 
     from sftkit.config.tables import stage_of_recipe
+    from sftkit.config.terminal import print_text
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import make_layout
@@ -32,7 +33,6 @@ def main() -> None:
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
-    console = inspection.preflight_console()
 
     # The start of a run: its tokenizer, and the sizes of its model without the weights.
     tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
@@ -41,11 +41,11 @@ def main() -> None:
     precision = analysis.precision_text(cfg.train)
     longest = positions(orig_model) if orig_model else None
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
-    console.print(start, markup=False, soft_wrap=True)
+    print_text(start)
 
     # Its documents and their steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
-    console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
+    print_text(inspection.stage_text(stage, by_name=flags.stage is None))
     examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
@@ -54,12 +54,12 @@ def main() -> None:
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes
     # a single process has no accelerate config
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
-        console.print(line, markup=False, soft_wrap=True)
+        print_text(line)
 
     data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
     found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
     samples = inspection.previews(examples, tokenizer, flags.preview)
-    inspection.print_preflight(console, found, samples)
+    inspection.print_preflight(found, samples)
     if flags.html:
         flags.html.write_text(page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8")
     if flags.json:

@@ -25,7 +25,7 @@ def main() -> None:
     cfg = load_config(__doc__, start_rules("mid"))
 
     from sftkit.models.tokenizer import load_tokenizer
-    from sftkit.objectives.next_token import NextToken
+    from sftkit.objectives.objective import NextToken
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "mid") as run:

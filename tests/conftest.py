@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Several test processes share the cores, so each takes one, and Inductor compiles in the process that asks for it:
 # a pool of compilers of its own would import torch again. The vector instructions that the processor names are used without
@@ -16,16 +17,23 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Hides scikit-learn from processes of tests, as below from this one: transformers would import it, which takes two seconds.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "support" / "startup"), os.environ.get("PYTHONPATH")])
+)
 
 if "torch" not in sys.modules:
     gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from sftkit.runtime.signals import SIGNALS, Listener, Stopping
+
+if TYPE_CHECKING:  # the process that hands tests out to others needs no transformers
+    from transformers import PreTrainedTokenizerFast
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too: runs would inherit that it is ignored, which they heed
 
@@ -126,6 +134,8 @@ def make_tokenizer(small_bpe: str) -> Callable[..., PreTrainedTokenizerFast]:
             assert bos is not None
             steps.append(processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]))
         backend.post_processor = processors.Sequence(steps)
+        from transformers import PreTrainedTokenizerFast
+
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token="<|endoftext|>"
         )

@@ -31,8 +31,7 @@ from sftkit.generation.decode import Batching, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
 from sftkit.models.weights import load_model_weights, make_room, materialize_weights
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
@@ -70,9 +69,9 @@ TESTED = {
     ("ops/linear_cross_entropy.py", "_logits_buffer"): 1,
     ("ops/linear_cross_entropy.py", "_scaled"): 1,
     ("ops/linear_cross_entropy.py", "_sums_and_gradients"): 1,
-    ("parallel/stages.py", "_placed"): 2,
+    ("parallel/pipeline.py", "_placed"): 2,
     ("parallel/pipeline.py", "_Links.moved"): 1,
-    ("parallel/pipeline.py", "_Logits.forward"): 1,
+    ("parallel/pipeline.py", "_logits"): 1,
     ("parallel/pipeline.py", "_passed_by"): 1,
     ("tracking/health.py", "DelayedFlags.__init__"): 1,
 }

@@ -68,7 +68,7 @@ MUTATIONS = [
     M("data/tokens/text.py", "bos is learned twice",
       "if ids[:2] == [bos, bos]:", "if False:", "data/test_chat.py data/test_sources.py"),
     # ---- objectives and ops
-    M("objectives/next_token.py", "the loss is monitored with z-loss",
+    M("objectives/objective.py", "the loss is monitored with z-loss",
       "Sums(found.loss, {\"nll\": found.nll,", "Sums(found.loss, {\"nll\": found.loss.detach(),", "ops/test_loss.py objectives"),
     M("ops/linear_cross_entropy.py", "label smoothing takes the sum of the logits",
       "objective += smoothing * (lse - x.mean(1))", "objective += smoothing * (lse - x.sum(1))", "ops/test_loss.py"),
@@ -156,15 +156,15 @@ MUTATIONS = [
       "check_identity(checkpoint.state.get(\"identity\"), self.identity, prefix)", "pass", "checkpoint/test_checkpoint_resume.py"),
     M("checkpoint/checkpoint.py", "a published step is written again",
       "if step != self._writer.published:  # a published directory is never rewritten", "if True:", "checkpoint/test_checkpoint.py checkpoint/test_checkpoint_crash.py"),
-    M("train/saves.py", "no checkpoint at the last step",
+    M("train/parts.py", "no checkpoint at the last step",
       "saves = last or bool(checkpoint.every and step % checkpoint.every == 0)", "saves = bool(checkpoint.every and step % checkpoint.every == 0)", "train/test_due.py"),
     M("train/loop.py", "the learning rate is that of the step before",
       "lr = learning_rate(step, total_steps, cfg.optim)", "lr = learning_rate(max(step - 1, 1), total_steps, cfg.optim)", "train/test_loop_parts.py train/test_train.py"),
     M("rundir/files.py", "a changed file of the same size passes",
       "if found != entry.sha256:", "if False:", "rundir/test_manifest.py"),
     # ---- memory
-    M("memory/estimate.py", "an all-reduce sends half",
-      "\"all_reduce\": 2 * share", "\"all_reduce\": share", "memory/test_traffic.py"),
+    M("../../labs/patterns/traffic.py", "an all-reduce sends half",
+      "\"all_reduce\": 2 * share", "\"all_reduce\": share", "labs/test_traffic.py"),
     M("memory/estimate.py", "gradients of earlier micro-batches are free",
       "return 4 if sums_in_fp32(layout, precision) else BYTES[precision]", "return 0", "memory/test_memory.py"),
     # ---- config, launch
@@ -211,6 +211,6 @@ MUTATIONS = [
     M("models/files.py", "a quantized start is trained",
       "def check_unquantized(config: Mapping[str, Any], where: str) -> None:",
       "def check_unquantized(config: Mapping[str, Any], where: str) -> None:\n    return\n\n\ndef _unused(config: Mapping[str, Any], where: str) -> None:", "models/test_start_models.py models/test_model_files.py"),
-    M("models/rope.py", "yarn does not extend the positions",
+    M("models/structure.py", "yarn does not extend the positions",
       "reach = max(reach, int(factor * original))", "pass", "models/test_rope.py"),
 ]

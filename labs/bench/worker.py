@@ -40,8 +40,7 @@ from sftkit.models.tokenizer import base_tokenizer
 from sftkit.models.trained import freeze
 from sftkit.models.vocabulary import check_rows, pad_vocabulary
 from sftkit.models.weights import make_room
-from sftkit.objectives.next_token import Caption, NextToken
-from sftkit.objectives.objective import Objective
+from sftkit.objectives.objective import Caption, NextToken, Objective
 from sftkit.ops.attention import plain_implementation
 from sftkit.ops.nf4 import fill_layer
 from sftkit.rundir.files import read_metric_rows

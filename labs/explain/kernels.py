@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the only view of e
 
 from labs.explain.compiler_logs import FOLDER, compiler_logs
 from labs.explain.subject import Subject
-from sftkit.compile.contract import compile_model, compiler_switches, has_cuda_graphs, run_eagerly, undo_compile
+from sftkit.compile.contract import compile_model, compiler_switches, has_cuda_graphs, run_eagerly
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
@@ -33,6 +33,16 @@ from sftkit.runtime.script import working
 
 TRIED = "2.13"
 "The torch version that these were tested on."
+
+
+def undo_compile(model: torch.nn.Module) -> None:
+    """Return a model to eager for good."""
+    for module in model.modules():
+        # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13).
+        module._compiled_call_impl = None
+    # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
+    # them.
+    torch.compiler.reset()
 
 
 def _needed(owner: Any, name: str, where: str) -> Any:

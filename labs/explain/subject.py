@@ -37,8 +37,7 @@ from sftkit.models.load import (
 )
 from sftkit.models.structure import decoder, decoder_blocks, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.objectives.next_token import Caption, NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import Caption, ModelWithLoss, NextToken
 from sftkit.ops.attention import choose_backend, kernel_order, plain_implementation
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.script import counted

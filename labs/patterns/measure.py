@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's notes name
 from labs.bench.plan import DataPlan, LognormalLengths
 from labs.bench.worker import ModelSpec, new_model, synthetic_documents
 from labs.patterns.run import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TimelinePass, TopologyCase
+from labs.patterns.traffic import ring_share
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.tables import DEFAULT
 from sftkit.memory import plan as memory_plan
-from sftkit.memory.estimate import ring_share
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.ops.tensors import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment

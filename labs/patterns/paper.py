@@ -15,11 +15,12 @@ from typing import Any
 from labs.bench.plan import read_plan
 from labs.patterns.run import Table
 from labs.patterns.speed import DATASHEET, Machines, OnPaper, choice, on_paper, ways
+from labs.patterns.traffic import traffic
 from sftkit.config.tables import DEFAULT
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.launch.layouts import shape_of_fields
-from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape, traffic
+from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 
 _ROW_LENGTH = 8192
 _ROWS = {8: 64, 64: 256, 1024: 2048}

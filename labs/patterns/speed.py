@@ -1,5 +1,5 @@
 """Estimate the speed of layouts on paper: that of one GPU, less the exchanges that nothing hides and the wait of a
-pipeline. Memory and traffic are those of memory.estimate. No torch.
+pipeline. Memory is that of memory.estimate. No torch.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from labs.patterns.run import bubble_by_formula
+from labs.patterns.traffic import traffic
 from sftkit.config.topology import HEAD_SHARE, Topology
 from sftkit.launch.layouts import Way, config_of, is_within, setups, topologies, work_of
-from sftkit.memory.estimate import BUDGETS, GIB, Estimate, EstimateInputs, Shape, estimate, traffic
+from sftkit.memory.estimate import BUDGETS, GIB, Estimate, EstimateInputs, Shape, estimate
 
 DATASHEET = 989e12
 "bf16 operations per second of an H100 or H200."

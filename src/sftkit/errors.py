@@ -89,6 +89,11 @@ def hint(name: str, /, **words: object) -> str:
     return texts("config/hints.yaml")["problems"][name].format(**words)
 
 
+def config_error(name: str, /, **words: object) -> ConfigError:
+    """Return the ConfigError with a text of `hint`."""
+    return ConfigError(hint(name, **words))
+
+
 def fault(where: str, key: str, /, **words: object) -> DataError:
     """Return the DataError of a row.
 

@@ -51,7 +51,7 @@ from sftkit.models.load import load_model, stop_ids
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import add_tokens
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.ops import linear_cross_entropy
 from sftkit.rundir.files import verify
 from sftkit.tracking.tracker import Tracker
@@ -119,6 +119,14 @@ def run(
     return orig_model
 
 
+def cut_off(whole: Path, name: str = "cut") -> Path:
+    """A copy of a run that has ended, as if it had been killed before its last checkpoint."""
+    copied = whole.with_name(name)
+    shutil.copytree(whole, copied)
+    shutil.rmtree(max(copied.glob("step-*")))
+    return copied
+
+
 def kill_when_saved(run_dir: Path) -> None:
     """Kill this process once a checkpoint is whole, which another thread writes."""
     while not (run_dir / "LATEST").exists():
@@ -152,17 +160,15 @@ def test_a_checkpoint_has_the_ends_of_turns_of_its_template(tmp_path: Path, toke
     assert GenerationConfig.from_pretrained(base).eos_token_id != saved.eos_token_id
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_a_run_on_a_base_in_nf4_makes_every_check_and_resumes_bitwise(
     tmp_path: Path, tokenizer: Any, base: Path, method: Any
 ) -> None:
     """Below the rule that rejects such a run on a CPU; feed-forward layers without an adapter are quantized too."""
     adapter = AdapterConfig(rank=4, base="nf4", method=method, targets=("attention",))
     settings: dict[str, Any] = {"adapter": adapter, "precision": "bf16"}
-    run(tmp_path / "whole", tokenizer, base, **settings)
-    run(tmp_path / "cut", tokenizer, base, every=5, **settings)
-    shutil.rmtree(tmp_path / "cut" / "step-000008")  # as if killed after step 5
-    run(tmp_path / "cut", tokenizer, base, resume="auto", **settings)
+    run(tmp_path / "whole", tokenizer, base, every=5, **settings)
+    run(cut_off(tmp_path / "whole"), tokenizer, base, resume="auto", **settings)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     folders = [tmp_path / name / "step-000008" for name in ("whole", "cut")]
     whole, cut = (load_file(folder / "adapter_model.safetensors") for folder in folders)
@@ -180,15 +186,13 @@ def test_a_run_on_a_base_in_nf4_makes_every_check_and_resumes_bitwise(
     assert not verify_checkpoint(folders[0], dense).ok
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise_and_the_base_stays(
     tmp_path: Path, tokenizer: Any, base: Path, precision: str
 ) -> None:
     before, digest = load_file(base / "model.safetensors"), base_digest(base)
-    live = run(tmp_path / "whole", tokenizer, base, precision=precision)
-    run(tmp_path / "cut", tokenizer, base, every=5, precision=precision)
-    shutil.rmtree(tmp_path / "cut" / "step-000008")  # as if killed after step 5
-    run(tmp_path / "cut", tokenizer, base, resume="auto", precision=precision)
+    live = run(tmp_path / "whole", tokenizer, base, every=5, precision=precision)
+    run(cut_off(tmp_path / "whole"), tokenizer, base, resume="auto", precision=precision)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     folders = [tmp_path / name / "step-000008" for name in ("whole", "cut")]
     whole, cut = (load_file(folder / "adapter_model.safetensors") for folder in folders)
@@ -229,10 +233,8 @@ def test_resuming_on_other_weights_or_with_other_adapters_is_an_error(
 
 
 def test_a_run_resumes_after_the_model_under_its_adapter_has_moved(tmp_path: Path, tokenizer: Any, base: Path) -> None:
-    run(tmp_path / "whole", tokenizer, base, steps=4)
-    run(tmp_path / "run", tokenizer, base, every=2, steps=4)
-    shutil.rmtree(tmp_path / "run" / "step-000004")
-    (tmp_path / "run" / "proof.json").unlink()
+    run(tmp_path / "whole", tokenizer, base, every=2, steps=4)
+    (cut_off(tmp_path / "whole", "run") / "proof.json").unlink()
     moved = base.rename(tmp_path / "moved")
     run(tmp_path / "run", tokenizer, moved, resume="auto", steps=4)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -242,9 +244,8 @@ def test_a_run_resumes_after_the_model_under_its_adapter_has_moved(tmp_path: Pat
     assert settings["base_model_name_or_path"] == str(moved)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_wrong_gradient_of_a_turns_the_row_red(
-    precision: str, tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B is zero when training starts: without moving it, nothing of A would be compared."""
     right = adapters.low_rank
@@ -253,7 +254,7 @@ def test_a_wrong_gradient_of_a_turns_the_row_red(
         return right(y, x, a.detach() + 0.5 * (a - a.detach()), b, scale)
 
     monkeypatch.setattr(adapters, "low_rank", wrong)
-    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1, precision=precision)
+    run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1, precision="bf16")
     row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]
     assert row["ok"] is False
     assert "lora_A.weight" in row["found"]
@@ -283,7 +284,9 @@ def test_a_compiled_run_builds_a_graph_for_its_blocks_and_all_rows_are_green(
     assert all(torch.equal(again.get_parameter(name), weight) for name, weight in merged_weights(live))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.slow, id="untied"), pytest.param(True, id="tied")]
+)
 def test_rows_of_added_tokens_resume_bitwise_with_green_rows_and_are_merged(
     tied: bool, tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -298,15 +301,12 @@ def test_rows_of_added_tokens_resume_bitwise_with_green_rows_and_are_merged(
     same: dict[str, Any] = {
         "adapter": AdapterConfig(rank=4),
         "precision": "bf16",
-        "compile": CompileConfig(backend="aot_eager", fullgraph=True),
+        "compile": CompileConfig(backend="eager", fullgraph=True),
         "token": len(tokenizer) - 2,
     }
-    live = run(tmp_path / "whole", tokenizer, base, **same)
+    live = run(tmp_path / "whole", tokenizer, base, every=5, **same)
     torch._dynamo.reset()
-    run(tmp_path / "cut", tokenizer, base, every=5, **same)
-    shutil.rmtree(tmp_path / "cut" / "step-000008")
-    torch._dynamo.reset()
-    again = run(tmp_path / "cut", tokenizer, base, resume="auto", **same)
+    again = run(cut_off(tmp_path / "whole"), tokenizer, base, resume="auto", **same)
     folders = [tmp_path / name / "step-000008" for name in ("whole", "cut")]
     whole, cut = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert whole.keys() == cut.keys()
@@ -355,7 +355,7 @@ def test_a_wrong_gradient_of_trained_rows_turns_the_row_red(
     assert "lm_head.token_adapter" in row["found"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_adapters_of_experts_resume_bitwise_and_all_rows_are_green(
     precision: str, tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -365,14 +365,12 @@ def test_adapters_of_experts_resume_bitwise_and_all_rows_are_green(
     settings: dict[str, Any] = {
         "adapter": AdapterConfig(rank=4),
         "precision": precision,
-        "compile": CompileConfig(backend="aot_eager", fullgraph=True),
+        "compile": CompileConfig(backend="eager", fullgraph=True),
         "steps": 4,
     }
     torch._dynamo.reset()  # else an earlier run's graphs are used, and none are counted
-    live = run(tmp_path / "whole", tokenizer, base, **settings)
-    run(tmp_path / "cut", tokenizer, base, every=2, **settings)
-    shutil.rmtree(tmp_path / "cut" / "step-000004")
-    (tmp_path / "cut" / "proof.json").unlink()
+    live = run(tmp_path / "whole", tokenizer, base, every=2, **settings)
+    (cut_off(tmp_path / "whole") / "proof.json").unlink()
     torch._dynamo.reset()
     run(tmp_path / "cut", tokenizer, base, resume="auto", **settings)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -36,7 +36,7 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.models.trained import freeze, frozen_names
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.optim.protocol import build_optimizer
 from sftkit.rundir.files import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
@@ -106,8 +106,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("packed", torch.bfloat16, ()),
         ("packed", torch.bfloat16, FROZEN),
-        ("bucketed", torch.float32, ()),
-        *(pytest.param(kind, torch.float32, (), marks=pytest.mark.slow) for kind in ("fixed", "dynamic")),
+        *(pytest.param(kind, torch.float32, (), marks=pytest.mark.slow) for kind in ("bucketed", "dynamic")),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(

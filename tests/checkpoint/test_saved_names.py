@@ -27,7 +27,7 @@ from transformers import (
 
 from sftkit.checkpoint.states import check_saved_names
 from sftkit.errors import ConfigError
-from sftkit.models.rope import use_document_lengths
+from sftkit.models.structure import use_document_lengths
 from sftkit.models.vocabulary import pad_vocabulary
 from sftkit.train.assemble import open_checkpoints
 from sftkit.train.parts import LoadedModel

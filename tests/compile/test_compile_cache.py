@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -133,10 +132,9 @@ def swap_key(content: bytes) -> bytes:
 
 DAMAGES = {
     "another model": swap_key,
-    "damaged": lambda content: content[:-3],
+    "damaged": lambda content: content.replace(b"arti", b"arty"),
     "not a file of compiled code": lambda content: os.urandom(1000),
     "not a file of compiled code ": lambda content: b"",
-    "not a file of compiled code  ": lambda content: json.dumps([KEY]).encode() + b"\n",
 }
 
 
@@ -205,7 +203,7 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
         make_key(train=TrainConfig(freeze=("lm_head.*",))),
         make_key(topology=Topology(tensor=2, sharded=True)),
     ]
-    monkeypatch.setattr(compile_cache, "installed_version", lambda package: "99")
+    monkeypatch.setattr(compile_cache.hardware, "installed_version", lambda package: "99")
     other.append(make_key())
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "vectors of another width")
     other.append(make_key())
@@ -213,17 +211,19 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
     assert len({*same, *other}) == 1 + len(other)
 
 
-def test_flash_attention_kernels_travel_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_kernels_travel_in_the_file(
+    tmp_path: Path, fake_torch: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "v1" / "bwd").mkdir(parents=True)
     (there / "v1" / "bwd" / "a.o").write_bytes(b"code\n\0")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(there))
-    content = compile_cache.pack_artifacts(b"arti\nfacts", compile_cache.read_kernels())
-    artifacts, kernels = compile_cache.unpack(content)
-    assert artifacts == b"arti\nfacts"
+    file = str(tmp_path / "x.compiled")
+    compile_cache.save_compiled(file, KEY, writes=True)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(here))
-    compile_cache.write_kernels(kernels)
+    assert compile_cache.load_compiled(file, KEY).startswith("compiled code from")
+    assert fake_torch == [b"arti\nfacts"]
     assert (here / "v1" / "bwd" / "a.o").read_bytes() == b"code\n\0"
     for name in ("../../outside.o", "/outside.o", "v1/bwd/a.so"):
         with pytest.raises(ValueError, match="no name of a kernel"):

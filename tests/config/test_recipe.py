@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,12 +202,16 @@ def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():
     used = {}
     for path in Path(keys.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hint":
-                used[node.args[0].value] = {word.arg for word in node.keywords}
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("hint", "config_error")
+            ) and isinstance(node.args[0], ast.Constant):  # not config_error itself
+                used.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords)
     texts = keys.hints()["problems"]
     assert used.keys() == texts.keys()
     for name, text in texts.items():
-        named = {value for _, value, _, _ in Formatter().parse(text) if value}
+        named = {re.split(r"[.\[]", value)[0] for _, value, _, _ in Formatter().parse(text) if value}
         # None: **words, whose names only the call itself knows
         assert used[name] == named or None in used[name], name
 

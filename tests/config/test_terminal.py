@@ -9,11 +9,8 @@ import sys
 
 import pytest
 from helpers import ROOT
-from rich.table import Table
-from rich.text import Text
 
-from sftkit.config.terminal import Level, TerminalHandler, print_text, visible
-from sftkit.preflight.terminal import VisibleConsole
+from sftkit.config.terminal import Level, TerminalHandler, print_text, styled, visible
 
 STEERING = {
     "colour": ("\x1b[31m", r"\x1b[31m"),
@@ -98,20 +95,9 @@ def test_other_text_stays_as_it_is(text: str) -> None:
     assert visible(text) == text
 
 
-def test_a_console_has_its_own_colours_and_nobody_elses() -> None:
-    file = io.StringIO()
-    console = VisibleConsole(file=file, force_terminal=True, color_system="standard", width=100, highlight=False)
-    table = Table()
-    table.add_column("\x1b[5mhead")
-    table.add_row("[red]cell\x1b]0;a title that is longer than its place\x07")
-    console.print("[bold]line[/] \x1b[2J\u202e", soft_wrap=True)
-    console.print(Text("styled\x9b", style="green"))
-    console.print(table)
-    shown = file.getvalue()
-    assert r"[bold]line[/] \x1b[2J\u202e" in shown
-    assert "\x1b[32mstyled\\x9b\x1b[0m" in shown
-    assert r"[red]cell\x1b]0;a title" in shown
-    assert not [part for part in ("\x1b[2J", "\x1b[5m", "\x1b]0", "\u202e", "\x9b") if part in shown]
+def test_a_styled_text_has_its_own_style_and_nobody_elses(capsys: pytest.CaptureFixture[str]) -> None:
+    print_text(styled("text\x9b \x1b[2J\u202e", "32"), is_styled=True)
+    assert capsys.readouterr().out == "\x1b[32mtext\\x9b \\x1b[2J\\u202e\x1b[0m\n"
 
 
 def test_only_the_module_for_it_prints() -> None:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from sftkit.config.topology import Topology, check_numbers, idle_pipeline, read_topology, take_topology
+from sftkit.config.topology import Topology, check_numbers, read_topology, take_topology
 from sftkit.errors import ConfigError
 from sftkit.runtime.launcher import check_variables
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-
-def test_only_several_processes_of_the_file_for_pipelines_without_its_engine_are_warned_of() -> None:
-    two, here = Topology(replicas=2), Path("accelerate_configs/pp.yaml")
-    assert "this run is ddp" in (idle_pipeline(here, "blocks", two) or "")
-    assert idle_pipeline(here, "pipeline", Topology(stages=2)) is None
-    assert idle_pipeline(here, "blocks", Topology()) is None
-    assert idle_pipeline(here.with_name("ddp.yaml"), "blocks", two) is None
 
 
 def mesh(**sizes: int) -> dict[str, str]:

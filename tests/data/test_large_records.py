@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import readers
-from sftkit.data.tokens import chat, encode, sources, template, text
+from sftkit.data.tokens import chat, encode, loss_mask, sources, template, text
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -197,7 +197,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_call(
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3", "marks_without_end"])
 @pytest.mark.parametrize("targets", ["assistant", "all"])
 def test_what_lies_far_beyond_max_length_is_counted_without_being_tokenized(
-    name: str, targets: chat.Targets, make_tokenizer, monkeypatch: pytest.MonkeyPatch
+    name: str, targets: loss_mask.Targets, make_tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer(name, bos="<s>", eos="<|im_end|>")
     ask, reply = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}

@@ -14,11 +14,11 @@ import pytest
 from jinja2.exceptions import TemplateError
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.tokens import rendering, sources
+from sftkit.data.tokens import sources, template
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import stream
 
-render = partial(rendering.render, where="x.jsonl:7")
+render = partial(template.render, where="x.jsonl:7")
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 LATER = "{% if messages | length > 4 %}" + LOOPS.replace("BODY", "") + "{% endif %}"
@@ -28,9 +28,9 @@ HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(rendering, "MAX_RENDERED", 2**22)
+    monkeypatch.setattr(template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(template, "MAX_RENDERED", 2**22)
 
 
 @pytest.mark.usefixtures("short")
@@ -80,8 +80,8 @@ def test_small_products_and_powers_are_computed() -> None:
 
 
 def test_a_template_whose_text_in_memory_grows_for_ever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(rendering, "MAX_MEMORY", 2**28)
+    monkeypatch.setattr(template, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(template, "MAX_MEMORY", 2**28)
     grows = "{% set ns = namespace(x='x' * 9999) %}{% for i in range(9999) %}{% set ns.x = ns.x ~ 'y' * 2 ** 24 %}{% endfor %}"
     with pytest.raises(ConfigError, match="GiB of memory"):
         render(grows, {})
@@ -103,8 +103,8 @@ def test_a_limit_holds_in_a_forked_process() -> None:
 
 def test_a_rendering_that_ends_when_it_is_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit is exceeded at the same moment at which the rendering is over, many times."""
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.004)
-    monkeypatch.setattr(rendering, "_POLL_SECONDS", 1e-5)
+    monkeypatch.setattr(template, "MAX_SECONDS", 0.004)
+    monkeypatch.setattr(template, "_POLL_SECONDS", 1e-5)
     ended = 0
     for n in range(400):
         try:
@@ -113,7 +113,7 @@ def test_a_rendering_that_ends_when_it_is_ended_leaves_nothing_behind(monkeypatc
             ended += 1
         sum(range(1000))  # an exception that came late would be raised here
     assert ended
-    assert rendering._run is None
+    assert template._run is None
     os.kill(os.getpid(), signal.SIGVTALRM)  # one that is late
     assert sum(range(1000)) == 499500
 

@@ -34,8 +34,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step
 from sftkit.engine.engine import Engine, Training
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import attention
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
@@ -227,9 +226,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("windows" in name or name == "experts")) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in KINDS])
 def test_a_good_model_has_the_gradients_of_the_plain_one_compiled_and_eager(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     orig_model = KINDS[name]()
@@ -256,7 +253,7 @@ def test_documents_of_any_length_are_padded_where_float8_products_need_it(tmp_pa
     orig_model = tiny_llama()
     for block in orig_model.model.layers:
         block.mlp.up_proj.__class__ = Float8Linear
-    engine, _ = engine_with(tmp_path, orig_model)
+    engine, _ = engine_with(tmp_path, orig_model, compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert check.ok, check
     assert check.expected == "below 1.0e-04 in every parameter, 1e-04 of the scale"
@@ -290,7 +287,7 @@ def test_a_wrong_attention_scale_fails_in_fp32_what_5_percent_would_let_pass(tmp
     with torch.no_grad():
         for block in orig_model.model.layers:
             block.self_attn.q_proj.weight.mul_(6)  # scores that differ, as those of a trained model
-    engine, _ = engine_with(tmp_path, orig_model)
+    engine, _ = engine_with(tmp_path, orig_model, compile=EAGER)
     checks = warm(engine)
     assert checks[LOGITS].ok is False
     assert 1e-4 < float(checks[LOGITS].found.split()[-1]) < 0.05
@@ -389,7 +386,7 @@ def test_a_wrong_scale_of_all_gradients_fails_though_it_is_less_than_roundings_o
     tmp_path: Path, monkeypatch, scale: float
 ) -> None:
     monkeypatch.setattr(step, "gradient_scale", lambda _: scale)
-    engine, _ = engine_with(tmp_path, tiny_llama(layers=4).to(torch.bfloat16), micro=8)
+    engine, _ = engine_with(tmp_path, tiny_llama(layers=4).to(torch.bfloat16), compile=EAGER, micro=8)
     check = warm(engine)[GRADIENTS]
     assert check.ok is (scale == 1.0), check
     said = float(check.found.split("scale ")[1].split(",")[0])
@@ -468,7 +465,7 @@ def test_gradients_that_queries_lose_are_found_in_bf16(tmp_path: Path, monkeypat
         return right(module, query.detach(), *args, **kwargs)
 
     monkeypatch.setattr(attention, "attend", wrong)
-    engine, _ = engine_with(tmp_path, tiny_llama().to(torch.bfloat16))
+    engine, _ = engine_with(tmp_path, tiny_llama().to(torch.bfloat16), compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert check.ok is False, check
     assert "self_attn.q_proj" in check.found
@@ -492,7 +489,7 @@ def test_a_head_whose_gradient_misses_rows_of_no_documents_token_is_found(tmp_pa
     monkeypatch.setattr(gradient_check, "TOKENS", 4)
     monkeypatch.setattr(ModelWithLoss, "sums_of_selected", wrong)
     monkeypatch.setattr(gradient_check.Sides, "_plain", unhooked(gradient_check.Sides._plain, handles))
-    engine, _ = engine_with(tmp_path, orig_model)
+    engine, _ = engine_with(tmp_path, orig_model, compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert check.ok is False, check
     assert "lm_head.weight, " in check.found

@@ -29,13 +29,11 @@ from sftkit.engine.step import TrainStep, has_dropout, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
 from sftkit.memory.plan import encoder_shape_of, shape_of
-from sftkit.models import vision
+from sftkit.models import encoders
+from sftkit.models.encoders import TextToText, VisionToText, pixels_of
 from sftkit.models.kind import CausalLM
 from sftkit.models.structure import Work, called, count_parameters, encoder, train_flops
-from sftkit.models.text_to_text import TextToText
-from sftkit.models.vision import VisionToText, pixels_of
-from sftkit.objectives.next_token import Caption
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import Caption, ModelWithLoss
 from sftkit.ops.attention import unsupported_reason
 from sftkit.optim.protocol import build_optimizer, parameter_groups
 from sftkit.verify.documents import check_documents
@@ -162,18 +160,15 @@ MARKED: dict[str, Any] = {"dynamic": "marked", "scope": "model", "fullgraph": Tr
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("packed", {}),
-        pytest.param("bucketed", {}, marks=pytest.mark.slow),
-        (
-            "dynamic",
-            MARKED,
-        ),  # the row length of texts; pictures have one size, which the encoder compares with its config
+        ("packed", {"backend": "aot_eager"}),
+        # The row length of texts; pictures have one size, which the encoder compares with its config.
+        pytest.param("dynamic", {"backend": "eager", **MARKED}, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiled_step_computes_what_the_eager_one_does_and_compiles_nothing_more(
     kind: str, settings: dict[str, Any]
 ) -> None:
-    rt, config = cpu_runtime(), CompileConfig(backend="aot_eager", **settings)
+    rt, config = cpu_runtime(), CompileConfig(**settings)
     eager, model = of(CAPTIONER), of(CAPTIONER)
     examples = captions(model.orig_model, LENGTHS * 6)
     layout = make_layout_of(kind, examples.lengths)
@@ -448,13 +443,13 @@ def test_the_image_processor_of_a_model_of_the_hub_is_asked_for_at_the_same_comm
         asked.append((path, where))
         return {"image_mean": [0.1] * 3, "image_std": [0.2] * 3}, {}
 
-    monkeypatch.setattr(vision, "hub_answers", lambda: True)
-    monkeypatch.setattr(vision.ImageProcessingMixin, "get_image_processor_dict", classmethod(known))
-    assert vision.pixels_of(beside("some/captioner").config).mean == (0.1, 0.1, 0.1)
+    monkeypatch.setattr(encoders, "hub_answers", lambda: True)
+    monkeypatch.setattr(encoders.ImageProcessingMixin, "get_image_processor_dict", classmethod(known))
+    assert encoders.pixels_of(beside("some/captioner").config).mean == (0.1, 0.1, 0.1)
     assert asked == [("some/captioner", {"revision": "ab12", "local_files_only": False})]
     monkeypatch.undo()
-    monkeypatch.setattr(vision, "hub_answers", lambda: False)
-    assert vision.pixels_of(beside("some/captioner").config).mean == (0.5, 0.5, 0.5)
+    monkeypatch.setattr(encoders, "hub_answers", lambda: False)
+    assert encoders.pixels_of(beside("some/captioner").config).mean == (0.5, 0.5, 0.5)
     assert (
         "some/captioner has no preprocessor_config.json, so pixels are normalised with mean and std 0.5" in caplog.text
     )

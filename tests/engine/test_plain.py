@@ -31,8 +31,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.load import full_model
 from sftkit.models.structure import output_projection
 from sftkit.models.vocabulary import NewRows, fill, pad_vocabulary, resize, set_new_rows, vocabulary_of
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
 from sftkit.verify import documents as document_check

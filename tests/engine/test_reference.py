@@ -38,7 +38,7 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 from sftkit.verify.proof import verified_warm_up
 

@@ -14,7 +14,7 @@ from routing_worker import TOPOLOGIES, WEIGHT, experts, recipe, trained
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 GRADIENTS = "Same gradients as the plain model"

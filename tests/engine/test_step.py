@@ -27,8 +27,7 @@ from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.engine.step import TrainStep, forward_backward
 from sftkit.errors import ConfigError
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import attention
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.protocol import build_optimizer

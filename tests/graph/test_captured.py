@@ -18,8 +18,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.graph import compat
 from sftkit.graph.capture import CapturedModel, signature_of
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 
 EXAMPLES = make_examples([30, 4, 25, 8, 31, 3, 17, 29])
 ROWS = ((0,), (1, 2))

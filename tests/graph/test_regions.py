@@ -15,8 +15,7 @@ from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.capture import CapturedModel
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 
 EXAMPLES = make_examples([30, 4, 25, 8, 31, 3, 17, 29])
 ROWS: list[tuple[tuple[int, ...], ...]] = [((0,), (1, 2)), ((3, 5, 6), (7,))]

@@ -18,13 +18,10 @@ from labs.bench import worker
 from sftkit.config.schema import Config, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
-from sftkit.graph import compat
-from sftkit.graph.capture import CapturedModel
+from sftkit.graph import capture, compat
+from sftkit.graph.capture import CapturedModel, Recorder, Replayed
 from sftkit.graph.engine import check_device
-from sftkit.graph.passes import apply
-from sftkit.graph.passes.apply import Recorder, Replayed
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.runtime import start as runtime
 from sftkit.train import assemble
 
@@ -122,7 +119,7 @@ def test_a_model_whose_halves_are_replayed_trains_to_the_same_bits(monkeypatch: 
     found: dict[str, list[bool]] = {}
     in_place = compat.in_place
     recorder = RecorderOfCpu()
-    monkeypatch.setattr(apply, "Recorder", lambda: recorder)
+    monkeypatch.setattr(capture, "Recorder", lambda: recorder)
     monkeypatch.setattr(compat, "in_place", lambda graph, half: found.setdefault(half, in_place(graph, half)))
     same_bits((), "cpu")
     assert recorder.closed, "the recorded graphs go, though what replays them lives on in reference cycles"

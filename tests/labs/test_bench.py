@@ -226,11 +226,6 @@ def test_the_plans_of_the_repository_are_valid_and_extends_works(plan: Path) -> 
     assert len({slug(job.name) for job in jobs}) == len(jobs)
 
 
-def test_the_parent_process_and_reports_need_no_torch() -> None:
-    code = "import sys, labs.bench.run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 # ---- processes ----
 
 
@@ -675,26 +670,27 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
 # ---- several processes ----
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_machine")
-def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) -> None:
-    runs = [
-        {"name": "one", "model": "tiny"},
-        {
-            "name": "two",
-            "model": "tiny",
-            "topology": "cpu_ddp",
-            "processes": 2,
-            "baseline": "one",
-            "same_loss_as": "one",
-        },
-    ]
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a bench of one process and of two, and its plan."""
+    folder = tmp_path_factory.mktemp("pair")
+    one = {"name": "one", "model": "tiny"}
+    two = {"name": "two", "model": "tiny", "topology": "cpu_ddp", "processes": 2}
     defaults = {
         "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
         "compile": {"backend": "aot_eager", "on_failure": "error"},
         "optim": {"name": "adamw", "lr": 1e-3},
     }
-    one, two = bench(write_plan(tmp_path, runs=runs, defaults=defaults), tmp_path / "out")["runs"]
+    plan = write_plan(folder, runs=[one, two | {"baseline": "one", "same_loss_as": "one"}], defaults=defaults)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("labs.bench.run.machine_ceilings", lambda out: {"error": "not asked"})
+        bench(plan, folder / "out")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_and_their_row_counts_both(pair: Path) -> None:
+    one, two = read_bench_results(pair / "out" / "results.json")["runs"]
     assert (one["error"], two["error"]) == (None, None)
     assert (one["world_size"], two["world_size"], two["topology"]) == (1, 2, "cpu_ddp")
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
@@ -705,17 +701,27 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
     assert two["tok_per_sec_per_gpu"]["median"] == pytest.approx(two["tok_per_sec"]["median"] / 2)
     speeds = two["tok_per_sec_per_gpu"]["median"], one["tok_per_sec_per_gpu"]["median"]
     assert two["scaling"] == pytest.approx(speeds[0] / speeds[1])
-    report = (tmp_path / "out" / "report.md").read_text()
+    report = (pair / "out" / "report.md").read_text()
     assert "| two | 2 | cpu_ddp |" in report
     assert "| two | one | 3 |" in report
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_machine")
+def test_runs_started_ahead_with_and_without_a_launcher_train_as_without_the_flag(pair: Path, tmp_path: Path) -> None:
+    plain = read_bench_results(pair / "out" / "results.json")["runs"]
+    ahead = bench(pair / "plan.yaml", tmp_path, ahead=True)["runs"]
+    assert [run["error"] for run in ahead] == [None] * 2
+    assert [run["losses"] for run in ahead] == [run["losses"] for run in plain]
+    assert [run["world_size"] for run in ahead] == [1, 2]
+    first = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["time"] > (tmp_path / "one" / "row.json").stat().st_mtime
+    assert "running on" in (tmp_path / "two" / "log.txt").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("raised", "rank 1: ValueError: only here"),
-        pytest.param("killed", "rank 1 was killed by signal 9", marks=pytest.mark.slow),
-    ],
+    ("name", "error"), [("raised", "rank 1: ValueError: only here"), ("killed", "rank 1 was killed by signal 9")]
 )
 @pytest.mark.usefixtures("no_machine")
 def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path, name: str, error: str) -> None:

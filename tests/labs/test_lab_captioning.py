@@ -125,7 +125,7 @@ def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Pa
         "defaults": {
             "data": {"layout": "dynamic", "cache_dir": str(tmp_path / "cache"), "num_workers": 0},
             "train": {"global_batch_size": 4, "micro_batch_size": 4, "precision": "fp32"},
-            "compile": {"backend": "aot_eager", "on_failure": "error"},
+            "compile": {"backend": "eager", "on_failure": "error"},
         },
         "runs": [
             {"name": "eager", "model": "tiny", "set": {"compile.enabled": False}},

@@ -127,19 +127,15 @@ def test_the_check_for_nested_keys_finds_a_misspelled_one():
     assert unknown_nested_keys({"parallelism_config": {"dp_shard_size": 2}}) == ["parallelism_config.dp_shard_size"]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "env"),
-    [pytest.param("cpu", 1, {}, marks=pytest.mark.slow), ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"})],
-)
-def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: str, world_size: int, env: dict):
+@pytest.mark.slow
+def test_the_config_of_several_processes_on_a_cpu_starts_them(tmp_path: Path):
     script = tmp_path / "ranks.py"
     script.write_text(
         "import sys; from accelerate import Accelerator\n"
         "a = Accelerator(); sys.stdout.write(f'{a.process_index}/{a.num_processes}/{a.device.type}\\n')\n"
         "sys.stdout.flush(); a.end_training()\n"
     )
-    config = next(file for file in FILES if file.stem == name)
-    command = ["-m", "accelerate.commands.launch", "--config_file", config, script]
-    done = preloaded.run(command, env=os.environ | env)
+    command = ["-m", "accelerate.commands.launch", "--config_file", FILES[0].with_name("cpu_ddp.yaml"), script]
+    done = preloaded.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(done.stdout.split()) == [f"{rank}/{world_size}/cpu" for rank in range(world_size)]
+    assert sorted(done.stdout.split()) == ["0/2/cpu", "1/2/cpu"]

@@ -221,13 +221,11 @@ def start(*words: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def test_the_command_line_reports_problems_with_code_2_and_without_torch(recipe: Path):
+def test_the_command_line_reports_problems_with_code_2(recipe: Path):
     process = start(__file__, recipe, "optim.lr=x", "lr=3")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert output.count("command line: ") == 2
-    code = "import sys, sftkit.launch; sys.exit('torch' in sys.modules or 'accelerate' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_help_needs_no_arguments():
@@ -278,6 +276,7 @@ def test_torchs_launcher_is_told_to_pass_sigusr1_on_unless_the_user_says_otherwi
     assert signal_env({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}) == {}
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_with_the_exit_code_of_its_script(tmp_path: Path, recipe: Path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(2)")
@@ -322,11 +321,7 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGKILL
     assert "Traceback" not in output
-    causes = (
-        "likely somebody, or a queue",
-        "perhaps the kernel's OOM killer, which has ended",
-    )  # of other tests' programs
-    assert any(f"error: the run was killed by SIGKILL: {cause}" in output for cause in causes), output
+    assert "error: the run was killed by SIGKILL: likely the kernel's OOM killer" in output
     command = f"{program_path('python')} -m sftkit.launch {script} {recipe} {' '.join(words)}"
     if not begins:
         assert f"It had not begun to train. Start it again: {command}\n" in output

@@ -44,8 +44,7 @@ from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.verify.plain import PlainModel, Start
 
 
@@ -326,8 +325,7 @@ def test_b_is_moved_for_the_comparison_and_has_its_bits_back() -> None:
     assert all(torch.equal(p, before[name]) for name, p in factors(model).items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_moe", torch.bfloat16), ("gpt_oss", torch.float32)])
 def test_one_graph_for_all_blocks_that_computes_the_same(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     model = adapted_model(family(name, num_hidden_layers=2).to(dtype), rank=4)

@@ -14,8 +14,7 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.models.structure import inference
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.verify.documents import check_documents
 
 COMMON = {
@@ -55,8 +54,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
-QUICK = ("llama", "qwen3_moe", "gemma3_text", "gpt2")
-"A decoder as most are, one with experts, one whose blocks are of two kinds, and one with neither rotary factors nor RMS norms."
+QUICK = ("qwen3_moe", "gemma3_text", "gpt2")
+"One with experts, one whose blocks are of two kinds, and one with neither rotary factors nor RMS norms."
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:

@@ -23,8 +23,7 @@ from sftkit.models.structure import count_parameters, embedding_of, output_proje
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.vocabulary import describe_padding, pad_vocabulary, padding_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, load_weights, make_room
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.protocol import build_optimizer
 

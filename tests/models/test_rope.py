@@ -30,7 +30,7 @@ from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.models.load import empty_model, full_model
-from sftkit.models.rope import check_rope, document_lengths, max_positions, scale_rope, use_document_lengths
+from sftkit.models.structure import check_rope, document_lengths, max_positions, scale_rope, use_document_lengths
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sftkit.config.schema import LossConfig
 from sftkit.errors import ConfigError
 from sftkit.models.routing import coefficient, routing_of
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 
 SIZES = {
     "vocab_size": 64,

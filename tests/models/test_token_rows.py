@@ -33,8 +33,7 @@ from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import add_tokens, new_rows
 from sftkit.models.weights import materialize_weights
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import parameter_groups
 from sftkit.preflight.analysis import meta_model
 from sftkit.verify.documents import check_documents

@@ -21,8 +21,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Training
 from sftkit.models.kind import CausalLM
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss, Sums, Totals
+from sftkit.objectives.objective import ModelWithLoss, NextToken, Sums, Totals
 from sftkit.ops.linear_cross_entropy import Head
 from sftkit.tracking.meter import Meter
 from sftkit.train.assemble import lay_out, make_engine

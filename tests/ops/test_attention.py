@@ -16,8 +16,7 @@ from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch
 from sftkit.data.batches.epoch import FULL_ROW, RowShard
 from sftkit.data.batches.pack import BatchShape
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import flash
 from sftkit.ops.attention import Documents, attend, document_boundaries, document_mask, plain_attention
 from sftkit.ops.flex import blocks_of

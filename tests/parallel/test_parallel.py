@@ -25,12 +25,12 @@ from parallel_worker import (
 
 from sftkit.config.schema import OptimConfig, TrainConfig
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 SLOW = (
-    *("lora context", "frozen ddp", "frozen context", "frozen tensor"),
-    *("llama fsdp2, lean", "llama pipeline, checkpointing"),
+    *("lora context", "frozen ddp", "frozen fsdp2", "frozen tensor", "qlora ddp", "tied_lora fsdp2"),
+    *("lora_experts fsdp2", "prefix fsdp2, lean", "llama muon fsdp2", "llama pipeline, checkpointing"),
 )
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
@@ -74,10 +74,7 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(  # the other models: of cases of four ranks alone
     "model",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "tied_lora", "qwen3")))
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "lora", "qwen3"))) for name in MODELS],
 )
 def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
     found = alone(f"{model} whole")

@@ -13,7 +13,7 @@ from sftkit.config.topology import HEAD_SHARE, Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.plan import shape_of
-from sftkit.parallel.stages import layers_of_stages
+from sftkit.parallel.pipeline import layers_of_stages
 
 
 @pytest.mark.parametrize(

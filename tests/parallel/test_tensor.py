@@ -26,8 +26,7 @@ from sftkit.compile.contract import behind_products, collectives_hidden
 from sftkit.config.schema import LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.parallel.tensor import shard_matrices
 from sftkit.parallel.wrap import make_meshes, shard
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
 import re
 import runpy
 import shutil
@@ -43,7 +41,7 @@ from sftkit.preflight import analysis as preflight
 from sftkit.preflight import analysis as preflight_costs
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight.data import duplicate_facts
-from sftkit.preflight.terminal import VisibleConsole, page
+from sftkit.preflight.terminal import page
 from sftkit.rundir.names import TRAINING_STATE
 from sftkit.train import assemble
 
@@ -197,7 +195,9 @@ def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, token
     assert any("source data: 20 of 40 rows not used" in w for w in dropped["warnings"])
 
 
-def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_are_told_by_reason_with_the_first_of_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = {"messages": [{"role": "tool", "content": "4"}, *CHATS[0]["messages"]]}
     empty = {"messages": [*chat("Hi", "")["messages"], {"role": "assistant", "content": ""}]}
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (CHATS[0], empty)))
@@ -212,7 +212,7 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
     assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
     assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
-    plain = shown(prepared, 0, force_terminal=False)
+    plain = shown(prepared, 0, capsys)
     assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain
     assert "rows      val: 1 bad row skipped, empty answer; the first: " in plain
     assert "\x1b" not in plain
@@ -222,11 +222,11 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
 
 
 def test_columns_that_nothing_reads_are_shown_as_text_and_on_the_page(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*CHATS, *({**chat, "quality <b>": 3} for chat in CHATS)]
     prepared = Prepared(tmp_path, tokenizer, rows)
-    plain = shown(prepared, 0, force_terminal=False)
+    plain = shown(prepared, 0, capsys)
     assert "% targets, 1 of their columns and keys not used" in plain
     first = f"{tmp_path}/data.jsonl:21"
     assert f"rows      data: 20 rows have a column quality <b>, which is not used; the first: {first}" in plain
@@ -445,40 +445,41 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
 # ---- samples and the page --------------------------------------------------------------------------------------------
 
 
-def shown(prepared: Prepared, count: int, **console: Any) -> str:
-    terminal = VisibleConsole(width=300, **console)
-    with terminal.capture() as capture:
-        inspection.print_preflight(
-            terminal, prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count)
-        )
-    return capture.get()
+def shown(prepared: Prepared, count: int, capsys: pytest.CaptureFixture[str]) -> str:
+    inspection.print_preflight(prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count))
+    return capsys.readouterr().out
 
 
 def test_masks_are_readable_without_colour_and_coloured_on_a_terminal(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, [chat("What comes\x1b[31m next?", "It is [2].")] * 2)
-    plain = shown(prepared, 1, force_terminal=False)
+    capsys.readouterr()
+    plain = shown(prepared, 1, capsys)
     assert "\x1b" not in plain
     assert "[[It is [2].<<|im_end|>>]]" in plain
     assert "<<|im_start|>>user\nWhat comes\\x1b[31m next?<<|im_end|>>" in plain
-    assert plain == shown(prepared, 1, force_terminal=True, no_color=True, color_system=None)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = shown(prepared, 1, force_terminal=True, color_system="standard", no_color=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert plain == shown(prepared, 1, capsys)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    coloured = shown(prepared, 1, capsys)
     assert "\x1b[4;32mIt is [2]." in coloured
     assert "[[It is" not in coloured
     assert "\x1b[31m next" not in coloured
 
 
-def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_on_a_narrow_terminal() -> None:
+def test_the_table_of_layouts_has_a_line_for_each() -> None:
     row = {"padding_pct": 3.2, "steps": 123_456, "positions": 12_345_678_901}
     rows = [
         {"layout": name, "own": name == "bucketed", "shapes": "64x128, 32x256", **row}
         for name in ("packed", "bucketed", "fixed", "dynamic")
     ]
-    console = VisibleConsole(width=80, file=io.StringIO(), highlight=False)
-    console.print(inspection.layout_table({"layouts": rows}))
-    lines = console.file.getvalue().splitlines()
+    lines = inspection.layout_table({"layouts": rows}).splitlines()
     (own,) = [line for line in lines if "bucketed *" in line]
     assert max(map(len, lines)) <= 80
     assert all(text in own for text in ("3.2 %", "123,456", "12,345,678,901", "64x128, 32x256"))
@@ -720,19 +721,6 @@ def test_rows_that_the_ranks_of_a_launch_cannot_share_are_refused(
     inspect(monkeypatch, str(recipe), *launch, "data.row_length=68")
 
 
-def test_the_config_for_pipelines_without_the_engine_for_them_is_told(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    recipe, told = write_recipe(tmp_path, tokenizer, CHATS), "pp.yaml makes no pipeline with train.engine=blocks"
-    inspect(monkeypatch, str(recipe), *PIPELINE_LAUNCH[:2])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"{told}: this run is ddp, and each process holds the whole model" in shown
-    assert shown.count("add train.engine=pipeline") == 1
-    for words in (DDP_LAUNCH, (*PIPELINE_LAUNCH, "train.micro_batch_size=1")):
-        inspect(monkeypatch, str(recipe), *words)
-        assert "makes no pipeline" not in capsys.readouterr().out
-
-
 def test_what_a_launch_takes_on_paper_is_shown_where_the_size_of_a_gpu_is_known(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -793,8 +781,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
         orig_model=shell, plan=analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology())
     )
     samples = inspection.previews(prepared.examples, tokenizer, 10)
-    with open(os.devnull, "w") as nowhere:
-        inspection.print_preflight(VisibleConsole(file=nowhere), found, samples)
+    inspection.print_preflight(found, samples)
     page("all", found, samples)
     seconds = time.perf_counter() - started
     print(f"{seconds:.2f} s")

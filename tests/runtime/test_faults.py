@@ -370,7 +370,7 @@ def test_a_disk_that_is_full_is_told_in_words_wherever_a_run_writes(tmp_path, mo
                 raise full
             write(path, text)
 
-        monkeypatch.setattr("sftkit.runtime.open.replace_text", refuse)
+        monkeypatch.setattr("sftkit.rundir.files.replace_text", refuse)
         with pytest.raises(SystemExit) as ended, cpu_runtime() as rt:
             open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
         assert ended.value.code == 2

@@ -177,14 +177,6 @@ def test_one_of_several_ranks_ends_its_process_at_once_while_it_still_listens(tm
     assert ended == [1]
 
 
-def test_more_processes_than_cores_are_told() -> None:
-    """As with an accelerate config that is meant for eight GPUs."""
-    assert start.crowded(2, 2) is None
-    assert start.crowded(8, 2) == (
-        "8 processes on 2 CPU cores wait for each other: accelerate_configs/cpu_*.yaml have one or two"
-    )
-
-
 def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_with_the_cause(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("ACCELERATE_USE_CPU", None)  # as for a GPU run whose driver is broken
@@ -225,23 +217,6 @@ def test_a_launcher_that_starts_one_process_of_several_is_told() -> None:
     assert "this one trains alone" in (check_launcher({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}) or "")
     assert check_launcher({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}) is None
     assert check_launcher({}) is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how a process was started")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["--config_file", "configs/pp.yaml", "script.py"], "configs/pp.yaml"),
-        (["--config_file=pp.yaml", "script.py"], "pp.yaml"),
-        (["script.py"], "None"),
-        (["--config_file"], "None"),
-    ],
-)
-def test_the_accelerate_config_is_read_from_the_words_of_the_launcher(words: list[str], found: str) -> None:
-    child = "from sftkit.runtime.launcher import config_file_of_launcher as find; print(find())"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    done = subprocess.run([sys.executable, "-c", parent, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == found
 
 
 def test_the_size_of_the_group_is_that_of_the_launcher() -> None:

@@ -70,12 +70,11 @@ FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.
 MOMENTS = [
     *((name, CONFIG) for name in SCRIPTS if name not in ("chat.py", "report.py", "export.py", "make_dashboard.py")),
     ("chat.py", "sftkit.generation.repl"),
-    ("chat_sft.py", TORCH),
     ("report.py", "sftkit.reports.page"),
     ("export.py", "sftkit.runtime.hub"),
     ("make_dashboard.py", "sftkit.tracking.dashboard.panels"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
-    *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py",)),
+    pytest.param("chat_sft.py", TORCH, marks=pytest.mark.slow),
 ]
 
 
@@ -145,8 +144,7 @@ def test_ctrl_c_in_the_command_sftkit_is_one_line(tmp_path: Path) -> None:
     "moment",
     [
         "sftkit.config.schema",
-        pytest.param("accelerate.commands", marks=pytest.mark.slow),
-        "accelerate.utils.launch",
+        pytest.param("accelerate.utils.launch", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_make_starts_a_script_is_one_line(moment: str, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_a_pipeline_is_the_run_of_one_process(recipe: Path) -> None:
     assert samples[0] == samples[1]
 
 
+@pytest.mark.slow
 def test_both_ends_round_the_weight_that_they_share_alike_where_their_layers_are_not_as_many(recipe: Path) -> None:
     config = LlamaConfig.from_pretrained(recipe.parent / "model")
     config.tie_word_embeddings = True

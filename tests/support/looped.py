@@ -27,7 +27,7 @@ from sftkit.evals.results import Choices
 from sftkit.evals.scoring import score
 from sftkit.evals.suite import validate
 from sftkit.generation.decode import Batching, generate
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.end import Trained

@@ -7,12 +7,10 @@ import re
 import runpy
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import ROOT
-from made_run import make_run, write_rows
 
 from sftkit.errors import ConfigError
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
@@ -20,19 +18,10 @@ from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
 pytest.importorskip("wandb_workspaces")
 from sftkit.tracking.dashboard import panels
 
-NAMES_OF_A_RUN = {
-    "step",
-    "train/loss",
-    "val/loss",
-    "perf/tok_per_sec",
-    "compile/recompiles",
-    "eval/mmlu/acc",
-    "samples",
-}
 
-
-def sections_of(logged: set[str] | None = None) -> dict[str, dict[str, Any]]:
-    spec = panels.spec(panels.workspace("me", "p", logged))
+def sections_of() -> dict[str, dict[str, Any]]:
+    spec = panels.spec(panels.workspace("me", "p"))
+    assert spec["section"]["settings"]["shouldAutoGeneratePanels"]  # of all other metrics
     assert json.loads(json.dumps(spec)) == spec
     return {section["name"]: section for section in spec["section"]["panelBankConfig"]["sections"]}
 
@@ -53,19 +42,19 @@ def test_the_proof_is_one_row_of_numbers_with_what_each_should_be() -> None:
     assert metrics[:2] == [["summary_metrics.proof/failed"], ["summary_metrics.compile/recompiles.max"]]
 
 
-def test_every_documented_name_has_a_panel_and_no_panel_an_undocumented_one() -> None:
-    shown = [name for section in panels.PANEL_SECTIONS for panel in section.panels for name in panel.names]
-    drawn_with_others = {"eval/<task>/high"}
-    of_the_end = {"run/state", "run/signal", "run/error"}  # columns of the table of runs
+def test_no_panel_and_no_column_has_an_undocumented_name() -> None:
     documented = {metric.name for metric in METRICS} | set(TABLES) | set(RUN_VALUES)
-    assert set(shown) == documented - drawn_with_others - of_the_end
+    shown = set(panels._COLUMNS)
+    for panel in (panel for section in panels.LAYOUT.values() for panel in section):
+        shown |= {*panel.get("plot", ()), *(panel[kind] for kind in ("number", "table") if kind in panel)}
+    assert sorted(shown - documented) == []
 
 
 def test_a_pattern_draws_the_names_that_it_stands_for_and_intervals_apart_from_values() -> None:
     curves = {
         p["config"]["metricRegex"] for s in sections_of().values() for p in s["panels"] if "metricRegex" in p["config"]
     }
-    for name in ("eval/mmlu/acc_norm", "eval/mmlu/low", "eval/mmlu/high", "shape/8x2048", "compile/seconds/inductor"):
+    for name in ("eval/mmlu/acc_norm", "eval/mmlu/low", "eval/mmlu/high"):
         assert len([pattern for pattern in curves if re.search(pattern, name)]) == 1, name
 
 
@@ -73,29 +62,6 @@ def test_losses_are_drawn_over_tokens_flops_and_seconds_too() -> None:
     plots = [panel["config"] for panel in sections_of()["Loss"]["panels"]]
     axes = [plot["xAxis"] for plot in plots if plot["metrics"] == ["train/loss", "val/loss"]]
     assert axes == ["step", "train/tokens", "train/flops", "train/seconds"]
-
-
-def test_what_a_run_has_not_logged_has_no_panel_no_section_and_no_column() -> None:
-    sections = sections_of(NAMES_OF_A_RUN)
-    assert list(sections) == ["Speed", "Loss", "Evaluation", "Proof"]
-    assert [len(section["panels"]) for section in sections.values()] == [1, 1, 2, 1]
-    assert sections["Proof"]["flowConfig"]["columnsPerPage"] == 1
-    assert "MFU" not in json.dumps(sections)
-    view = panels.workspace("me", "p", NAMES_OF_A_RUN)
-    assert view.runset_settings.pinned_columns == [
-        *("run:displayName", "run:state", "summary:train/loss", "summary:val/loss.min"),
-        *("summary:perf/tok_per_sec.mean", "summary:compile/recompiles.max"),
-    ]
-
-
-def test_a_run_tells_its_names_by_its_files_and_null_is_none(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a" / "sft", steps=100)
-    write_rows(run / "metrics.jsonl", [{"step": 10, "time": 1.0, "train/loss": 2.0, "perf/mfu": None}])
-    found = panels.logged_by(run)
-    assert {"train/loss", "val/loss", "proof", "proof/failed", "preflight/sources", "samples", "eval/results"} <= found
-    assert not {"perf/mfu", "train/tokens"} & found
-    with pytest.raises(ConfigError, match="no run"):
-        panels.logged_by(tmp_path)
 
 
 def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,15 +74,14 @@ def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pyte
 
 
 def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError("there is no network here")
 
-    run = make_run(tmp_path / "a" / "sft", steps=100)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    command = ["make_dashboard.py", "--entity", "me", "--project", "p", "--run", str(run)]
+    command = ["make_dashboard.py", "--entity", "me", "--project", "p"]
     monkeypatch.setattr(sys, "argv", [*command, "--dry-run"])
     runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")
     printed = json.loads(capsys.readouterr().out)

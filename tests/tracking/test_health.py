@@ -17,8 +17,7 @@ from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import TrainStep, exchange
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, NextToken, Totals
 from sftkit.optim.protocol import build_optimizer, squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus

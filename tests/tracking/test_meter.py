@@ -11,8 +11,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import LOSS, Totals
+from sftkit.objectives.objective import LOSS, NextToken, Totals
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import RUN_COUNTS, Meter
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome

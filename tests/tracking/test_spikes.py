@@ -18,8 +18,7 @@ from sftkit.config.tables import OPTIMIZERS
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import TrainStep
 from sftkit.errors import SpikeError
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, NextToken, Totals
 from sftkit.optim.protocol import build_optimizer
 from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import Health, Spikes, spikes_in

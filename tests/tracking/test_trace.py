@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sftkit.tracking.trace import TRACED_STEPS, Trace, busy_shares, trace_line
+from sftkit.tracking.meter import TRACED_STEPS, Trace, busy_shares, trace_line
 
 
 class Said(list[str]):

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_recipe
 
 from sftkit.config.schema import CheckpointConfig, Config, EvalConfig, LogConfig
-from sftkit.train.saves import Due, due_after
+from sftkit.train.parts import Due, due_after
 
 LAST = 11
 

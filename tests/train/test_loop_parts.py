@@ -18,8 +18,7 @@ from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import Deadline, Stopping
 from sftkit.tracking.meter import RUN_COUNTS
 from sftkit.tracking.names import PROGRESS, Progress, progress_of
-from sftkit.train.parts import TrainServices
-from sftkit.train.saves import Evaluation, LoopPosition, checkpoint_state, evaluate_at, first_evaluation
+from sftkit.train.parts import Evaluation, LoopPosition, TrainServices, checkpoint_state, evaluate_at, first_evaluation
 
 ENGINE: Any = SimpleNamespace(evaluating=nullcontext)
 

@@ -18,8 +18,7 @@ from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.types import Finding
 from sftkit.errors import RecompileError
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, NextToken, Totals
 from sftkit.ops.attention import use_document_attention
 from sftkit.reports.values import applies, check_table
 from sftkit.tracking.meter import Meter, ShapeCounts

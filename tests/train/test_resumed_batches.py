@@ -15,7 +15,7 @@ from resume_worker import LENGTHS, SAVE_EVERY, STEPS, run
 from safetensors.torch import load_file
 
 from sftkit.errors import ConfigError
-from sftkit.rundir.names import TRAINING_STATE, step_dir, step_dirs
+from sftkit.rundir.names import step_dir, step_dirs
 
 MICRO_BATCH_TOLERANCE = 1e-6
 "Relative: sums of fp32 in another order, over the nine steps after the resume. Measured: at most 1.5e-7."
@@ -81,19 +81,3 @@ def test_another_global_batch_is_refused_until_it_is_named_and_then_keeps_the_pl
         step: now[step].documents for step in range(2 * SAVE_EVERY + 1, STEPS + 1)
     }
     assert losses(again) == losses(cut)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_version_without_stretches_keeps_its_place_too(
-    tmp_path: Path, tokenizer, monkeypatch
-) -> None:
-    start(tmp_path / "whole", tokenizer, layout="bucketed", batch=8, micro=8)
-    cut = cut_after(tmp_path / "whole", SAVE_EVERY, "cut")
-    file = step_dir(cut, SAVE_EVERY) / TRAINING_STATE
-    state = json.loads(file.read_text())
-    (stretch,) = state.pop("stretches")
-    state["identity"]["rows"] |= {name: stretch[name] for name in ("global_batch_size", "budget_rows")}
-    file.write_text(json.dumps(state))
-    monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
-    start(cut, tokenizer, resume="auto", layout="bucketed", batch=8, micro=2)
-    assert losses(cut) == pytest.approx(losses(tmp_path / "whole"), rel=MICRO_BATCH_TOLERANCE)

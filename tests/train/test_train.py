@@ -15,7 +15,7 @@ from looped import LENGTHS, NoCheckpoints, proof_rows, run
 from sftkit.config.schema import CompileConfig, EvalConfig, LossConfig, OptimConfig
 from sftkit.engine.step import TrainStep
 from sftkit.errors import RecompileError
-from sftkit.train.saves import first_evaluation_due
+from sftkit.train.parts import first_evaluation_due
 from sftkit.verify.counts import plain_rates
 from sftkit.verify.replicas import Replicas
 

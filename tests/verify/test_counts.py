@@ -14,8 +14,7 @@ from looped import proof_rows, run
 from made_models import MODELS, tiny_gemma2
 
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim import protocol
 from sftkit.tracking import meter
 from sftkit.verify import counts

@@ -15,7 +15,7 @@ from sftkit.config.schema import AttentionConfig, CompileConfig, LossConfig, Opt
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step as engine_step
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.optim import adamw, muon, protocol
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine

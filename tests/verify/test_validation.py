@@ -11,8 +11,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from sftkit.config.schema import LossConfig
 from sftkit.data.types import Examples
 from sftkit.evals import suite
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.tracking.names import Check
 from sftkit.verify.counts import DOCUMENTS, some_documents, validation_check
 

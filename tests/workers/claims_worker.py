@@ -24,8 +24,7 @@ from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.engine.step import TrainStep
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.parallel.wrap import Sharding, distribute, fsdp_modules
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script

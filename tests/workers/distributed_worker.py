@@ -18,8 +18,7 @@ from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.step import TrainStep, exchange
 from sftkit.errors import DataError
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss, Totals
+from sftkit.objectives.objective import ModelWithLoss, NextToken, Totals
 from sftkit.optim.protocol import build_optimizer, squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime import start as runtime

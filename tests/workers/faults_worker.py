@@ -28,8 +28,7 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
 from sftkit.generation.decode import Batching, generate
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss, Sums
+from sftkit.objectives.objective import ModelWithLoss, NextToken, Sums
 from sftkit.reports.page import try_report
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime

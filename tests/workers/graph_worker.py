@@ -36,8 +36,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import gradients
 from sftkit.graph.engine import GraphEngine
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import Totals
+from sftkit.objectives.objective import NextToken, Totals
 from sftkit.optim.protocol import parameters_of
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -108,7 +107,7 @@ def config(
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
         graph=GraphConfig(passes=tuple(passes)),
         attention=AttentionConfig(backend=attention),  # type: ignore[arg-type]
-        compile=CompileConfig(enabled=compiled and engine == "graph", on_failure="error"),
+        compile=CompileConfig(enabled=compiled and engine == "graph"),
     )
 
 

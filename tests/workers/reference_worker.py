@@ -12,7 +12,7 @@ from helpers import make_examples, tiny_llama, tiny_recipe
 
 from sftkit.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import lay_out, make_engine

@@ -31,8 +31,7 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss, Sums
+from sftkit.objectives.objective import ModelWithLoss, NextToken, Sums
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime

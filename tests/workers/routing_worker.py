@@ -25,7 +25,7 @@ from sftkit.config.schema import (
 )
 from sftkit.config.topology import Topology
 from sftkit.engine.engine import Training
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import NextToken
 from sftkit.ops.tensors import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script

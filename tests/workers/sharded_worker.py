@@ -34,8 +34,7 @@ from sftkit.evals.suite import Suite
 from sftkit.evals.tasks import load_task
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import build_optimizer
 from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.wrap import Sharding, distribute, reshard

@@ -192,22 +192,23 @@ class Checkpoints:
         Raises:
             ConfigError: too little free space; names both sizes.
         """
-        self.rt.from_main(lambda: self._check_space(estimated_bytes, new_run=new_run))
 
-    def _check_space(self, estimated_bytes: float, *, new_run: bool) -> None:
-        if not new_run:
-            sweep(self.run_dir)
-        # The kept checkpoints stay on disk while the newest is written.
-        at_once = self.config.keep + 1 if self.config.every else 1
-        there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
-        needed = estimated_bytes * max(at_once - there, 1)
-        free = free_bytes(self.run_dir)
-        if free < needed:
-            raise ConfigError(
-                f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, "
-                "choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
-            )
+        def check() -> None:
+            if not new_run:
+                sweep(self.run_dir)
+            # The kept checkpoints stay on disk while the newest is written.
+            at_once = self.config.keep + 1 if self.config.every else 1
+            there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
+            needed = estimated_bytes * max(at_once - there, 1)
+            free = free_bytes(self.run_dir)
+            if free < needed:
+                raise ConfigError(
+                    f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
+                    f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, "
+                    "choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
+                )
+
+        self.rt.from_main(check)
 
     def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
@@ -256,10 +257,6 @@ class Checkpoints:
             raise ConfigError(
                 f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
                 "resume with its optim.name and train.precision, or start from its weights with model.path"
-            )
-        if not (folder / rundir.OPTIMIZER).is_dir():
-            raise ConfigError(
-                f"{prefix} has no {rundir.OPTIMIZER}/, so an earlier version wrote it: use it as model.path"
             )
         check_identity(checkpoint.state.get("identity"), self.identity, prefix)
         return check_recipe((folder / rundir.RECIPE).read_text(), self.recipe, changes, prefix)

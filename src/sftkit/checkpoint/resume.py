@@ -25,7 +25,7 @@ from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE, verify
-from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
+from sftkit.rundir.names import TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,10 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment]]:
     state = json.loads((folder / TRAINING_STATE).read_text())
     if not isinstance(state["step"], int):
         raise TypeError("step is not a whole number")
-    return state, _segments(state, folder)
+    # The key is the name of segments in files. A segment that began at this step has made no batch yet, so this start
+    # makes its own.
+    kept = [PlanSegment(**segment) for segment in state.get("stretches", ())]
+    return state, [segment for segment in kept if segment.after_step < state["step"]]
 
 
 def _named(setting: str) -> Path:
@@ -121,22 +124,6 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
             "(train.resume=PATH), or start a new run with train.resume=null: this one is then renamed, not overwritten"
         )
     return None
-
-
-def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
-    """Return the segments of the steps before the checkpoint. A checkpoint of a version without segments has one,
-    derived from its identity.
-    """
-    # The key is the name of segments in files. A segment that began at this step has made no batch yet, so this start
-    # makes its own.
-    if "stretches" in state:
-        kept = [PlanSegment(**segment) for segment in state["stretches"]]
-        return [segment for segment in kept if segment.after_step < state["step"]]
-    rows = (state.get("identity") or {}).get("rows")
-    if not rows:
-        return []
-    seed = yaml.safe_load((folder / RECIPE).read_text())["run"]["seed"]
-    return [PlanSegment(0, seed, rows["global_batch_size"], rows["budget_rows"])]
 
 
 _NO_KEY = object()
@@ -170,8 +157,6 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtyp
 _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
 "Number of values compared of each encoder input, from its middle."
-STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Fields that may change if the checkpoint is older than plan segments."
 
 
 def run_identity(
@@ -205,7 +190,7 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     encoders. One digest covers the texts, or the pictures' file names without their folders, which may move; the
     other covers the middle of each input, because a file may be replaced under its name.
     """
-    from sftkit.models.vision import PIXELS
+    from sftkit.models.encoders import PIXELS
 
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
     names = [os.path.basename(name) for name in examples.encoder_sources] if pictures else examples.encoder_sources
@@ -253,7 +238,7 @@ def check_identity(there: Any, here: Any, prefix: str) -> None:
     Raises:
         ConfigError: has a line for each key that differs.
     """
-    different = {key: values for key, values in _differences(there, here).items() if key not in STRETCHES}
+    different = _differences(there, here)
     if there and different:
         raise ConfigError(
             f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n{_lines(different)}\nResume "
@@ -275,7 +260,11 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
         ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` has a key that no
             recipe has.
     """
-    _check_keys(allowed)
+    for key in allowed:
+        if key not in key_table():
+            close = difflib.get_close_matches(key, key_table(), n=1)
+            meant = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{meant}")
     old, new = (_settings(text) for text in (there, here))
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
@@ -302,14 +291,6 @@ def _settings(text: str) -> dict[str, Any]:
     if scales := (recipe.get("optim") or {}).get("lr_scale"):
         recipe["optim"]["lr_scale"] = [[*pair] for pair in scales.items()]
     return dict(flattened(recipe))
-
-
-def _check_keys(keys: Sequence[str]) -> None:
-    """Reject keys in train.resume_changes that no recipe has."""
-    for key in keys:
-        if key not in key_table():
-            hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""
-            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
 
 
 def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:

@@ -133,11 +133,6 @@ def read_best(run_dir: Path) -> Best | None:
         return None
 
 
-def write_best(run_dir: Path, best: Best) -> None:
-    """Write the file BEST."""
-    replace_text(run_dir / rundir.BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
-
-
 def higher_is_better(metric: str) -> bool:
     """Return whether a larger value of a metric is better. It is for metrics of tasks (eval/<task>/<metric>), except
     measures of error in lm_eval, such as perplexity. All other metrics are losses.
@@ -248,7 +243,7 @@ class Writer:
     def _record(self, best: Best) -> None:
         try:
             if is_better(best, read_best(self.run_dir)):
-                write_best(self.run_dir, best)
+                replace_text(self.run_dir / rundir.BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
         except OSError as error:
             log.warning("%s cannot be recorded as the best checkpoint: %s", best.folder, error)
 

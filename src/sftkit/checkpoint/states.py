@@ -301,7 +301,13 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
         gathered = _gathered(tensors, saved_rows, keep=rank == 0)
         return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    if not is_sharded or stored_in_another_form(orig_model):
+    # Private: set by from_pretrained, the conversions of the checkpoint's tensors, which save_pretrained reverses
+    # (huggingface/transformers#42396). Undocumented, without an alternative: for a model that is not from a checkpoint,
+    # the conversions of transformers for its class.
+    conversions = getattr(orig_model, "_weight_conversions", None)
+    if is_sharded and conversions is None:
+        conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
+    if not is_sharded or conversions:
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
     # All ranks plan before gathering: each then gathers a tensor once and keeps it only if the file is its own.
     sizes = {
@@ -396,18 +402,6 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
             f"checkpoints could not be loaded as {name}, the class in their config.json: they {'; '.join(found)}. "
             "Something added, removed or replaced modules of the model: remove them, or merge them into its weights"
         )
-
-
-def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
-    """Return whether save_pretrained renames or reshapes tensors of this class when it writes them."""
-    # Private: set by from_pretrained, the conversions of the checkpoint's tensors, which save_pretrained
-    # reverses (huggingface/transformers#42396).
-    conversions = getattr(orig_model, "_weight_conversions", None)
-    # Undocumented, without an alternative: for a model that is not from a checkpoint, the conversions of transformers
-    # for its class.
-    if conversions is None:
-        conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
-    return bool(conversions)
 
 
 def plan_files(

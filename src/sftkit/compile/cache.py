@@ -12,8 +12,10 @@ import logging
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import fsspec
 import torch
@@ -22,16 +24,16 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import Config
 from sftkit.data.batches.pack import Layout
-from sftkit.models.structure import plain_class
-from sftkit.models.vocabulary import padding_rows
+from sftkit.models import structure, vocabulary
 from sftkit.ops.flash import fa4_folder
 from sftkit.rundir.files import replace_shared
-from sftkit.runtime.hardware import installed_version
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, start
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".compiled"
+TORCH_CODE = "torch"
+"Name of torch's code in a file, a ZIP archive; all others are kernels. The archive's comment is the key."
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 "Settings of compile that change no graph, so they are not in the key."
@@ -39,7 +41,7 @@ VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
 
 
-def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: start.Runtime) -> str:
     """Return the sha256 of what compiled code depends on: model, shapes, settings, versions,
     device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
@@ -48,7 +50,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     # Whatever a graph or kernel has as a constant, and whatever decides which one is generated. An entry too many
     # costs a needless cold compile. With one too few a useless file is loaded: torch checks each graph and compiles it.
     parts = {
-        "model": [plain_class(orig_model).__name__, config],
+        "model": [structure.plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
         "settings": [
             compile,
@@ -60,10 +62,10 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
         "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
         "ranks": [one.rank for one in cfg.adapters or ()],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
-        "padding": padding_rows(orig_model),
+        "padding": vocabulary.padding_rows(orig_model),
         "precision": rt.precision,
         "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
-        "versions": {name: installed_version(name) for name in _PACKAGES},
+        "versions": {name: hardware.installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(rt.device) if cuda else torch.backends.cpu.get_cpu_capability(),
@@ -88,20 +90,17 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
     path = _file(where, key, index)
     if path is None:
         return "cold compile"
-    content, problem = _read(path, key)
-    if problem == "missing":
+    try:
+        parts = _read(path, key)
+        loaded = torch.compiler.load_cache_artifacts(parts.pop(TORCH_CODE))
+        write_kernels(parts)
+        if loaded is None:
+            raise ValueError("torch cannot read it")
+        return f"compiled code from {path}"
+    except FileNotFoundError:
         return f"no compiled code for this model and machine in {where} yet"
-    if content is not None:
-        try:
-            artifacts, kernels = unpack(content)
-            loaded = torch.compiler.load_cache_artifacts(artifacts)
-            write_kernels(kernels)
-            if loaded is not None:
-                return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
-            problem = "torch cannot read it"
-        except Exception as error:  # torch may raise anything for a file that it cannot use
-            problem = f"torch cannot read it ({error})"
-    log.warning("compile.cache: %s: %s; compiling from scratch", path, problem)
+    except Exception as error:  # torch may raise anything for a file that it cannot use
+        log.warning("compile.cache: %s: %s; compiling from scratch", path, error)
     return "cold compile"
 
 
@@ -116,38 +115,24 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
         return ""
     # Private: torch tells of misses in a log alone (pytorch/pytorch#183005). Without one all graphs came from the
     # cache.
-    if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
-        return f"compiled code in {path} is complete"
+    if not counters["inductor"]["fxgraph_cache_miss"]:
+        with suppress(Exception):  # fsspec's file systems have errors of their own
+            _read(path, key)
+            return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return f"nothing was compiled that {path} could hold"
-    content = pack_artifacts(artifacts[0], read_kernels())
-    header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    content = io.BytesIO()
+    with ZipFile(content, "w") as file:
+        file.comment = key.encode()
+        for name, code in {TORCH_CODE: artifacts[0], **read_kernels()}.items():
+            file.writestr(name, code)
     try:
-        _write(path, json.dumps(header).encode() + b"\n" + content)
-    except Exception as error:  # fsspec's file systems have errors of their own
+        _write(path, content.getvalue())
+    except Exception as error:
         log.warning("compile.cache: %s cannot be written: %s", path, error)
         return f"compiled code not saved to {path}"
-    return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
-
-
-def pack_artifacts(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
-    """Return one sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
-    sizes = {name: len(code) for name, code in kernels.items()}
-    first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
-    return first + b"\n" + artifacts + b"".join(kernels.values())
-
-
-def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """Split what `pack_artifacts` has put together into (torch's artifacts, kernels by name).
-
-    Raises:
-        ValueError: the bytes are no such sequence.
-    """
-    first, _, rest = content.partition(b"\n")
-    sizes = json.loads(first)
-    stream = io.BytesIO(rest)
-    return stream.read(sizes["torch"]), {name: stream.read(size) for name, size in sizes["kernels"].items()}
+    return f"compiled code saved to {path} ({len(content.getvalue()) / 2**20:.1f} MiB)"
 
 
 def read_kernels() -> dict[str, bytes]:
@@ -184,28 +169,19 @@ def _file(where: str, key: str, index: int) -> str | None:
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
 
-def _read(path: str, key: str) -> tuple[bytes | None, str]:
-    """Return (content, "") or (None, why there is none)."""
+def _read(path: str, key: str) -> dict[str, bytes]:
+    """Return the parts of a file by their names, torch's and kernels.
+
+    Raises:
+        Exception: it is not there, cannot be read, is damaged, or of another key.
+    """
     try:
-        with fsspec.open(path, "rb") as file:  # of a path on disk, too
-            whole = file.read()
-    except FileNotFoundError:
-        return None, "missing"
-    except Exception as error:
-        return None, f"cannot be read ({error})"
-    # A line of JSON, then bytes: the hash of these finds a file that was cut off or changed.
-    first, _, content = whole.partition(b"\n")
-    try:
-        header = json.loads(first)
-        wanted = header["sha256"]
-        found = header["key"]
-    except (ValueError, KeyError, TypeError):
-        return None, "not a file of compiled code"
-    if found != key:
-        return None, "made for another model, layout, version or device"
-    if hashlib.sha256(content).hexdigest() != wanted:
-        return None, "damaged"
-    return content, ""
+        with fsspec.open(path, "rb") as stream, ZipFile(stream) as file:  # of a path on disk, too
+            if file.comment != key.encode():
+                raise ValueError("made for another model, layout, version or device")
+            return {name: file.read(name) for name in file.namelist()}
+    except BadZipFile as error:
+        raise ValueError(f"damaged, or not a file of compiled code ({error})") from error
 
 
 def _write(path: str, content: bytes) -> None:

@@ -24,6 +24,7 @@ from typing import Any, get_origin
 
 import torch
 import torch._dynamo
+import torch._dynamo.exc
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo import callback as dynamo_callback
@@ -41,8 +42,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import Work, called, decoder_blocks, embedding_module, train_flops
 from sftkit.models.trained import adapters_of
-from sftkit.runtime.hardware import uses_cuda_graphs
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, start
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CUDA_GRAPHS = "triton.cudagraphs"
@@ -81,7 +81,7 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
     dynamic = dynamic_layout or compile.dynamic
     found: dict[str, Any] = {"backend": compile.backend, "fullgraph": compile.fullgraph, "dynamic": dynamic}
     if compile.options:
-        # Of a private module, but torch.compile's documentation names it, and reads a mode's options with it.
+        # A function of a private module that torch.compile's documentation names: it returns a mode's options.
         of_mode = torch._inductor.list_mode_options(compile.mode, dynamic) if compile.mode else {}
         return {**found, "options": {**of_mode, **compile.options}}
     return found if compile.mode is None else {**found, "mode": compile.mode}
@@ -98,7 +98,7 @@ SHORT_BLOCK = 3e12
 H100 computes for 4.8 ms and its host launches for 5.4 ms and more."""
 
 
-def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> bool:
+def replays_blocks(compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: start.Runtime) -> bool:
     """Return whether a run without compile.mode takes CUDA graphs: one GPU, adapters, rows of one shape, short blocks.
 
     Adapters launch three to four times as many kernels as the frozen layers, most of them small. With long blocks the
@@ -257,10 +257,6 @@ def _is_product(node: SchedulerNode) -> bool:
     return bool(node.is_template() or isinstance(node.node, ExternKernelOut))
 
 
-# Private: torch.compiler has no callback before a compile. These were made for finding jobs that hang while compiling:
-# pytorch/pytorch#120764, with what triggered the compile since pytorch/pytorch#153596.
-
-
 log = logging.getLogger(__name__)
 
 
@@ -348,7 +344,7 @@ def begin_step() -> None:
 
     Gradients that must outlive that pass are copied: see engine.step.GradientSum.
     """
-    if uses_cuda_graphs():
+    if hardware.uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
 
 
@@ -386,7 +382,8 @@ def step_contract(on_recompile: str, breaks: Sequence[str] = ()) -> Iterator[Non
         log.warning("graph break: %s", reason)
     stance = torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
-    # late. A callback does, since it comes before those, too.
+    # late. A callback does, since it comes before those, too. Private: torch.compiler has none; these were made for
+    # finding jobs that hang while compiling (pytorch/pytorch#120764, with what triggered the compile since #153596).
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_reject_backward)
     try:
@@ -416,16 +413,6 @@ def _recompile_error(reason: str) -> RecompileError:
         "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any "
         "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count)"
     )
-
-
-def undo_compile(model: torch.nn.Module) -> None:
-    """Return a model to eager for good."""
-    for module in model.modules():
-        # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13).
-        module._compiled_call_impl = None
-    # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
-    # them.
-    torch.compiler.reset()
 
 
 def warm_up(
@@ -463,51 +450,35 @@ def warm_up(
     if not compile.enabled:
         run(shapes[-1:])  # nothing to build, but the largest batch must fit
         return False
-    # Sharded ranks meet in the first forward pass already. If one had no compiler there, the others would wait forever.
-    error: Exception | None = _compiler_problem(compile) if sharded else None
-    if sharded and any_rank(error is not None):
-        return _fall_back(model, compile, error)
+    # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
+    passes = 3 if has_cuda_graphs(compile) else 1
+    error: Exception | None = None
     try:
-        # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
-        run(shapes, passes=3 if has_cuda_graphs(compile) else 1)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as caught:
         if sharded:
-            raise
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
+        else:
+            run(shapes, passes)
+    # Private: the errors of Dynamo and of what compiles for it have no public base class (torch 2.11 to 2.13).
+    except torch._dynamo.exc.TorchDynamoException as caught:
         error = caught
-    model.zero_grad(set_to_none=True)
     if not any_rank(error is not None):
+        if sharded:
+            run(shapes, passes)
         return True
-    if error is not None:
-        # An error that eager execution has too is not the compiler's fault: it is raised from here.
-        undo_compile(model)
-        run(shapes[-1:])
-    return _fall_back(model, compile, error)
-
-
-def _compiler_problem(compile: CompileConfig) -> Exception | None:
-    """Return the error of compiling a function of one operator; None if it runs."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.compile(lambda x: x + 1, backend=compile.backend)(torch.zeros(2, device=device))
-    except Exception as error:
-        return error
-    return None
-
-
-def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception | None) -> bool:
-    """Train eagerly with a warning, or not at all, as compile.on_failure says; returns False.
-
-    `error`: None where it was another rank's.
-    """
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
+    # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13). Dynamo keeps graphs
+    # by code object, not by module: without a reset other models of this class would still find them.
+    for module in model.modules():
+        module._compiled_call_impl = None
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    run(shapes[-1:])  # which raises an error that eager execution has too
     log.warning(
         "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
     )
-    undo_compile(model)
     return False
 
 

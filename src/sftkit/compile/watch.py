@@ -1,4 +1,4 @@
-"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, hits.
+"""Count what the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, hits.
 
 The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
 torch has no public ones. Records of all ranks are put together, because guards may fail on one rank alone. A rejected
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,44 +39,32 @@ def describe_guards(message: str, owner: object) -> str:
     if not place:
         return f"unknown code: {guards}"
     file, name, line = place.groups()
-    # A wrapper of the owner's forward is replaced by the forward itself.
-    layers = list(_layers(owner))
-    codes = [(layer.__code__.co_filename, layer.__code__.co_name) for layer in layers]
-    if (file, name) not in codes:
-        return f"{name} ({file}:{line}): {guards}"
-    # The guards of a wrapper speak of its args and kwargs: they are given the names that the model's author chose.
-    own = layers[-1]
-    if codes.index((file, name)) < len(layers) - 1:
-        file = own.__code__.co_filename
+    # A wrapper of the owner's forward, which speaks of its args and kwargs, is replaced by the forward itself.
+    wrappers: list[tuple[str, str]] = []
+    own = inspect.unwrap(
+        getattr(owner, "forward", describe_guards),
+        stop=lambda f: wrappers.append(_code_of(f)),
+    )
+    if (file, name) in wrappers:
+        file, _ = _code_of(own)
         line = str(own.__code__.co_firstlineno)
-        guards = _in_own_words(guards, list(inspect.signature(own).parameters)[1:])
+        parameters = dict(enumerate(inspect.signature(own).parameters))
+        guards = re.sub(r"\bkwargs\['(\w+)'\]", r"\1", guards)
+        guards = re.sub(r"\bargs\[(\d+)\]", lambda at: parameters.get(int(at[1]) + 1, at[0]), guards)
+    elif (file, name) != _code_of(own):
+        return f"{name} ({file}:{line}): {guards}"
     return f"{own.__qualname__} ({file}:{line}): {guards}"
+
+
+def _code_of(function: Any) -> tuple[str, str]:
+    code = getattr(function, "__code__", None)
+    return (code.co_filename, code.co_name) if code else ("", "")
 
 
 def module_in(trace: TracebackType | None) -> torch.nn.Module | None:
     """Return the module whose method was called last on the way to an error; None: there was none."""
     selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
     return next((one for one in reversed(selves) if isinstance(one, torch.nn.Module)), None)
-
-
-def _layers(owner: object) -> Iterator[FunctionType]:
-    """Yield the functions that a module's forward is made of, the outermost wrapper first, its own last."""
-    function: Any = getattr(owner, "forward", None)
-    while function is not None:
-        plain = getattr(function, "__func__", function)
-        if isinstance(plain, FunctionType):
-            yield plain
-        function = getattr(plain, "__wrapped__", None)
-
-
-def _in_own_words(guards: str, parameters: list[str]) -> str:
-    """Rename a wrapper's args[0] and kwargs['mask'] in guards to the parameters of the function that it wraps."""
-
-    def name(position: re.Match[str]) -> str:
-        index = int(position[1])
-        return parameters[index] if index < len(parameters) else position[0]
-
-    return re.sub(r"\bargs\[(\d+)\]", name, re.sub(r"\bkwargs\['(\w+)'\]", r"\1", guards))
 
 
 RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
@@ -266,8 +254,7 @@ def _cache_hits() -> int:
 
 @dataclass(frozen=True)
 class Records:
-    """What went wrong on one rank, or on several: then counts are added up, and texts of other
-    ranks than 0 name their rank."""
+    """Faults of one rank or of several: counts are added up, texts of ranks other than 0 name their rank."""
 
     recompiles: int = 0
     in_evaluation: int = 0

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.terminal import SECRET, print_text, secret_in, visible
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 
 SCRIPTS = {
     **STAGE_SCRIPTS,
@@ -183,10 +183,9 @@ def unusable(run_dir: str) -> str | None:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
     if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
         shown = run_dir if len(run_dir) <= 60 else f"{run_dir[:40]}...{run_dir[-10:]}"
-        return (
-            f"{shown} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
-            f"{MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
-        )
+        whole = sum(sizes) + len(sizes)
+        most = (MAX_NAME_BYTES, MAX_PATH_BYTES)
+        return hint("long run directory", shown=shown, longest=max(sizes), whole=whole, most=most)
     parent = path
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)

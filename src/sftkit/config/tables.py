@@ -1,15 +1,17 @@
 """The things that a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph
 engine, optimizers, stages of training; where the code of each is, what it needs, what it excludes.
 
-A pass is a function in graph/passes/ and its entry in _SUMMARIES. An optimizer is a file in optim/ whose `build`
-returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
+A pass is a function in graph/passes/ and its entry in passes.yaml. An optimizer is a file in optim/ whose `build`
+returns an optim.protocol.Optimizer, and its entry in optimizers.yaml.
 """
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from sftkit.errors import texts
 
 CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {"chatml": ("<|im_start|>", "<|im_end|>")}
 "Name, which is that of its file, data/tokens/NAME.jinja -> the tokens that begin and end its turns."
@@ -61,60 +63,17 @@ class Pass:
     stage: str
     "one of STAGES"
     fn: str
-    "module:function, of the signature of its stage (graph/passes/apply.py)"
+    "module:function, of the signature of its stage (graph/capture.py)"
     summary: str
     "for --help"
     conflicts: tuple[str, ...] = ()
     "passes that exclude it"
 
 
-_SUMMARIES = {
-    "joint": {
-        "reshard_after_forward": "weights are gathered again in the backward pass and not kept for it",
-    },
-    "fork": {
-        "gather_once": "the first micro-batch of a step gathers the weights for all of them",
-        "reduce_once": "gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
-    },
-    "split": {
-        "auto_bucketing": "collectives are merged and moved to where an estimate of times hides them behind compute",
-        "block_bucketing": "those of a decoder block are merged, and gathered while the block before it computes",
-    },
-    "regions": {
-        "regional_inductor": "runs of a decoder block's operators between collectives are compiled by Inductor, "
-        "FlexAttention among them",
-    },
-    "codegen": {
-        "full_inductor": "both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
-        "train.memory says",
-    },
-    "replay": {"cuda_graphs": "both halves are recorded as CUDA graphs and replayed; on a GPU"},
-}
-"Stage -> its passes, with the text of each for --help."
-_CODE = {
-    "gather_once": "once:fork",
-    "reduce_once": "once:fork_backward",
-    "cuda_graphs": "apply:Recorder",
-    **{name: f"order:{name}" for name in _SUMMARIES["split"]},
-}
-"Pass -> its module and function in graph/passes/; the others are functions of their own name in regions."
-_CONFLICTS = (
-    {"gather_once", "reshard_after_forward"},
-    *({"cuda_graphs", name} for name in _SUMMARIES["fork"]),
-    set(_SUMMARIES["split"]),
-    {"full_inductor", "regional_inductor"},
-)
-"Pairs of passes that exclude each other."
+_TABLE: Any = texts("config/passes.yaml")
 PASSES = {
-    name: Pass(
-        name=name,
-        stage=stage,
-        fn=f"sftkit.graph.passes.{_CODE.get(name, f'regions:{name}')}",
-        summary=summary,
-        conflicts=tuple(other for pair in _CONFLICTS if name in pair for other in pair - {name}),
-    )
-    for stage, summaries in _SUMMARIES.items()
-    for name, summary in summaries.items()
+    name: Pass(**{"name": name, **facts, "conflicts": tuple(facts.get("conflicts", ()))})
+    for name, facts in _TABLE.items()
 }
 "Every pass, in the order of --help."
 
@@ -210,39 +169,10 @@ class OptimizerSpec:
         return 2 * BYTES[precision] + self.state_width(precision, block_matrix=block_matrix)
 
 
+_OPTIMIZERS: Any = texts("config/optimizers.yaml")
 OPTIMIZERS = {
-    spec.name: spec
-    for spec in (
-        OptimizerSpec(
-            name="adamw",
-            code="sftkit.optim.adamw:build",
-            summary="fp32 master weights and states, of which bf16 weights are stochastically rounded copies",
-            state_bytes={"bf16": 4 + 8, "fp32": 8},  # a master; two moments
-        ),
-        OptimizerSpec(
-            name="adamw_sr",
-            code="sftkit.optim.adamw:build_stochastic",
-            summary="all bf16, stochastically rounded",
-            state_bytes={"bf16": 4},
-            saves_memory=True,
-        ),
-        OptimizerSpec(
-            name="adamw8bit",
-            code="sftkit.optim.adamw8bit:build",
-            summary="torchao's 8-bit states, stochastically rounded",
-            state_bytes={"bf16": 2 * (1 + 4 / 256)},  # for each moment a byte, and an fp32 scale per block of 256
-            saves_memory=True,
-            extra=Extra("torchao", "fp8"),
-            unshardable="keeps states in blocks that cannot be cut anew for other numbers of ranks",
-        ),
-        OptimizerSpec(
-            name="muon",
-            code="sftkit.optim.muon:build",
-            summary="Muon on the matrices of the blocks, AdamW on the rest, for training from scratch",
-            state_bytes={"bf16": 4 + 4, "fp32": 4},  # a master; one momentum
-            elsewhere="adamw",
-        ),
-    )
+    name: OptimizerSpec(**{"name": name, **facts, "extra": Extra(**facts["extra"]) if "extra" in facts else None})
+    for name, facts in _OPTIMIZERS.items()
 }
 "Every optimizer, in the order of --help and of the advice on memory."
 

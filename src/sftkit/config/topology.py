@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from sftkit.errors import ConfigError, hint
+from sftkit.errors import ConfigError, config_error, hint
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
@@ -118,7 +118,7 @@ def check_numbers(environ: Mapping[str, str]) -> None:
         if rank in found and found[rank] > found.get(size, 10**6) - (rank != "LOCAL_WORLD_SIZE"):
             problems.append(f"{rank}={found[rank]} does not fit {size}={found[size]}")
     if problems:
-        raise ConfigError(hint("wrong environment", problems="; ".join(problems)))
+        raise config_error("wrong environment", problems="; ".join(problems))
 
 
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:
@@ -149,7 +149,7 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
     stages = world_size if stages is None else stages
     if world_size % stages:
         processes = f"{world_size} process{'es' * (world_size > 1)}"
-        raise ConfigError(hint("stages that do not divide", stages=stages, processes=processes))
+        raise config_error("stages that do not divide", stages=stages, processes=processes)
     on_cpu = environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "t", "on")  # as Accelerate
     return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages, on_cpu=on_cpu)
 
@@ -165,7 +165,7 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
     if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first: no number of processes would fix it
-        raise ConfigError(hint("mesh in a stage"))
+        raise config_error("mesh in a stage")
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
@@ -174,9 +174,9 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         made = topology.world_size
-        raise ConfigError(hint("sizes of another number", named=named, made=made, started=world_size))
+        raise config_error("sizes of another number", named=named, made=made, started=world_size)
     if topology.context > 1 and topology.tensor > 1:
-        raise ConfigError(hint("context and tensor", context=topology.context, tensor=topology.tensor))
+        raise config_error("context and tensor", context=topology.context, tensor=topology.tensor)
     return topology
 
 
@@ -198,23 +198,11 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(hint("no accelerate config", file=config_file, error=words)) from None
+        raise config_error("no accelerate config", file=config_file, error=words) from None
     environ["ACCELERATE_USE_CPU"] = str(bool(config.get("use_cpu")))
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
     return read_topology(environ, number, stages)
-
-
-def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
-    """Return a warning if a run that is no pipeline uses the config for pipelines; else None.
-
-    Args:
-        engine: train.engine.
-    """
-    # The name decides: only the recipe makes stages of processes, so the file's content is that of ddp.yaml.
-    if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
-        return None
-    return hint("idle pipeline", engine=engine, topology=topology.describe())
 
 
 def machines_of(config_file: Path) -> int:

@@ -19,14 +19,12 @@ from sftkit.memory.plan import (
     oom_advice,
     reserve_optimizer_state,
 )
-from sftkit.models.float8 import apply_fp8
+from sftkit.models import float8, structure
 from sftkit.models.routing import routing_of
-from sftkit.models.structure import stages_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.protocol import Optimizer, build_optimizer
-from sftkit.parallel.tensor import tensor_group
-from sftkit.parallel.wrap import as_whole, distribute
+from sftkit.parallel import tensor, wrap
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
@@ -48,9 +46,9 @@ class Blocks:
         layout = training.layout
         contract.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
-            # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
-            # is chosen, since timing the candidates may run kernels that the saved code holds.
-            apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
+            # First float8 layers and attention, which the compiler will see. Saved compiled code is loaded before
+            # attention is chosen, since timing the candidates may run kernels that the saved code holds.
+            float8.apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
             self._code_key = cache.code_key(cfg, orig_model, layout, rt)
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
@@ -81,8 +79,8 @@ class Blocks:
                 cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
             )
             stack.enter_context(switches)
-            wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            if tensor_group(orig_model) is not None:
+            wrapped = wrap.distribute(model, training.source, plan.sharding, rt, cfg.train)
+            if tensor.tensor_group(orig_model) is not None:
                 stack.enter_context(contract.collectives_hidden())
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
@@ -103,7 +101,7 @@ class Blocks:
             train_step = StepOfMembers(*parts, training.members)
         self.step = train_step.step
         self.gradients = train_step.gradients
-        stages = stages_of(orig_model)
+        stages = structure.stages_of(orig_model)
         self.setup = Setup(
             attention=choice.backend,
             attention_reason=choice.reason,
@@ -177,7 +175,7 @@ class Blocks:
     def evaluating(self) -> Iterator[None]:
         """Count what is compiled within the context, which should be nothing. Within it the model of a pipeline can be
         called like an unsplit one."""
-        with as_whole(self.model.orig_model), self.watch.evaluating():
+        with wrap.as_whole(self.model.orig_model), self.watch.evaluating():
             yield
 
     def report(self, error: BaseException | None = None) -> EngineReport:

@@ -17,9 +17,7 @@ from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
 from sftkit.objectives.objective import ModelWithLoss, Objective, Sums
 from sftkit.optim.protocol import Optimizer
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
-from sftkit.tracking.tracker import EventKind
+from sftkit.tracking import health, names, tracker
 
 if TYPE_CHECKING:
     from sftkit.compile.watch import Records
@@ -77,7 +75,7 @@ class EngineReport:
     evaluations: int = 0
     "how many there were so far"
 
-    def events(self) -> list[tuple[EventKind, list[str]]]:
+    def events(self) -> list[tuple[tracker.EventKind, list[str]]]:
         """Return (kind, all messages of that kind since the start, of all ranks, each once)."""
         if (records := self.records) is None:
             return []
@@ -171,8 +169,8 @@ class Engine(Protocol):
         raises an error that gives the reason."""
 
     def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: health.Spikes | None = None
+    ) -> names.StepOutcome:
         """Update the weights once, from the mean over a global batch. The update is skipped if a loss or the gradient
         norm is not finite, or if `spikes` rejects the step.
 

@@ -21,9 +21,8 @@ from sftkit.objectives.objective import LOSS, Objective, Sums, Totals
 from sftkit.ops.linear_cross_entropy import Head
 from sftkit.optim.protocol import clip_coefficient, learning_rate, parameters_of, squared_norm
 from sftkit.runtime.start import replaced
-from sftkit.tracking.health import Spikes
+from sftkit.tracking import health, tracker
 from sftkit.tracking.names import Flags, StepOutcome
-from sftkit.tracking.tracker import EventKind
 
 TARGETS = "targets"
 
@@ -92,7 +91,7 @@ class SumsOfMembers:
 
 
 class Member:
-    """What one of several adapters has for itself in a run."""
+    """State that each of several adapters has for itself in a run."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Member:
         self.name = name
         self.optim = optim
         self._numerics = numerics
-        self.spikes = Spikes(numerics.on_spike, monitored, device)
+        self.spikes = health.Spikes(numerics.on_spike, monitored, device)
         self.rate: float | None = None
         "learning rate of the newest step"
         self.norm: Tensor | None = None
@@ -182,7 +181,7 @@ class Members:
             for k, one in enumerate(entries)
         ]
 
-    def read(self) -> tuple[dict[str, float | None], list[tuple[EventKind, list[str]]]]:
+    def read(self) -> tuple[dict[str, float | None], list[tuple[tracker.EventKind, list[str]]]]:
         """Return metrics and events of all. Waits for the device.
 
         Raises:
@@ -211,7 +210,7 @@ class StepOfMembers(TrainStep):
     members: Members
 
     def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: health.Spikes | None = None
     ) -> StepOutcome:
         """See engine.Engine.step; learning rates and spikes are those of each adapter."""
         rt = self.rt

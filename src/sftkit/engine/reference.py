@@ -31,17 +31,9 @@ from sftkit.models.structure import output_projection
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import LOSS, Balanced, ModelWithLoss, Objective, Sums, Totals
 from sftkit.ops.attention import plain_attention
-from sftkit.optim.adamw import FusedAdamW
-from sftkit.optim.protocol import (
-    clip_coefficient,
-    multiply_gradients,
-    parameter_groups,
-    parameters_of,
-    set_learning_rate,
-)
+from sftkit.optim import adamw, protocol
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import StepOutcome
+from sftkit.tracking import health, names
 
 
 class PlainDocument(NamedTuple):
@@ -199,7 +191,7 @@ class Reference:
         self._max_norm = optim.max_grad_norm
         self._rt = rt
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
-        groups = parameter_groups(orig_model, optim)
+        groups = protocol.parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
         # Private: transformers has a public setter (huggingface/transformers#38974), but no public getter.
         attention = str(orig_model.config._attn_implementation)
@@ -229,8 +221,8 @@ class Reference:
         return nullcontext()
 
     def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: health.Spikes | None = None
+    ) -> names.StepOutcome:
         """Sum the gradients of the mean over the global batch, document by document; exchange them once; update."""
         totals = self._nothing()
         losses = []
@@ -241,7 +233,7 @@ class Reference:
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
         # Each rank has divided its loss by the global divisor already, so gradients add up, where DDP
         # would average them.
-        for parameter in parameters_of(self.optimizer.param_groups):
+        for parameter in protocol.parameters_of(self.optimizer.param_groups):
             if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, but the others wait for it
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(parameter.grad)
@@ -250,9 +242,9 @@ class Reference:
         # Every rank has the whole gradients by now, so each gives its share of the norm.
         share = squared / self._rt.world_size
         grad_norm, flags = exchange(share, totals, batches.divisor, self._rt, stop=stop, spikes=spikes)
-        self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
+        self.optimizer.update(learning_rate, protocol.clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(totals, grad_norm, flags, torch.stack(losses))
+        return names.StepOutcome(totals, grad_norm, flags, torch.stack(losses))
 
     def _nothing(self) -> Totals:
         """Return totals of 0."""
@@ -313,7 +305,7 @@ class DocumentsAlone:
         return found
 
 
-class PlainAdamW(FusedAdamW):
+class PlainAdamW(adamw.FusedAdamW):
     """torch.optim.AdamW, one tensor and one operator after the other, as an optim.protocol.Optimizer."""
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
@@ -321,6 +313,6 @@ class PlainAdamW(FusedAdamW):
         # A host sync, which the other engines avoid: only torch's fused AdamW takes a flag on the device, found_inf.
         if bool(coefficient.isnan()):
             return
-        set_learning_rate(self.param_groups, learning_rate)
-        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        protocol.set_learning_rate(self.param_groups, learning_rate)
+        protocol.multiply_gradients(protocol.parameters_of(self.param_groups), coefficient)
         self.step()

@@ -15,16 +15,14 @@ from sftkit.data.batches.collate import Batch, warm_up_batch
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
-from sftkit.models.kind import kind_of
-from sftkit.models.structure import encoder, vocab_size
+from sftkit.models import kind, structure
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Objective, Totals
 from sftkit.ops.attention import DROPOUTS
 from sftkit.optim.protocol import Optimizer, clip_coefficient, parameters_of, squared_norm
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.hardware import uses_cuda_graphs
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import Flags, StepOutcome
+from sftkit.tracking import health, names
 
 
 @runtime_checkable
@@ -156,8 +154,8 @@ class TrainStep:
             gradients(self.model, parameters, batches, divisor, totals, self.rt)
 
     def step(
-        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
-    ) -> StepOutcome:
+        self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: health.Spikes | None = None
+    ) -> names.StepOutcome:
         """See engine.Engine.step."""
         # Everything stays on the device from here to the outcome, so the host runs ahead of it. Only the update of
         # optim.adamw8bit waits.
@@ -173,12 +171,12 @@ class TrainStep:
         self.optimizer.update(learning_rate, coefficient)
         # After the update, not before the next backward pass, so that evaluation and saving find the memory free.
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(totals, grad_norm, flags, losses)
+        return names.StepOutcome(totals, grad_norm, flags, losses)
 
 
 def exchange(
-    squared: torch.Tensor, totals: Totals, divisor: int, rt: Runtime, *, stop: bool, spikes: Spikes | None = None
-) -> tuple[torch.Tensor, Flags]:
+    squared: torch.Tensor, totals: Totals, divisor: int, rt: Runtime, *, stop: bool, spikes: health.Spikes | None = None
+) -> tuple[torch.Tensor, names.Flags]:
     """Return the global gradient norm (fp32 0-d) and the flags of a step: one all-reduce of four numbers, no host sync.
 
     Args:
@@ -200,15 +198,15 @@ def exchange(
     # Finite losses may still have a gradient that is not finite: then the count is 1, of no rank in particular.
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
     if spikes is None:
-        return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)
+        return grad_norm, names.Flags.of(stops, nonfinite, nonfinite > 0)
     verdict, skipped = spikes.judge(total / max(divisor, 1), grad_norm, nonfinite == 0)
-    return grad_norm, Flags.of(stops, nonfinite, skipped, verdict)
+    return grad_norm, names.Flags.of(stops, nonfinite, skipped, verdict)
 
 
 def has_dropout(orig_model: PreTrainedModel) -> bool:
     """Return whether two training passes of the same batch differ."""
     layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in orig_model.modules())
-    parts = [orig_model.config.get_text_config(), getattr(encoder(orig_model), "config", None)]
+    parts = [orig_model.config.get_text_config(), getattr(structure.encoder(orig_model), "config", None)]
     return layers or any(getattr(config, name, 0.0) for config in parts for name in DROPOUTS)
 
 
@@ -216,8 +214,8 @@ def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, r
     """Build this rank's part of the worst-case batch of a shape, [rows, row_length], on the device."""
     shape = layout.batch_shape(rows, row_length)
     shard = row_shard(rt.topology, rt.rank)
-    made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
-    return warm_up_batch(rows, shape, vocab_size(orig_model), shard, made_up).to(rt.device)
+    made_up = partial(kind.kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
+    return warm_up_batch(rows, shape, structure.vocab_size(orig_model), shard, made_up).to(rt.device)
 
 
 def shape_runner(

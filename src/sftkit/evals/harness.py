@@ -17,23 +17,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import DataConfig, EvalConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
-from sftkit.data.batches import loader
-from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
+from sftkit.data.batches import loader, pack
 from sftkit.data.reading.origin import offline
-from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.rendering import limited
+from sftkit.data.tokens import chat, template, text
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.evals.results import Result, Z
-from sftkit.generation.decode import longest_input
-from sftkit.generation.kv_cache import plain_forward
+from sftkit.generation import decode, kv_cache
+from sftkit.models import kind, load, structure
 from sftkit.models.files import adapter_at
-from sftkit.models.kind import check_causal
-from sftkit.models.load import load_model, load_options, start_config
-from sftkit.models.rope import max_positions
-from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.objective import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops.attention import windows
 from sftkit.parallel.wrap import Sharding, distribute
 from sftkit.rundir.names import TRAINING_STATE, resolve
@@ -52,7 +46,7 @@ VALIDATION_ROWS = 4
 def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     # Empty if it will be sharded: every rank then reads its own part, and no rank holds the whole.
-    orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
+    orig_model = load.load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
     special = windows(orig_model.config) or softcap or rt.topology.context > 1
@@ -73,14 +67,14 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     files = adapter_at(source)
     model = source if files is None else files.base
     path = resolve(str(model.path))
-    config = start_config(path, load_options(path, model))
-    check_causal(config, "scripts/evaluate.py")
-    return longest_input(max_positions(config), tokenizer)
+    config = load.start_config(path, load.load_options(path, model))
+    kind.check_causal(config, "scripts/evaluate.py")
+    return decode.longest_input(structure.max_positions(config), tokenizer)
 
 
 def load_validation(
     sources: Sequence[SourceConfig], source: ModelConfig, longest: int, tokenizer: PreTrainedTokenizerBase, rt: Runtime
-) -> tuple[dict[str, Examples], Layout | None]:
+) -> tuple[dict[str, Examples], pack.Layout | None]:
     """Return (documents of each source, their layout). Targets are the answers of conversations, and all of plain text.
 
     Documents are made like those that the checkpoint was trained on, by the settings TRAINED_WITH of its run; if its
@@ -102,11 +96,11 @@ def load_validation(
     tokenize = RowTokenizer(text.tokenize_any, tokenizer, max_length, too_long, learning)
     chosen = tuple(sources)
     # All sources together decide how rows are laid out.
-    data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
+    data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, pack.PAD_MULTIPLE))
     # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
-    return validation, make_layout(data, batch, together.lengths, max_length, rt.data_world_size)
+    return validation, pack.make_layout(data, batch, together.lengths, max_length, rt.data_world_size)
 
 
 # ---- lm-evaluation-harness -------------------------------------------------------------------------------------------
@@ -119,11 +113,8 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
         ConfigError: no lm_eval here, several processes, an unknown task, a setting that it does not take.
     """
     if rt.world_size > 1:
-        raise ConfigError(
-            f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
-            "evaluate the checkpoint afterwards: "
-            f"{invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
-        )
+        command = invocation("scripts/evaluate.py", "PATH", "TASK", "--backend", "lm_eval")
+        raise config_error("lm_eval in several processes", world_size=rt.world_size, command=command)
     if config.data is not None:
         raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
     if config.max_new_tokens is not None:
@@ -141,10 +132,7 @@ def task_manager() -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(
-            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend "
-            "sftkit"
-        ) from None
+        raise config_error("no lm_eval", error=error, install=install("sftkit[eval]")) from None
     return TaskManager()
 
 
@@ -163,11 +151,11 @@ def evaluate_with_lm_eval(
         """Render prompts within the limits of all others."""
 
         def apply_chat_template(self, *args: Any, **options: Any) -> str:
-            return limited(super().apply_chat_template, *args, **options)
+            return template.limited(super().apply_chat_template, *args, **options)
 
     connected = hub_answers()  # without a connection its client retries for half a minute
     # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
-    with plain_forward(orig_model), nullcontext() if connected else offline():
+    with kv_cache.plain_forward(orig_model), nullcontext() if connected else offline():
         try:
             output = simple_evaluate(
                 model=Limited(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),

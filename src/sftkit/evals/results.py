@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from sftkit.data.reading.conversation import Message
 from sftkit.generation.repl import Answer
-from sftkit.rundir.files import clean, replace_text
-from sftkit.rundir.names import RESULTS, VALIDATION
+from sftkit.rundir import files, names
 
 ExampleScores = dict[str, float]
 "Metric -> the score of one example."
@@ -199,7 +198,7 @@ def example_record(example: Choices | Question, output: Likelihoods | Answer, sc
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(clean(value), indent=indent, ensure_ascii=False)
+    return json.dumps(files.clean(value), indent=indent, ensure_ascii=False)
 
 
 def write_results(folder: Path, results: Sequence[Result]) -> None:
@@ -210,9 +209,9 @@ def write_results(folder: Path, results: Sequence[Result]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for one in results:
         if one.records:
-            replace_text(folder / f"{one.task}.jsonl", "".join(f"{_json(row)}\n" for row in one.records))
+            files.replace_text(folder / f"{one.task}.jsonl", "".join(f"{_json(row)}\n" for row in one.records))
     shown = [{name: value for name, value in vars(one).items() if name != "records"} for one in results]
-    replace_text(folder / RESULTS, _json(shown, indent=1))
+    files.replace_text(folder / names.RESULTS, _json(shown, indent=1))
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
@@ -220,7 +219,7 @@ def write_validation(folder: Path, values: Mapping[str, float | None], settings:
     written."""
     if values:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
+        files.replace_text(folder / names.VALIDATION, _json({"values": values, "settings": settings}, indent=1))
 
 
 def results_table(results: Sequence[Result], validation: Mapping[str, float | None]) -> str:

@@ -22,8 +22,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, Likelihoods, Message, Question, Result, example_record, interval
 from sftkit.generation.decode import ALONE, Batching, gathered, generate, longest_input, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
-from sftkit.models.rope import longrope_limit
-from sftkit.models.structure import output_projection, positions
+from sftkit.models.structure import longrope_limit, output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 from sftkit.runtime.start import Runtime
 

@@ -24,19 +24,15 @@ from sftkit.data.batches.pack import Layout, validation_layout
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.sources import RowTokenizer, read_source
 from sftkit.data.types import Examples, Row
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import DataError, config_error
 from sftkit.evals.results import Choices, Likelihoods, Question, Result, Task, evaluated, values_of, write_results
-from sftkit.generation.decode import Batching, generate, longest_input
-from sftkit.generation.repl import Answer
-from sftkit.models.kind import check_causal
-from sftkit.models.structure import inference, positions
+from sftkit.generation import decode, repl
+from sftkit.models import kind, structure
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
 from sftkit.parallel.wrap import reshard
-from sftkit.rundir.files import digest
-from sftkit.rundir.names import evaluation_dir
-from sftkit.runtime.hardware import environment
-from sftkit.runtime.script import counted, working
+from sftkit.rundir import files, names
+from sftkit.runtime import hardware, script
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -76,7 +72,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
     # MPS has no float64
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
-    with inference(model.orig_model):
+    with structure.inference(model.orig_model):
         for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
             # A stop is a collective decision: asked for at the same batch by every rank, or one would wait in a pass.
             if number % in_a_row == 0:
@@ -149,9 +145,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     # Errors of the recipe alone are raised before anything is read.
     tasks.check_names(config)
     if config.shots and set(config.tasks) <= {*WITHOUT_SHOTS}:
-        raise ConfigError(
-            f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
-        )
+        raise config_error("no task takes shots", shots=config.shots, tasks=", ".join(config.tasks))
     # Then what this machine decides: whether lm_eval has its tasks, and whether there is a sandbox for code.
     if elsewhere := _of_lm_eval(config):
         from sftkit.evals import harness
@@ -174,10 +168,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         if not task.examples:
             raise DataError(f"eval.tasks: {task.name} has no examples")
         if not isinstance(task.examples[0].prompt, str) and not tokenizer.chat_template:
-            raise ConfigError(
-                f"eval.tasks: {task.name} asks through a chat template, and the tokenizer has none: set "
-                "model.chat_template=chatml, or eval.format to completion where the task has it"
-            )
+            raise config_error("task without chat template", task=task.name)
     return loaded
 
 
@@ -198,10 +189,8 @@ def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int
             asks[task.name] = config.max_new_tokens or max(question.max_new_tokens for question in task.examples)
     for name, max_new_tokens in asks.items():
         if max_new_tokens >= longest:
-            raise ConfigError(
-                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the "
-                f"model reads {longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
-            )
+            less = max(longest // 2, 1)
+            raise config_error("no room for a prompt", tokens=max_new_tokens, task=name, longest=longest, less=less)
 
 
 @dataclass(frozen=True)
@@ -228,7 +217,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         if self.config.tasks:
-            check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
+            kind.check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
         check_room([task for task, _ in self.encoded_tasks], self.config, self._longest)
 
     @cached_property
@@ -252,7 +241,7 @@ class Suite:
             captioned, written = self.captions()
             found = self.run_tasks() + captioned
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                folder = evaluation_dir(self.rt.output_dir(self.run_dir), step) / self.part
+                folder = names.evaluation_dir(self.rt.output_dir(self.run_dir), step) / self.part
                 try:
                     write_results(folder, found)
                 except OSError as error:  # a full disk costs the details, not the run
@@ -268,7 +257,7 @@ class Suite:
         if not self.validation or self.model is None or self.layout is None:
             return {}
         documents = sum(map(len, self.validation.values()))
-        with working(f"evaluating the loss of {documents:,} documents"):
+        with script.working(f"evaluating the loss of {documents:,} documents"):
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
     def captions(self) -> tuple[list[Result], list[dict[str, Any]]]:
@@ -279,7 +268,7 @@ class Suite:
             return [], []
         from sftkit.evals.scoring import evaluate_captions
 
-        with working("describing what is held out"):
+        with script.working("describing what is held out"):
             # The default limit is the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
             found, written = evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
@@ -292,11 +281,11 @@ class Suite:
     @cached_property
     def about(self) -> dict[str, Any]:
         """Return what was evaluated, and on what: part of the settings of every result."""
-        here = environment(self.rt.device, self.rt.world_size)
+        here = hardware.environment(self.rt.device, self.rt.world_size)
         packages: Any = here["packages"]
         return {
             "model": self.model_name or (str(self.run_dir) if self.run_dir else None),
-            "manifest": digest(Path(self.model_name)) if self.model_name else None,
+            "manifest": files.digest(Path(self.model_name)) if self.model_name else None,
             "dtype": str(self.orig_model.dtype).removeprefix("torch."),
             "device": here["device"],
             "processes": self.rt.world_size,
@@ -314,18 +303,18 @@ class Suite:
     @cached_property
     def _longest(self) -> int:
         """Return the most tokens that the model reads at once."""
-        return longest_input(positions(self.orig_model), self.tokenizer)
+        return decode.longest_input(structure.positions(self.orig_model), self.tokenizer)
 
     def run_tasks(self) -> list[Result]:
         """Return the result of every task, with its examples, on every rank."""
         found = []
         for task, encoded in self.encoded_tasks:
-            with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
+            with script.working(f"evaluating {task.name}, {len(task.examples):,} examples"):
                 found.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
             from sftkit.evals.harness import evaluate_with_lm_eval
 
-            with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
+            with script.working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
                 found += evaluate_with_lm_eval(elsewhere, self.config, self.orig_model, self.tokenizer)
         return self._with_settings(found)
 
@@ -333,11 +322,11 @@ class Suite:
         """Ask the model one task, and judge its answers."""
         from sftkit.evals import scoring
 
-        outputs: Sequence[Likelihoods | Answer]
+        outputs: Sequence[Likelihoods | repl.Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
             num_truncated = scoring.num_truncated(encoded, self._longest)
-            batching = Batching(self.config.batch_size, self.rt)
+            batching = decode.Batching(self.config.batch_size, self.rt)
             outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, batching, encoded)
         else:
             limits = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
@@ -345,7 +334,7 @@ class Suite:
             num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, limits, strict=True))
             outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
-            prompts = counted(num_truncated, "prompt")
+            prompts = script.counted(num_truncated, "prompt")
             log.warning("%s: %s longer than the model's context, truncated at the beginning", task.name, prompts)
         settings["prompts_cut"] = num_truncated
         # On one rank: judges may run programs, and all ranks must log the same.
@@ -354,7 +343,7 @@ class Suite:
 
     def answers(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], questions: Sequence[Question] = ()
-    ) -> list[Answer]:
+    ) -> list[repl.Answer]:
         """Return greedy answers to tokenized prompts of at most `max_new_tokens` each; a prompt that leaves no room for
         its answer loses its beginning.
 
@@ -365,11 +354,11 @@ class Suite:
         assert all(n > 0 for n in room), "check_room has seen to it"
         # The end stays: it holds the question.
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        return generate(
+        return decode.generate(
             self.orig_model,
             self.tokenizer,
             truncated,
-            Batching(self.config.batch_size, self.rt),
+            decode.Batching(self.config.batch_size, self.rt),
             max_new_tokens=max_new_tokens,
             stop_texts=[one.stop for one in questions] or None,
             groups=[one.group for one in questions] or None,

@@ -25,9 +25,8 @@ from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
 from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
 from sftkit.generation.repl import Answer, Sampling
+from sftkit.models import load, structure
 from sftkit.models.kind import Continuation, kind_of
-from sftkit.models.load import stop_ids
-from sftkit.models.structure import quiet_routers
 from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.rundir.names import RECIPE
 from sftkit.runtime.start import Runtime
@@ -395,7 +394,7 @@ def generate(
         DecodedSequence(i, np.asarray(ids, np.int64), group, limit, stop)
         for i, (ids, group, limit, stop) in enumerate(zip(prompts, groups, limits, stops, strict=True))
     ]
-    end_ids = stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
+    end_ids = load.stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
     # All ranks gather sharded weights together, so ranks without rows run empty passes.
     together = rt if rt is not None and rt.topology.sharded else None
     found: dict[int, Answer] = {}
@@ -481,12 +480,12 @@ def stream(
     def work() -> None:
         stopping = [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)]
         try:
-            with quiet_routers(orig_model):
+            with structure.quiet_routers(orig_model):
                 decode(
                     input_ids=prompt,
                     attention_mask=torch.ones_like(prompt),
                     max_new_tokens=sampling.max_new_tokens,
-                    eos_token_id=stop_ids(orig_model, tokenizer),
+                    eos_token_id=load.stop_ids(orig_model, tokenizer),
                     pad_token_id=tokenizer.pad_token_id,
                     streamer=streamer,
                     stopping_criteria=stopping,

@@ -97,7 +97,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     inputs = (call.query, call.key, call.value)
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
-    # With the log-sum-exp, which the backward pass wants.
+    # True: the log-sum-exp is returned too, for the backward pass.
     known = options(*inputs, True, None)  # noqa: FBT003 - private, so by place
     # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
     # tensor would be a constant of the graph.

@@ -4,7 +4,6 @@ Loss, optimizers and checks are those of the other engines. The model is put on 
 processes, each rank reading its own shards.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,16 +15,11 @@ from transformers import PreTrainedModel
 
 from sftkit.compile.contract import HookWatch, compiler_switches, random_state_kept, step_contract
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
-from sftkit.config.rules import Problem, graph_mesh_problems, passes_off_gpu
-from sftkit.config.schema import Config, ModelConfig
-from sftkit.config.tables import PASSES
-from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
-from sftkit.engine.step import TrainStep, shape_runner, worst_case_batch
+from sftkit.config import rules, schema, tables
+from sftkit.engine import engine, step
 from sftkit.errors import ConfigError
-from sftkit.graph import sharding
-from sftkit.graph.capture import CapturedModel
-from sftkit.graph.graphs import Counts
-from sftkit.graph.passes.apply import dump
+from sftkit.graph import capture, graphs, sharding
+from sftkit.graph.capture import dump
 from sftkit.memory.plan import (
     Fixed,
     MemoryPlan,
@@ -40,12 +34,10 @@ from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
 from sftkit.optim.protocol import Optimizer, build_optimizer
 from sftkit.parallel.wrap import Sharding
-from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.script import counted, working
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, script, start
 
 
-def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
+def check_possible(rt: start.Runtime, orig_model: PreTrainedModel) -> None:
     """Reject processes that the engine has no sharding for, and models that it was not made for.
 
     Raises:
@@ -59,7 +51,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel) -> None:
             "train.engine=blocks"
         )
     topology = rt.topology
-    _reject(graph_mesh_problems(topology))
+    _reject(rules.graph_mesh_problems(topology))
     # This needs the sizes of every matrix, so it comes after the checks that do not.
     if topology.tensor > 1:
         sharding.check_tensor_plan(orig_model, topology.tensor)
@@ -75,15 +67,15 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         ConfigError: which pass, and what to do.
     """
     if device.type != "cuda":
-        _reject(passes_off_gpu(passes, attention, device.type))
+        _reject(rules.passes_off_gpu(passes, attention, device.type))
 
 
-def _reject(problems: Iterable[Problem]) -> None:
+def _reject(problems: Iterable[rules.Problem]) -> None:
     for _, text in problems:
         raise ConfigError(text)
 
 
-def distribute_for_graph(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime) -> None:
+def distribute_for_graph(model: ModelWithLoss, source: schema.ModelConfig | None, rt: start.Runtime) -> None:
     """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank
     calls it.
 
@@ -105,17 +97,14 @@ def distribute_for_graph(model: ModelWithLoss, source: ModelConfig | None, rt: R
     materialize_weights(model.orig_model, source, rt.device)
 
 
-log = logging.getLogger(__name__)
-
-
 class GraphEngine:
     """See engine.Engine."""
 
     def __init__(
         self,
-        cfg: Config,
-        training: Training,
-        rt: Runtime,
+        cfg: schema.Config,
+        training: engine.Training,
+        rt: start.Runtime,
         run_dir: Path,
         on_plan: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
@@ -131,7 +120,7 @@ class GraphEngine:
         orig_model = training.orig_model
         layout = training.layout
         passes = cfg.graph.passes
-        once = [name for name in passes if PASSES[name].stage == "fork"]
+        once = [name for name in passes if tables.PASSES[name].stage == "fork"]
         if once and layout.accumulation == 1:
             passes = tuple(name for name in passes if name not in once)
             rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to put together")
@@ -150,7 +139,7 @@ class GraphEngine:
             keep_gradients = "reduce_once" in passes
             kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
-            # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time.
+            # train.memory=speed recomputes only what Inductor fuses, which costs no time.
             kept = cfg.compile.activation_memory_budget
             again = cfg.train.memory != "speed" or "full_inductor" in passes
             kept = 1.0 if kept is None and not again else kept
@@ -174,9 +163,9 @@ class GraphEngine:
             self._at_close = stack.pop_all()
         # Nothing is captured yet: the warm-up does that.
         size = checkpoint_bytes(orig_model, plan)
-        self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
-        self.captured = CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
-        train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        self.setup = engine.Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
+        self.captured = capture.CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
+        train_step = step.TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
         self.step = train_step.step
         self.gradients = train_step.gradients
         self.compiled = False
@@ -188,7 +177,7 @@ class GraphEngine:
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     @contextmanager
-    def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
+    def warm_up(self, print_line: Callable[[str], None]) -> Iterator[engine.Losses]:
         """Capture every declared shape, and run its worst-case batch forward and backward with the
         optimizer's memory reserved."""
         cfg = self._cfg
@@ -198,8 +187,10 @@ class GraphEngine:
         started = time.perf_counter()
         # A graph is of the mode that it was captured in.
         orig_model.train()
-        with working("capturing the graph of a step"):
-            self.compiled = cfg.compile.enabled and self._capture()
+        with script.working("capturing the graph of a step"):
+            if cfg.compile.enabled:
+                self._capture()
+            self.compiled = cfg.compile.enabled
         # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
@@ -215,46 +206,30 @@ class GraphEngine:
             yield losses
         self._print_setup(print_line, time.perf_counter() - started)
 
-    def _capture(self) -> bool:
-        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
-        error, as compile.on_failure says."""
-        # A capture runs no collective, so one rank may fail alone without leaving the others in the middle
-        # of an exchange.
-        error: Exception | None = None
+    def _capture(self) -> None:
+        """Capture every shape. A capture runs no collective, so a rank may fail alone.
+
+        Raises:
+            ConfigError: it cannot be captured.
+        """
+        model = self.model.orig_model
+        layout = self.training.layout
         try:
-            for rows, row_length in self.training.layout.shapes:
-                self.captured.capture(
-                    worst_case_batch(self._rt, self.model.orig_model, self.training.layout, rows, row_length)
-                )
-        # No fault of the graph: training eagerly, which keeps more, is not what helps here.
-        except torch.OutOfMemoryError:
+            for rows, row_length in layout.shapes:
+                self.captured.capture(step.worst_case_batch(self._rt, model, layout, rows, row_length))
+        except (torch.OutOfMemoryError, ConfigError):  # no fault of the graph, or one that says what to do
             raise
-        except Exception as caught:
-            error = caught
-        # All ranks ask, whatever became of their own capture, so that all run graphs or none does: the exchanges inside
-        # them may come in another order than eagerly.
-        if not self._rt.any_rank(error is not None):
-            return True
-        # A mistake in the recipe is an error even where compile.on_failure=warn: eager training would hide it.
-        reason = " ".join(str(error or "it failed on another rank").split())[:300]
-        if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
-            known = isinstance(error, ConfigError)  # which says what to do
-            advice = "" if known else "; set train.engine=blocks, or compile.on_failure=warn to train without a graph"
-            raise ConfigError(
-                f"train.engine=graph: the graph of a step cannot be captured here: {reason}{advice}"
-            ) from error
-        log.warning(
-            "the graph of a step cannot be captured, training eagerly: %s (train.engine=blocks compiles)", reason
-        )
-        self.captured.forget()
-        return False
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            problem = f"train.engine=graph: the graph of a step cannot be captured here: {reason}"
+            raise ConfigError(f"{problem}; set train.engine=blocks") from error
 
     def _run_shapes(self) -> dict[tuple[int, int], float]:
         """Run forward and backward of each declared shape and return the objective per target of each; random state and
         gradients are as before."""
         losses: dict[tuple[int, int], float] = {}
         layout = self.training.layout
-        run_shape = shape_runner(self._rt, self.captured, self.model, layout, losses)
+        run_shape = step.shape_runner(self._rt, self.captured, self.model, layout, losses)
         # It runs two micro-batches if a step has several. CUDA graphs are recorded the second time. With reduce_once
         # the micro-batches between the first and the last of a step have a graph of their own.
         passes = self._cfg.graph.passes
@@ -278,15 +253,15 @@ class GraphEngine:
         if not self.compiled:
             print_line(f"{kind}; eager")
         else:
-            print_line(f"{kind}; captured {counted(self.captured.num_graphs, 'graph')}, in {seconds:.1f} s")
+            print_line(f"{kind}; captured {script.counted(self.captured.num_graphs, 'graph')}, in {seconds:.1f} s")
             # A pass that changed nothing has no line.
-            known: dict[str, Counts] = {}
+            known: dict[str, graphs.Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
                 if known.get(stage.graph) != stage.counts:
                     print_line(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
                 known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
-            print_line(against_measured(self._plan, peak_memory_gib(self._rt.device)))
+            print_line(against_measured(self._plan, hardware.peak_memory_gib(self._rt.device)))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -303,12 +278,12 @@ class GraphEngine:
         """Count compilations within the context, which should not happen."""
         return self.watch.evaluating()
 
-    def report(self, error: BaseException | None = None) -> EngineReport:
+    def report(self, error: BaseException | None = None) -> engine.EngineReport:
         """Return the numbers of graphs and of calls without a graph, on all ranks."""
         watch = self.watch
         captured = self.captured
         assert self._hooks is not None, "warm_up comes first"
-        # To the records of torch.compile come our own: captured graphs are none of its.
+        # torch.compile has no records of captured graphs: these are added.
         own = records_of(watch, self._hooks.unheeded())
         own = replace(
             own,
@@ -320,7 +295,7 @@ class GraphEngine:
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
-        return report_of(counts, watch.evaluations, records, compiled=self.compiled)
+        return engine.report_of(counts, watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
         """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the

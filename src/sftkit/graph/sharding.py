@@ -449,7 +449,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     plan = PLANS[orig_model.config.model_type]
     exchange = Exchange(mesh.get_group("tensor"))
-    # Where without_sequence_parallel finds it, as of a model that parallel/tensor.py has sharded.
+    # without_sequence_parallel finds it there, as in a model that parallel/tensor.py has sharded.
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():

@@ -11,11 +11,8 @@ from typing import Any
 
 import yaml
 
-from sftkit.config.commands import invocation, shipped, shipped_recipes, similar_paths
-from sftkit.config.load import read_config, to_yaml
+from sftkit.config import commands, load, schema, tables
 from sftkit.config.rules import run_can_be_written
-from sftkit.config.schema import Config, EvalConfig, RunConfig
-from sftkit.config.tables import CHAIN, STAGE_SCRIPTS
 from sftkit.config.yaml import RecipeLoader
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class_in
@@ -26,7 +23,7 @@ from sftkit.rundir.names import FINAL, PROOF, RECIPE, REPORT, RESULTS, SUMMARY, 
 from sftkit.rundir.status import read_status
 
 
-def finished(cfg: Config) -> str | None:
+def finished(cfg: schema.Config) -> str | None:
     """Return a line that says that a run is finished, if train.resume=auto would find it at its last step; None: the
     run has to be started.
 
@@ -44,7 +41,7 @@ def finished(cfg: Config) -> str | None:
         total_steps = summary["total_steps"]
         if newest is None or newest.name != step_name(total_steps) or step != total_steps or summary["stopped"]:
             return None
-        if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
+        if _recipe(load.to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
         began = read_provenance(run_dir)
         now = current_provenance(cfg.model, cfg.data)
@@ -65,10 +62,10 @@ def _recipe(text: str) -> dict[str, Any]:
     return {**recipe, "train": {**recipe["train"], "resume": None, "resume_changes": None}}
 
 
-CHAIN_SCRIPTS = {stage: f"scripts/{STAGE_SCRIPTS[stage]}" for stage in CHAIN}
+CHAIN_SCRIPTS = {stage: f"scripts/{tables.STAGE_SCRIPTS[stage]}" for stage in tables.CHAIN}
 
 
-def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
+def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, schema.Config]:
     """Read the recipe of each stage, which may start from the run of an earlier one.
 
     Args:
@@ -77,13 +74,13 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     Raises:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
-    if folder.is_file() or Path(shipped(str(folder))).is_file():
+    if folder.is_file() or Path(commands.shipped(str(folder))).is_file():
         raise ConfigError(f"{folder}: a recipe, and a chain runs those of a folder: name {folder.parent}")
-    if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
+    if not folder.is_dir() and not Path(commands.shipped(str(folder))).is_dir():
         # A folder counts as complete by its first stage: examples for the message, no check.
-        complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
+        complete = [recipe.parent for recipe in map(Path, commands.shipped_recipes()) if recipe.stem == tables.CHAIN[0]]
         raise ConfigError(
-            f"{folder}: no such folder{similar_paths(str(folder)) or '.'} The chain takes one with "
+            f"{folder}: no such folder{commands.similar_paths(str(folder)) or '.'} The chain takes one with "
             f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
     # If stages shared a directory, each would set aside the run before it, and start from an earlier chain's.
@@ -93,14 +90,14 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
             f"{word}: each stage of a chain has a directory of its own: set run.dir in each of {files}, or in recipes "
             "that extend them, and model.path to the run of the stage before"
         )
-    recipes: dict[str, Config] = {}
+    recipes: dict[str, schema.Config] = {}
     problems: list[str] = []
     for stage in CHAIN_SCRIPTS:
         # Runs of earlier stages count as there. After a problem it is not known which they are.
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
         rules = [run_can_be_written, *input_rules(stage, made)]
         try:
-            recipes[stage] = read_config(folder / f"{stage}.yaml", overrides, more=rules)
+            recipes[stage] = load.read_config(folder / f"{stage}.yaml", overrides, more=rules)
         except ConfigError as error:
             problems += re.split(r"\n(?!  )", str(error))  # bad rows are indented below their source
     if problems:
@@ -119,15 +116,15 @@ def was_stopped(run_dir: Path, earlier: str | None, code: int) -> bool:
     return code > 128 or (status.get("status") in ("stopped", "preempted") and status.get("start_id") != earlier)
 
 
-def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
+def evaluate_command(run: schema.RunConfig, eval: schema.EvalConfig) -> list[str]:
     """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
     own evaluations."""
     limit = ["--max-examples", str(eval.max_examples)] if eval.max_examples else []
     out = str(Path(run.dir) / FINAL)
-    return [sys.executable, shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
+    return [sys.executable, commands.shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
 
 
-def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
+def is_evaluated(run: schema.RunConfig, eval: schema.EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
@@ -196,7 +193,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         f"              {auto_class_in(Path(checkpoint))}.from_pretrained loads it",
         f"  report      {runs['sft'] / REPORT}",
         f"  checks      {runs['sft'] / PROOF}",
-        f"  chat        {invocation('scripts/chat.py', str(runs['sft']))}",
+        f"  chat        {commands.invocation('scripts/chat.py', str(runs['sft']))}",
         f"  total       {seconds / 60:.1f} min",
     ]
     return "\n".join(lines)
@@ -211,7 +208,7 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
     """
     if families["low"] > before.get("eval/families/acc", 0.0):
         return []
-    longer = invocation("scripts/run_chain.py", "recipes/default")
+    longer = commands.invocation("scripts/run_chain.py", "recipes/default")
     return [
         "  that is no more than before SFT, within the interval: all stages ran, but so",
         "  small a model learns no task in so few steps. A model that learns them, in",

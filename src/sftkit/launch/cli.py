@@ -9,10 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, expanded, is_ours, program_path
-from sftkit.config.load import fail
-from sftkit.config.tables import STAGE_SCRIPTS as STAGES
-from sftkit.config.terminal import print_text
+from sftkit.config import commands, load, tables, terminal
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import ENDING
 
@@ -45,17 +42,19 @@ def main() -> None:
     """Replace this process by the one that does what the word asks for, with its signals and exit code."""
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        print_text(CLI_USAGE)
+        terminal.print_text(CLI_USAGE)
     elif word == "--version":
-        print_text(f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}")
+        terminal.print_text(
+            f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}"
+        )
     elif word == "init":
         init(words)
     else:
-        env = os.environ | {TYPED: word}
+        env = os.environ | {commands.TYPED: word}
         if word in LABS:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(commands.ROOT), os.environ.get("PYTHONPATH"))))
             # Python looks into this folder first, where a package of another project may have the same name.
-            if Path("labs/__init__.py").exists() and not is_ours("labs/__init__.py"):
+            if Path("labs/__init__.py").exists() and not commands.is_ours("labs/__init__.py"):
                 env["PYTHONSAFEPATH"] = "1"
         arguments = [sys.executable, *python_arguments(word), *words]
         with ENDING:  # a signal that another thread has reported must not find a new program in its place
@@ -66,15 +65,15 @@ def python_arguments(word: str) -> list[str]:
     """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
     if word in LABS:
         return ["-m", f"labs.{word}"]
-    if word not in SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", *LABS, *SCRIPTS], n=1)
+    if word not in commands.SCRIPTS:
+        near = difflib.get_close_matches(word, ["init", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
-        fail(f"sftkit {word}: no such word. {hint}")
-    script = f"scripts/{SCRIPTS[word]}"
+        load.fail(f"sftkit {word}: no such word. {hint}")
+    script = f"scripts/{commands.SCRIPTS[word]}"
     # Stages alone go through the launcher: all others are one process.
-    launcher = ["-m", "sftkit.launch"] if word in STAGES else []
+    launcher = ["-m", "sftkit.launch"] if word in tables.STAGE_SCRIPTS else []
     flags = ["--preview", "0"] if word == "prepare" else []
-    return [*launcher, script if is_ours(script) else str(ROOT / script), *flags]
+    return [*launcher, script if commands.is_ours(script) else str(commands.ROOT / script), *flags]
 
 
 def init(words: list[str]) -> None:
@@ -83,26 +82,26 @@ def init(words: list[str]) -> None:
     Raises:
         ConfigError: something of it is there already, or cannot be written.
     """
-    usage = f"usage: sftkit init DIR\n\nCopies {', '.join(SHIPPED)} into DIR, to read and to change."
+    usage = f"usage: sftkit init DIR\n\nCopies {', '.join(commands.SHIPPED)} into DIR, to read and to change."
     if words in (["-h"], ["--help"]):
-        print_text(usage)
+        terminal.print_text(usage)
         return
     if len(words) != 1 or words[0].startswith("-"):
-        fail(usage)
-    folder = Path(expanded(words[0]))
+        load.fail(usage)
+    folder = Path(commands.expanded(words[0]))
     try:
         # All of it is looked at before anything is copied: a folder that is half there would be rejected the next time.
-        for name in SHIPPED:
+        for name in commands.SHIPPED:
             if (folder / name).exists():
                 raise ConfigError(f"{folder / name} is there already: name another folder, or move it away")
-        for name in SHIPPED:
-            copy(ROOT / name, folder / name)
+        for name in commands.SHIPPED:
+            copy(commands.ROOT / name, folder / name)
     except OSError as error:
         raise ConfigError(f"{folder}: {error}") from error
-    sftkit = program_path("sftkit", folder.absolute())
-    print_text(
-        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain "
-        f"recipes/smoke\n  {sftkit} chat"
+    sftkit = commands.program_path("sftkit", folder.absolute())
+    terminal.print_text(
+        f"{folder}: {', '.join(commands.SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n"
+        f"  {sftkit} chain recipes/smoke\n  {sftkit} chat"
     )
 
 

@@ -19,25 +19,19 @@ from typing import NamedTuple
 
 import psutil
 
-from sftkit.config.commands import invocation, running, shipped, typed
-from sftkit.config.load import fail, read_config
+from sftkit.config import commands, load, schema, tables, terminal
 from sftkit.config.rules import run_can_be_written
-from sftkit.config.schema import Config, num_stages
-from sftkit.config.tables import STAGE_SCRIPTS, stage_of_script
-from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
-from sftkit.launch.chain import finished
-from sftkit.launch.layouts import advice, has_room
+from sftkit.launch import chain, layouts
 from sftkit.memory.estimate import USABLE
 from sftkit.models.files import GIB, Replica, replica_of
 from sftkit.preflight.inputs import input_rules, launch_rules
 from sftkit.rundir.files import read_text
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import killed_by, newest_start, report_killed, stopped_by
-from sftkit.runtime.launcher import signal_env
-from sftkit.runtime.script import counted, likely_cause, oom_kills
-from sftkit.runtime.signals import handled_by, heeded, torch_passes_on_once
+from sftkit.runtime import launcher, signals
+from sftkit.runtime.script import counted, likely_cause
 
 _WATCH_SECONDS = 0.5
 "How long the CPUs are watched for idle ones."
@@ -138,7 +132,7 @@ def _core_of(cpu: int) -> str:
     return read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu)
 
 
-CONFIGS = Path(shipped("accelerate_configs/")).absolute()
+CONFIGS = Path(commands.shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
 
 
@@ -166,12 +160,12 @@ class Needs(NamedTuple):
 _UNKNOWN = Needs()
 
 
-def needs_of(cfg: Config, hardware: Hardware) -> Needs:
+def needs_of(cfg: schema.Config, hardware: Hardware) -> Needs:
     """Return what a recipe needs of these GPUs."""
     replica = replica_of(cfg.model, cfg.optim, cfg.train, cfg.adapter)
     if cfg.adapter is not None and cfg.adapter.base == "nf4":  # is not sharded, so its rows decide nothing
         return Needs(replica)
-    rows_fit = partial(has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)
+    rows_fit = partial(layouts.has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)
     return Needs(replica, rows_fit, whole=cfg.train.engine != "graph")
 
 
@@ -202,7 +196,7 @@ def choose(
     cores = counted(hardware.cpu_cores, "CPU core")
     if (stages or 1) > max(hardware.gpus, 1):
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
-        start = typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
+        start = commands.typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
         raise ConfigError(
             f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: "
             f"ACCELERATE_USE_CPU=true {start} --num_processes {stages} SCRIPT RECIPE ..."
@@ -278,14 +272,14 @@ def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
     By itself, with a single process, it ends at a signal and leaves the script running (huggingface/accelerate#929).
-    With several processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a
+    Torch's elastic agent passes signals on to several processes, see torch_passes_on_once. If a signal has ended a
     process, the exit code says which.
     """
     from accelerate.commands.launch import main as accelerate_main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     def pass_on(signum: int, _frame: object) -> None:
-        leave_lost_terminal()
+        terminal.leave_lost_terminal()
         children = psutil.Process().children()
         for child in children:
             child.send_signal(signum)
@@ -294,11 +288,11 @@ def accelerate_launch() -> None:
                 os.write(2, f"\n{signal.Signals(signum).name}: ended\n".encode())
             os._exit(128 + signum)
 
-    numbers = heeded()
+    numbers = signals.heeded()
     for number in numbers:
         signal.signal(number, pass_on)
     try:
-        with torch_passes_on_once(numbers):
+        with signals.torch_passes_on_once(numbers):
             accelerate_main()
     except subprocess.CalledProcessError as error:  # the only process
         sys.exit(exit_code([error.returncode]))
@@ -332,42 +326,40 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         ConfigError: the recipe or what it starts from is wrong, there is no such script, or the processes that this
             machine has room for cannot run it.
     """
-    if not Path(shipped(script)).is_file():
-        known = [f"scripts/{name}" for name in STAGE_SCRIPTS.values()]
+    if not Path(commands.shipped(script)).is_file():
+        known = [f"scripts/{name}" for name in tables.STAGE_SCRIPTS.values()]
         near = difflib.get_close_matches(script, known, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    rules = [run_can_be_written, *input_rules(stage_of_script(script))]
-    cfg = read_config(recipe, overrides, world_size=1, more=rules)
-    script = shipped(script)
+    rules = [run_can_be_written, *input_rules(tables.stage_of_script(script))]
+    cfg = load.read_config(recipe, overrides, world_size=1, more=rules)
+    script = commands.shipped(script)
     refuse_at_work(Path(cfg.run.dir))
-    if line := finished(cfg):
-        print_text(line)
+    if line := chain.finished(cfg):
+        terminal.print_text(line)
         return 0
     # The machine decides the Accelerate config and the number of processes.
     hardware = find_hardware()
-    stages = num_stages(cfg.train)
+    stages = schema.num_stages(cfg.train)
     launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs_of(cfg, hardware), stages)
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
         )
-    print_text(launch.summary)
+    terminal.print_text(launch.summary)
     topology = topology_of(launch.config_file, launch.num_processes, stages)
-    read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
-    if line := advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
-        print_text(line)
-    # A stopped run has recorded that itself; a killed run shows only in its files and in the kernel's counters.
+    load.read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
+    if line := layouts.advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
+        terminal.print_text(line)
+    # A stopped run has recorded that itself; a killed run shows only in its files.
     earlier = newest_start(Path(cfg.run.dir))
-    before = oom_kills()
-    code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
+    code = call(command(launch, script, [recipe, *overrides]), launch.env | launcher.signal_env(os.environ))
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), earlier)) is not None:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
-        cause = likely_cause(number, before)
-        text = report_killed(Path(cfg.run.dir), number, cause, earlier, [script, recipe, *overrides])
-        print_text(f"\n{text}", error=True, level="error")
+        text = report_killed(Path(cfg.run.dir), number, likely_cause(number), earlier, [script, recipe, *overrides])
+        terminal.print_text(f"\n{text}", error=True, level="error")
     return code
 
 
@@ -378,11 +370,11 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     child: subprocess.Popen | None = None
 
     def pass_on(signum: int, _frame: object) -> None:
-        leave_lost_terminal()
+        terminal.leave_lost_terminal()
         if child is not None:
             child.send_signal(signum)
 
-    with handled_by(pass_on):
+    with signals.handled_by(pass_on):
         child = subprocess.Popen(words, env=os.environ | dict(env or {}))
         code = child.wait()
     return 128 - code if code < 0 else code
@@ -393,13 +385,12 @@ def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         other = "Settings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
-        print_text(typed(f"{__doc__}\n{other}"))
+        terminal.print_text(commands.typed(f"{__doc__}\n{other}"))
         return 0
     if words[0].startswith("-"):
-        moved = " It moved to labs/primer.py (docs/distributed.md)." if words[0] == "--demo" else ""
-        fail(f"{words[0]}: no such option.{moved} To train: SCRIPT RECIPE [key=value ...]")
+        load.fail(f"{words[0]}: no such option. To train: SCRIPT RECIPE [key=value ...]")
     if len(words) < 2 or "=" in words[1]:
-        fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
+        load.fail(f"usage: {commands.running(commands.invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
     return run_script(words[0], words[1], words[2:])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import Config, LossConfig
@@ -22,7 +22,7 @@ from sftkit.models.files import ModelSize, fields_of, of_fields, size_of
 from sftkit.rundir.names import resolve, trained_length
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.stages."
+"Architectures whose matrices and layers can be spread over GPUs by parallel.tensor and parallel.pipeline."
 Way = tuple[EstimateInputs, str]
 "A layout for a model on some GPUs, and its train.memory."
 
@@ -86,7 +86,7 @@ def setups(shape: Shape, of: Iterable[Topology], rows: int, row_length: int, mic
         if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
-        # The parameters that a token passes decide, as in parallel.stages.
+        # The parameters that a token passes decide, as in parallel.pipeline.
         layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.
@@ -147,20 +147,14 @@ def shape_of_fields(fields: Mapping[str, Any], known: ModelSize | None = None) -
     )
 
 
-class _Asked(NamedTuple):
-    """A recipe on some GPUs."""
+def _asked(cfg: Config, topology: Topology, memory_bytes: int | None) -> tuple[Shape, int, bool, Way | None] | None:
+    """Return what fits of a layout; None: sizes are unknown, or there is one process.
 
-    shape: Shape
-    row_length: int
-    shardable: bool
-    "whether its matrices and layers can be spread"
-    way: Way | None
-    """the layout that it is started in, if it fits: with the train.memory and the optimizer of the recipe if these fit,
-    else with those that leave it most speed"""
-
-
-def _asked(cfg: Config, topology: Topology, memory_bytes: int | None) -> _Asked | None:
-    """Return what fits of a layout; None: sizes are unknown, or there is one process."""
+    Returns:
+        (the sizes of the model; positions of a row; whether its matrices and layers can be spread; the layout that it
+        is started in, if it fits: with the train.memory and the optimizer of the recipe if these fit, else with those
+        that leave it most speed)
+    """
     fields = fields_of(cfg.model)
     if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
@@ -187,7 +181,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None) -> _Asked 
     if cfg.optim.name != "auto":
         named = [(replace(setup, optimizer=cfg.optim.name), memory) for setup, memory in named]
     way = next((each for each in (*named, *every) if is_within(each[0], memory_bytes)), None)
-    return _Asked(shape, row_length, fields["model_type"] in SHARDABLE, way)
+    return shape, row_length, fields["model_type"] in SHARDABLE, way
 
 
 def _row_length(cfg: Config) -> int | None:
@@ -206,7 +200,7 @@ def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool 
     """Return whether a layout of one machine has room for the rows of a recipe, with whatever train.memory and
     optimizer; None: sizes are unknown, or there is one process."""
     asked = _asked(cfg, topology, memory_bytes)
-    return None if asked is None else asked.way is not None
+    return None if asked is None else asked[-1] is not None
 
 
 def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
@@ -223,24 +217,31 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     if asked is None:
         return None
     assert memory_bytes is not None
-    if asked.way is not None:
-        setup, memory = asked.way
+    shape, row_length, shardable, way = asked
+    if way is not None:
+        setup, memory = way
         own = memory == cfg.train.memory and cfg.optim.name in ("auto", setup.optimizer)
         not_own = f"; it does not fit with train.memory={cfg.train.memory}, optim.name={cfg.optim.name}"
-        return f"on paper: {taken} {_takes(asked.way, memory_bytes)}{'' if own else not_own}"
+        return f"on paper: {taken} {_takes(way, memory_bytes)}{'' if own else not_own}"
     rows = cfg.train.global_batch_size
-    positions = f"rows of {asked.row_length:,} positions"
+    positions = f"rows of {row_length:,} positions"
     micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
     per_machine = max(1, topology.world_size // num_machines)
-    found = setups(
-        asked.shape,
-        topologies(topology.world_size, per_machine, asked.shape),
-        rows,
-        asked.row_length,
-        range(cfg.train.micro_batch_size, 0, -1),  # as they are, if possible
-    )
+    every = topologies(topology.world_size, per_machine, shape)
+    # Rows of a micro-batch as they are, if possible.
+    found = setups(shape, every, rows, row_length, range(cfg.train.micro_batch_size, 0, -1))
+
+    def may_run(setup: EstimateInputs) -> bool:
+        """Return whether a layout may be named in place of that of the recipe."""
+        t = setup.topology
+        # A pipeline of 1f1b has as many micro-batches in flight as stages, and trains all parameters.
+        pipeline = setup.layout.accumulation >= t.stages and not cfg.train.freeze
+        if shape.nf4 and t.partial:  # its matrices are not sharded
+            return False
+        return (t.stages == 1 or pipeline) and (shardable or t.ranks_per_row * t.stages == 1)
+
     # Recomputing costs more than what most layouts send: the simplest of those that recompute least.
-    fitting = (way for way in found if _may_run(way[0], cfg, asked) and is_within(way[0], memory_bytes))
+    fitting = (way for way in found if may_run(way[0]) and is_within(way[0], memory_bytes))
     best = min(fitting, key=lambda way: -way[0].budget, default=None)
     instead = "nor does another layout; take shorter rows or more GPUs"
     if best is not None:
@@ -252,16 +253,6 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     gpipe = topology.stages > 1 and cfg.train.pipeline_schedule == "gpipe"
     named = " and train.pipeline_schedule=gpipe, which keeps more activations than 1f1b" * gpipe
     return f"on paper: {batch} do not fit with {taken}{named}; {instead} (docs/parallelism.md)"
-
-
-def _may_run(setup: EstimateInputs, cfg: Config, asked: _Asked) -> bool:
-    """Return whether a layout may be named in place of that of a recipe."""
-    t = setup.topology
-    # A pipeline of 1f1b has as many micro-batches in flight as stages, and trains all parameters.
-    pipeline = setup.layout.accumulation >= t.stages and not cfg.train.freeze
-    if asked.shape.nf4 and t.partial:  # its matrices are not sharded
-        return False
-    return (t.stages == 1 or pipeline) and (asked.shardable or t.ranks_per_row * t.stages == 1)
 
 
 def _takes(way: Way, memory_bytes: int) -> str:

@@ -36,12 +36,10 @@ from sftkit.memory.estimate import (
     gib,
     held_bytes,
 )
-from sftkit.models import structure
-from sftkit.models.kind import kind_of
+from sftkit.models import kind, structure
 from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
-from sftkit.parallel.stages import layers_of_stages
 from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
 
@@ -70,26 +68,27 @@ def remedies(
     if plan.setup is None or plan.estimate is None:
         return []
     s, ways = replace(plan.setup, layout=layout), []
-    tried = (_smaller_batch(s, data), _recompute(s, compile, optim), smaller_states(s), _chunk(s), _more_shards(s))
-    for options in (*tried, _schedule(s)):
+    # A quarter of the loss's chunk; the schedule that keeps activations of as many micro-batches as stages.
+    quarter = max(s.chunk_tokens // 4, 64)
+    chunk = [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] * (quarter < s.chunk_tokens)
+    fewer = s.schedule == "gpipe" and s.layout.accumulation >= s.topology.stages > 1
+    schedule = [("train.pipeline_schedule=1f1b", replace(s, schedule="1f1b"))] * fewer
+    tried = (_smaller_batch(s, data), _recompute(s, compile, optim), smaller_states(s), chunk, _more_shards(s))
+    for options in (*tried, schedule):
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
         # A saving below the last printed digit (0.1 GiB after rounding) is not worth suggesting.
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
         if saved:
             more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
-            resumable = tuple(text for text, _, after in saved if _may_resume(s, after))
+            resumable = tuple(text for text, _, after in saved if _resumed_parts(after) == _resumed_parts(s))
             most = max(n for _, n, _ in saved)
             ways.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", most, resumable))
     return sorted(ways, key=lambda remedy: -remedy.saved_bytes)
 
 
-def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:
-    """Return whether a checkpoint of one setup fits the other: the same optimizer states and the same rows."""
-
-    def kept(s: EstimateInputs) -> tuple[object, ...]:
-        return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length
-
-    return kept(there) == kept(here)
+def _resumed_parts(s: EstimateInputs) -> tuple[object, ...]:
+    """Return what a checkpoint fits to: optimizer states and rows."""
+    return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length
 
 
 def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
@@ -153,22 +152,10 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     if left:
         return []
     layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
-    # With the smallest sharding, because the run did not fit.
+    # The sharding that takes least memory, because the run did not fit.
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
     engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
-
-
-def _schedule(s: EstimateInputs) -> list[Option]:
-    """Return the pipeline schedule that keeps activations of as many micro-batches as stages, instead of all."""
-    fewer = s.schedule == "gpipe" and s.layout.accumulation >= s.topology.stages > 1
-    return [("train.pipeline_schedule=1f1b", replace(s, schedule="1f1b"))] if fewer else []
-
-
-def _chunk(s: EstimateInputs) -> list[Option]:
-    """Return a quarter of the loss's chunk of tokens, but at least 64; nothing if that is not smaller."""
-    quarter = max(s.chunk_tokens // 4, 64)
-    return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 
 
 def automatic_optimizer(preset: str, precision: str, *, too_much: bool, partial: bool) -> str:
@@ -457,17 +444,21 @@ def _inputs(
         checkpointing=checkpointing,
         topology=rt.topology,
         encoder=encoder_shape_of(orig_model),
-        encoded_length=kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
+        encoded_length=kind.kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
     )
     if rt.topology.stages == 1:
         return setup
+    from sftkit.parallel.pipeline import layers_of_stages
+
     layers = layers_of_stages(orig_model, cfg.train, rt.topology.stages)
     return replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
 
 
 def _budget(compile: CompileConfig, train: TrainConfig) -> float:
-    """Return the share of activations that the partitioner keeps; 1.0 if it does not choose."""
-    return activation_budget(compile, train) if _recomputes(compile) else 1.0
+    """Return the share of activations that the partitioner keeps: the recipe's, otherwise that of train.memory; 1.0 if
+    it does not choose."""
+    explicit = compile.activation_memory_budget
+    return 1.0 if not _recomputes(compile) else BUDGETS[train.memory] if explicit is None else explicit
 
 
 def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
@@ -501,12 +492,6 @@ def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -
 def _recomputes(compile: CompileConfig) -> bool:
     """Return whether the compiler's partitioner chooses which activations of the blocks to recompute."""
     return compile.enabled and compile.backend in ("inductor", "aot_eager")
-
-
-def activation_budget(compile: CompileConfig, train: TrainConfig) -> float:
-    """Return the share of activations that compiled graphs keep: the recipe's, otherwise that of train.memory."""
-    explicit = compile.activation_memory_budget
-    return BUDGETS[train.memory] if explicit is None else explicit
 
 
 def fits(estimate: Estimate, total_bytes: int | None) -> bool:

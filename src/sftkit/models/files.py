@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
-from sftkit.errors import ConfigError, DataError, RunError, Stopped
+from sftkit.errors import ConfigError, DataError, RunError, Stopped, config_error, hint
 from sftkit.models.trained import frozen_names
 from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
 from sftkit.runtime.hub import find_model, hub_answers
@@ -49,10 +49,7 @@ def auto_class_in(folder: Path) -> str:
 
 def not_causal(model_type: str, what: str) -> str:
     """Return the reason why `what` rejects a model with an encoder."""
-    return (
-        f"{model_type} has an encoder: {what} is for models that continue a text. Its run evaluates captions during "
-        "training (data.val), and transformers generates with it, see docs/captioning.md"
-    )
+    return hint("model with an encoder", model_type=model_type, what=what)
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -122,10 +119,7 @@ def check_model_files(folder: Path) -> None:
     config = json_object(folder / "config.json")
     check_unquantized(config, f"{folder}: config.json")
     if (folder / ADAPTER_CONFIG).is_file():
-        raise ConfigError(
-            f"{folder}: it holds {ADAPTER_CONFIG} and config.json, so it is unclear which model is meant. Move the "
-            "adapter to a folder of its own, or remove that file"
-        )
+        raise config_error("two models in a folder", folder=folder, file=ADAPTER_CONFIG)
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
             found = json_object(folder / name)
@@ -161,12 +155,7 @@ def _method(found: Any) -> str:
 
 
 def _quantized(where: str, method: str) -> str:
-    return (
-        f"{where}: the weights are quantized ({method}), and only plain bf16, fp16 or fp32 weights are trained. "
-        "Start from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit); "
-        "for QLoRA set adapter.base=nf4, which quantizes it while loading. "
-        "Or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use it"
-    )
+    return hint("quantized weights", place=where, method=method)
 
 
 def files_of_weights(folder: Path) -> dict[str, Path]:
@@ -223,11 +212,7 @@ def check_weights(path: Path) -> None:
     tensors = header_of(path)
     for name, tensor in tensors.items():
         if found := _LEFTOVER.search(name):
-            raise ConfigError(
-                f"{path}: {name}: {found[1]} belongs to an adapter, a quantized layer or a compiled module. The "
-                "class in config.json does not have it, so a different model would be trained. Save the plain model "
-                "(merge_and_unload, dequantize, or the module inside torch.compile) and use that folder"
-            )
+            raise config_error("leftovers of a wrapper", path=path, weight=name, part=found[1])
         if name.endswith(".weight") and tensor["dtype"] not in (*FLOATS, "I64", "BOOL"):
             raise ConfigError(_quantized(f"{path}: {name}", f"stored as {tensor['dtype']}"))
 

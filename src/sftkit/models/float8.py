@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from sftkit.config.commands import install
 from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.data.batches.pack import Layout
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error, hint
 from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import Runtime
 
@@ -33,19 +33,13 @@ def apply_fp8(
     """
     if train.fp8 is not None:
         if rt.topology.tensor > 1:
-            raise ConfigError(
-                f"train.fp8={train.fp8} does not work with tensor parallelism: set parallelism_config_tp_size to 1 "
-                "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
-            )
+            raise config_error("float8 with tensor parallelism", fp8=train.fp8)
         # The product for a weight's gradient sums over positions, so positions are one of its dimensions.
         multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has a share of the positions
         odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
-            raise ConfigError(
-                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, but "
-                f"this layout has {', '.join(odd)}: set such data.max_length, data.row_length or data.pad_multiple"
-            )
+            raise config_error("positions of float8", fp8=train.fp8, multiple=multiple, odd=", ".join(odd))
         number = convert_to_fp8(orig_model, train.fp8, rt.device, rt.precision, compile=compile.enabled)
         rt.print(f"{number} linear layers compute in float8, {train.fp8}")
 
@@ -92,10 +86,7 @@ def fp8_unsupported_reason(
     if hidden_size < SMALLEST_HIDDEN_SIZE:
         return f"a model of hidden size {hidden_size} would get slower: float8 pays off from {SMALLEST_HIDDEN_SIZE}"
     if not convertible(orig_model):
-        return (
-            f"{type(orig_model).__name__} has no linear layer in its decoder blocks whose dimensions are multiples "
-            f"of {_MULTIPLE} and at least {NARROWEST}"
-        )
+        return hint("no float8 layers", cls=type(orig_model).__name__, multiple=_MULTIPLE, narrowest=NARROWEST)
     return None
 
 

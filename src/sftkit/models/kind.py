@@ -17,11 +17,9 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.errors import ConfigError, DataError
-from sftkit.models import files
-from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
-from sftkit.ops.linear_cross_entropy import Head
+from sftkit.errors import ConfigError, DataError, hint
+from sftkit.models import files, structure
+from sftkit.ops import attention, linear_cross_entropy
 
 
 class Continuation(NamedTuple):
@@ -112,12 +110,14 @@ class ModelKind(Protocol):
             context_group: name of the group of ranks whose chunks form whole rows; None if each rank has whole rows.
         """
 
-    def head(self, orig_model: PreTrainedModel) -> Head:
+    def head(self, orig_model: PreTrainedModel) -> linear_cross_entropy.Head:
         """Return the output projection and the soft cap of its logits; the sharding code gathers its weights."""
-        projection = output_projection(orig_model)
+        projection = structure.output_projection(orig_model)
         # Trained rows of a frozen head (models/token_rows.py).
         own: Any = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
-        return Head(projection.weight, projection.bias, logit_softcap(orig_model), None, *own)
+        return linear_cross_entropy.Head(
+            projection.weight, projection.bias, structure.logit_softcap(orig_model), None, *own
+        )
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return a function that generates texts token by token, one text for each encoder input.
@@ -143,7 +143,7 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
     """Return the arguments of a decoder: its inputs and the boundaries of the batch's documents."""
-    return {**inputs, "use_cache": False, "documents": document_boundaries(batch, backend, context_group)}
+    return {**inputs, "use_cache": False, "documents": attention.document_boundaries(batch, backend, context_group)}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
@@ -165,7 +165,7 @@ def decoded(
             the documents.
     """
     # transformers never collects router logits, whatever the config asks: models.routing reads them with hooks.
-    with kernel_order(backend):
+    with attention.kernel_order(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     return outputs.last_hidden_state
 
@@ -193,11 +193,7 @@ class CausalLM(ModelKind):
             DataError: the documents have encoder inputs, but the model has no encoder.
         """
         if examples.encoder_sources:
-            raise DataError(
-                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for "
-                f"{examples.encoder_sources[0][:80]}: choose a model with an encoder "
-                "(model.scratch.model_type=vision-encoder-decoder for pictures)"
-            )
+            raise DataError(hint("no encoder", examples=examples, model_type=orig_model.config.model_type))
         return examples
 
     def decoder_inputs(
@@ -210,7 +206,7 @@ class CausalLM(ModelKind):
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; the documents of a row do not attend to each other."""
-        return decoded(decoder(orig_model), batch.inputs, batch, backend, context_group)
+        return decoded(structure.decoder(orig_model), batch.inputs, batch, backend, context_group)
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return the model itself: it needs only the tokens."""
@@ -218,14 +214,14 @@ class CausalLM(ModelKind):
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]; the model applies its soft cap itself."""
-        with plain_attention(orig_model):
+        with attention.plain_attention(orig_model):
             return orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
 
 
 MODEL_KINDS = {
     files.CAUSAL: "sftkit.models.kind:CausalLM",
-    files.CAPTIONS: "sftkit.models.vision:VisionToText",
-    files.TEXT_TO_TEXT: "sftkit.models.text_to_text:TextToText",
+    files.CAPTIONS: "sftkit.models.encoders:VisionToText",
+    files.TEXT_TO_TEXT: "sftkit.models.encoders:TextToText",
 }
 "The model kinds by the class of transformers that loads them: module:class."
 

@@ -31,24 +31,15 @@ from transformers.initialization import no_init_weights
 from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
+from sftkit.models import files as model_files
 from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
-from sftkit.models.files import (
-    adapter_at,
-    auto_class,
-    check_model_files,
-    check_unquantized,
-    files_of_weights,
-    not_causal,
-    reading_files,
-)
 from sftkit.models.kind import kind_of, model_kind
-from sftkit.models.rope import scale_rope, use_document_lengths
-from sftkit.models.structure import vocab_size
+from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import ADAPTER_CONFIG, MANIFEST, resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import ADAPTER_CONFIG, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
@@ -81,14 +72,13 @@ def loading(path: str, kind: str = "model") -> Iterator[None]:
     download and its location.
     """
     try:
-        with reading_files(path, f"the {kind}"):
+        with model_files.reading_files(path, f"the {kind}"):
             yield
     except ConfigError as error:
         if error.__cause__ is None or os.path.isdir(path) or hub_answers():
             raise
-        raise ConfigError(
-            f"{path}: {unreachable()}, and this {kind} is incomplete in the local cache. {download_help(path)}"
-        ) from error.__cause__
+        words = {"reason": unreachable(), "help": download_help(path)}
+        raise config_error("incomplete in the cache", path=path, kind=kind, **words) from error.__cause__
 
 
 def local_folder(path: str, options: Mapping[str, object]) -> Path:
@@ -134,7 +124,7 @@ def load_model(
         with working("making a new model"):
             orig_model = from_scratch(model.scratch, tokenizer, seed, precision)
     else:
-        files = adapter_at(model)
+        files = model_files.adapter_at(model)
         source = model if files is None else files.base
         path = checked_folder(model, files)
         load = empty_model if empty else full_model
@@ -184,15 +174,11 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
             cure = f"{invocation('scripts/export.py', path, '--merge --out DIR')}, and name DIR there"
             raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
-        check_model_files(Path(path))
+        model_files.check_model_files(Path(path))
     if files is not None and files.digest is not None:
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
-            raise ConfigError(
-                f"{files.folder}: its adapter was trained on other weights than {path} has now (sha256 {found[:16]}, "
-                f"and {MANIFEST} says {files.digest[:16]}): bring those back, or correct base_model_name_or_path in "
-                f"{ADAPTER_CONFIG}"
-            )
+            raise config_error("adapter of other weights", files=files, path=path, found=found)
     return path
 
 
@@ -220,16 +206,13 @@ def _adapt(
     if model.path is None:
         raise ConfigError("adapter: a new model has no weights that adapters could be added to: set model.path")
     if orig_model.config.is_encoder_decoder:
-        raise ConfigError(f"adapter: {not_causal(orig_model.config.model_type, 'an adapter')}")
+        raise ConfigError(f"adapter: {model_files.not_causal(orig_model.config.model_type, 'an adapter')}")
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
     whole = start_config(path, options)
     if trained_config(whole) is not whole:
-        raise ConfigError(
-            f"adapter: {path} is a model that sees images too, of which only the text model is trained: its adapter "
-            "would not fit the whole model. Save the text model alone and name that folder, or train without adapter"
-        )
+        raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         digest = base_digest(local_folder(path, options))
     # Absolute: other programs read the files of the adapter in other folders.
@@ -238,10 +221,7 @@ def _adapt(
     start = None if files is None else files.folder
     adapters = several(Adapters(config, seed, base, digest, start, tokens=tokens, known=known))
     if adapters.members and (files is not None or tokens):
-        raise ConfigError(
-            "adapters: continue no adapter yet and train no added tokens: name a whole model in model.path, and use a "
-            "chat template of tokens that its tokenizer has (model.chat_template)"
-        )
+        raise config_error("adapters that continue")
     if files is not None:
         check_continued(files, config)
     add_adapters(orig_model, adapters)
@@ -294,7 +274,7 @@ def full_model(
         # Files of the hub are downloaded by now; those of a folder were checked before.
         cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
         if isinstance(cached, str):
-            check_model_files(Path(cached).parent)
+            model_files.check_model_files(Path(cached).parent)
     if trained is config and (unused := loading_info["unexpected_keys"]):
         name = type(orig_model).__name__
         _warn_once(
@@ -313,7 +293,7 @@ def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
         ConfigError: its weights are quantized.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    check_unquantized(config.to_dict(), f"{path}: config.json")
+    model_files.check_unquantized(config.to_dict(), f"{path}: config.json")
     return config
 
 
@@ -323,7 +303,7 @@ def start_generation_config(path: str, options: dict[str, object]) -> Generation
     Raises:
         ConfigError: transformers rejects it.
     """
-    with reading_files(f"{path}: generation_config.json", "its settings"):
+    with model_files.reading_files(f"{path}: generation_config.json", "its settings"):
         try:
             return GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
         except OSError:
@@ -345,10 +325,7 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
         f"{path}: tie_word_embeddings is true, but in the files {first_of(sorted(own))} differs from its tied weight"
     )
     if own != tied.keys() or config.is_encoder_decoder:
-        raise ConfigError(
-            f"{where}, and {type(orig_model).__name__} ties other weights too: save the model with the intended "
-            "weights (tied weights once, or tie_word_embeddings false)"
-        )
+        raise config_error("some tied weights differ", place=where, cls=type(orig_model).__name__)
     for holder in (config, config.get_text_config()):
         holder.tie_word_embeddings = False
     _warn_once(f"{where}: trained untied and saved with tie_word_embeddings false")
@@ -386,7 +363,7 @@ def model_of_files(
     if checkpoint is not None:
         model = replace(model, path=str(checkpoint), rope_scaling=None)  # its config.json has it
     many = adapters is not None and bool(adapters.members)
-    files = None if many else adapter_at(model, with_base=adapters is None)
+    files = None if many else model_files.adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
@@ -417,16 +394,10 @@ def check_complete(
         ConfigError: a weight that is missing or of another shape.
     """
     if missing:
-        raise ConfigError(
-            f"{where}: its files lack {first_of(sorted(missing))} of {model_class.__name__}; copy or download the "
-            "model again"
-        )
+        raise config_error("missing weights", place=where, missing=first_of(sorted(missing)), cls=model_class.__name__)
     if mismatched:
         name, there, here = min(mismatched)
-        raise ConfigError(
-            f"{where}: {name} has shape {list(there)} in the files and {list(here)} in the model: use the config.json "
-            "of these weights"
-        )
+        raise config_error("shape of weights", place=where, weight=name, there=list(there), here=list(here))
 
 
 def empty_model(
@@ -465,7 +436,7 @@ def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype
         renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
     files = {}
-    for name, path in files_of_weights(folder).items():
+    for name, path in model_files.files_of_weights(folder).items():
         inside = name
         for pattern, replacement in TEXT_NAMES.items() if renamed else ():
             inside = re.sub(pattern, replacement, inside)
@@ -504,7 +475,7 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
     try:
         model_type = str(fields["model_type"])
         encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        made = model_kind(auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
+        made = model_kind(model_files.auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
         return AutoConfig.for_model(str(made.pop("model_type")), **made)
     except _REFUSALS as error:
         reason = _unknown_type(fields) or f"transformers rejects this config: {' '.join(str(error).split())}"
@@ -566,10 +537,7 @@ def resolve_max_length(
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
-        raise ConfigError(
-            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less, or "
-            "extend the model: model.rope_scaling={rope_type: yarn, factor: 4.0}"
-        )
+        raise config_error("more than the positions", length=length, positions=positions)
     start = f"from {resolve(model.path)}" if model.path else "new model"
     source = tokenizer.chat_template
     template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
@@ -615,10 +583,7 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
         start = [i for i in start if i in special]
     rows = vocab_size(orig_model)
     if wrong := [one for one in start if type(one) is not int or not 0 <= one < rows]:
-        raise ConfigError(
-            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is not a token of the model's "
-            f"{rows}: correct the file, or remove the field"
-        )
+        raise config_error("stop that is no token", place=where, wrong=wrong[0], rows=rows)
     generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
     if more := [i for i in generation.eos_token_id if i not in ends]:
         words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
@@ -661,10 +626,7 @@ def _make_saveable(generation: GenerationConfig, where: str) -> None:
                 setattr(generation, name, None)
                 changed.append(f"{name} removed, which has no effect here")
     if (problem := _problem(generation)) is not None:
-        raise ConfigError(
-            f"{where}: generation_config.json: transformers would not save it with a checkpoint: {problem}. Correct "
-            "the file, or remove it"
-        )
+        raise config_error("generation config", place=where, problem=problem)
     log.warning("%s: generation_config.json: transformers would not save it as it is: %s", where, "; ".join(changed))
 
 

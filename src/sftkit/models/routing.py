@@ -18,7 +18,7 @@ from torch.distributed import all_reduce
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.batches.collate import IGNORE, Batch
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.ops.tensors import resolve_group
 
 COEFFICIENT = "router_aux_loss_coef"
@@ -50,10 +50,7 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
     """
     text = config.get_text_config()
     if override and not hasattr(text, COEFFICIENT):
-        raise ConfigError(
-            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss for its routers: leave the "
-            "key out, or set 0"
-        )
+        raise config_error("no auxiliary loss", coefficient=COEFFICIENT, override=override, model_type=text.model_type)
     if override is not None:
         return override
     return float(getattr(text, COEFFICIENT, 0.0) or 0.0) if getattr(text, "output_router_logits", False) else 0.0

@@ -18,7 +18,7 @@ from sftkit.config.tables import CHAT_TEMPLATES
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.files import adapter_at, reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
@@ -64,9 +64,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.is_fast:
-        raise ConfigError(
-            f"{path}: a slow tokenizer has no character offsets, which the loss mask needs: convert it to a fast one"
-        )
+        raise config_error("slow tokenizer", path=path)
     # A tokenizer of the hub is in the cache by now.
     if (file := file or own_tokenizer(path, str(options["revision"]))) is not None:
         check_own_file(tokenizer, file, path)
@@ -76,11 +74,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         # A marker that is not a token would be split into pieces of ordinary text, none of which would end a turn.
         missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
         if missing:
-            raise ConfigError(
-                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is not a token of {path}. "
-                f"Set model.chat_template to {' or '.join(CHAT_TEMPLATES)}, whose tokens are added to tokenizer and "
-                "model, or use a template made for this tokenizer"
-            )
+            known = " or ".join(CHAT_TEMPLATES)
+            raise config_error("tokens of a chat template", model=model, missing=missing[0], path=path, known=known)
     set_template_arguments(tokenizer, model)
     set_text_start(tokenizer, published_start(model))
     if tokenizer.pad_token_id is None:  # any token works: padding is never attended to and never a target
@@ -128,11 +123,8 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str
     here = tokenizer.convert_ids_to_tokens(found)
     at = next((i for i, (one, other) in enumerate(zip(there, here, strict=False)) if one != other), 0)
     lost = "" if back == text else f", and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}"
-    raise ConfigError(
-        f"{path}: {type(tokenizer).__name__} does not tokenize as tokenizer.json says: it makes {here[at : at + 4]} "
-        f'where the file makes {there[at : at + 4]}{lost}. Set tokenizer_class to "PreTrainedTokenizerFast" in its '
-        "tokenizer_config.json (in a local copy, named as model.tokenizer), which loads the file unchanged"
-    )
+    made = {"here": here[at : at + 4], "there": there[at : at + 4], "lost": lost}
+    raise config_error("tokenizer unlike its file", path=path, cls=type(tokenizer).__name__, **made)
 
 
 def published_start(model: ModelConfig) -> int | None:
@@ -157,10 +149,7 @@ def published_start(model: ModelConfig) -> int | None:
     found = (fields.get("decoder_start_token_id"), getattr(generation, "decoder_start_token_id", None))
     named = {int(one) for one in found if one is not None}
     if len(named) > 1:
-        raise ConfigError(
-            f"{path}: decoder_start_token_id is {' and '.join(map(str, sorted(named)))} in config.json and "
-            "generation_config.json: correct the wrong one"
-        )
+        raise config_error("two start tokens", path=path, tokens=" and ".join(map(str, sorted(named))))
     return next(iter(named), None)
 
 
@@ -175,9 +164,7 @@ def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfi
     if args is None:
         return
     if not template:
-        raise ConfigError(
-            "model.chat_template_args: the tokenizer has no chat template. Set model.chat_template=chatml"
-        )
+        raise config_error("arguments without chat template")
     if isinstance(template, dict):
         tokenizer.chat_template = {name: with_arguments(source, args) for name, source in template.items()}
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error, hint
 from sftkit.models.structure import TOKEN_ROWS, embedding_of, output_projection, vocab_size
 from sftkit.ops.tensors import local, local_region
 
@@ -109,10 +109,7 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
             continue
         if i in special and special[i].special and token not in written and token not in str(tokenizer.chat_template):
             continue
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows} and has no row for {token} ({i}): "
-            "use the tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
-        )
+        raise config_error("token without a row", tokens=len(tokenizer), rows=rows, token=token, i=i)
 
 
 def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, multiple: int = 64) -> None:
@@ -145,10 +142,7 @@ def make_room_for(orig_model: PreTrainedModel, ids: Sequence[int]) -> None:
     if not new:
         return
     if absent := set(range(before, new[-1])) - {*new}:
-        raise ConfigError(
-            f"adapter: it has a row for token {new[-1]}, the model {before} rows, and no file has row {min(absent)}: "
-            "use the model that the adapter was trained on"
-        )
+        raise config_error("row in no file", new=new[-1], before=before, absent=min(absent))
     resize(orig_model, new[-1] + 1)
     _make(orig_model, NewRows(before, before, new))
 
@@ -225,10 +219,7 @@ def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedToke
     rows = vocab_size(orig_model)
     grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
     tied = output_projection(orig_model).weight is embedding_of(orig_model)
-    return (
-        f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new rows are the mean of the "
-        f"first {new.known:,}"
-    )
+    return hint("added tokens", names=names, tied="tied " * tied, grown=grown, known=new.known)
 
 
 def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
@@ -241,10 +232,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
         ConfigError: the model has an encoder, so the vocabulary belongs to a model inside it.
     """
     if orig_model.config.is_encoder_decoder:
-        raise ConfigError(
-            f"model.pad_vocab_to_multiple_of: {type(orig_model).__name__} has an encoder, and only the vocabulary of "
-            "causal models is padded: remove the setting"
-        )
+        raise config_error("padded vocabulary with an encoder", cls=type(orig_model).__name__)
     tokens = vocab_size(orig_model)
     rows = -(-tokens // multiple) * multiple
     if rows == tokens:

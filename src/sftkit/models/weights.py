@@ -12,18 +12,9 @@ from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.errors import ConfigError
-from sftkit.models.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    adapter_at,
-    check_model_files,
-    files_of_weights,
-    json_object,
-    reading_files,
-)
-from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_options, local_folder
-from sftkit.models.structure import plain_class
+from sftkit.errors import config_error
+from sftkit.models import files as model_files
+from sftkit.models import load, structure
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.nf4 import fill_layer, matrix_of
@@ -70,17 +61,14 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     """Load the weights of the recipe's model.path into the live model; rows of added tokens are the mean."""
     assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
-        files = adapter_at(model)
-        path = checked_folder(model, files)
-        folder = local_folder(path, load_options(path, model if files is None else files.base))
-        check_model_files(folder)
+        files = model_files.adapter_at(model)
+        path = load.checked_folder(model, files)
+        folder = load.local_folder(path, load.load_options(path, model if files is None else files.base))
+        model_files.check_model_files(folder)
         new = new_rows(orig_model)
         of_files = {i for ids in ({} if files is None else files.tokens).values() for i in ids}
         if of_files and adapters_of(orig_model) is None and new is not None and (more := {*new.ids} - of_files):
-            raise ConfigError(
-                f"{model.path}: an adapter with trained rows is merged, the chat template adds another ({min(more)}), "
-                "which is not done in shards: set model.chat_template=null, or start on one GPU or with ddp.yaml"
-            )
+            raise config_error("rows of two origins", path=model.path, more=min(more))
         load_weights(orig_model, folder, new)
         if adapters_of(orig_model) is not None or files is not None:
             from sftkit.models.adapters import fill_factors, merge_files
@@ -125,12 +113,9 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     """
     # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
-    files = files_of_weights(folder)
+    files = model_files.files_of_weights(folder)
     if not files:
-        raise ConfigError(
-            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} found; save the model with save_pretrained of "
-            "transformers 5"
-        )
+        raise config_error("no safetensors", folder=folder, one=model_files.SINGLE_FILE, other=model_files.INDEX_FILE)
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
     own = factors(orig_model)
@@ -162,7 +147,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         return
     # By file, so that each is opened once.
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
-        with reading_files(path, "its weights"), safe_open(path, "pt") as file:
+        with model_files.reading_files(path, "its weights"), safe_open(path, "pt") as file:
             for name in names:
                 tensor = wanted[name]
                 rows = grown.get(id(tensor))
@@ -172,10 +157,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
                 if (layer := layers.get(id(tensor))) is not None:
                     there = [layer.out_features, layer.in_features]
                 if shape != there:
-                    raise ConfigError(
-                        f"{path}: {name} has shape {shape} in the files and {there} in the model: use the config.json "
-                        "of these weights"
-                    )
+                    raise config_error("shape of weights", place=path, weight=name, there=shape, here=there)
                 fill_one(tensor, source)
 
 
@@ -188,23 +170,20 @@ def _load_full(
 ) -> None:
     """Fill all tensors of `wanted` from a whole model on the host; `others` holds names that are in no file."""
     # The original class: FSDP's class in front of it cannot load.
-    plain: Any = plain_class(orig_model)
-    found_type = json_object(folder / "config.json").get("model_type")
-    with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        renamed = None if found_type == orig_model.config.model_type else TEXT_NAMES
+    plain: Any = structure.plain_class(orig_model)
+    found_type = model_files.json_object(folder / "config.json").get("model_type")
+    with model_files.reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
+        renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
     # The config could not express that these weights are untied (models.load.differing_ties), and names
     # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
-        raise ConfigError(
-            f"{folder}: tie_word_embeddings is true, but {first_of(sorted(lost))} differs in its files from the "
-            "weight it is tied to: save the model with tie_word_embeddings false"
-        )
+        raise config_error("tied weights differ", folder=folder, lost=first_of(sorted(lost)))
     # Weights that transformers would leave at random values are an error here.
     saved = whole.state_dict()
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
-    check_complete(folder, plain, missing, loading_info["mismatched_keys"])
+    load.check_complete(folder, plain, missing, loading_info["mismatched_keys"])
     for name, tensor in wanted.items():
         fill_one(tensor, saved[name])

@@ -1,7 +1,9 @@
-"""The protocol of objectives, their sums, and a model with its objective, which a step calls.
+"""The protocol of objectives, their sums, a model with its objective, which a step calls, and next-token prediction.
 
 A stage's script names the objective; loop, engines and metrics call it. `Totals` are named sums over the
-micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers to an objective.
+micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers to an objective. `NextToken` is the
+cross entropy of each target token, which depends on all earlier tokens of the document and, for a caption, on the
+encoder's output.
 """
 
 from __future__ import annotations
@@ -13,17 +15,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sftkit.data.batches.collate import Batch
+from sftkit.config.schema import LossConfig
+from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.models.kind import kind_of
-from sftkit.models.rope import document_lengths
+from sftkit.models import kind, structure, trained
 from sftkit.models.routing import Routing
-from sftkit.models.structure import embedding_module, from_last, stages_of, vocab_size
-from sftkit.models.trained import adapters_of
-from sftkit.ops.attention import use_document_attention
-from sftkit.ops.linear_cross_entropy import Head
+from sftkit.ops import attention, linear_cross_entropy
 
 LOSS = "loss"
 "Name of the differentiable sum among the totals of a step."
@@ -90,7 +90,7 @@ class Objective(Protocol):
             hidden: [B, C, H], at the batch's local positions.
         """
 
-    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
+    def sums(self, selected: Tensor, batch: Batch, head: linear_cross_entropy.Head) -> Sums:
         """Return the sums of a batch.
 
         Args:
@@ -175,11 +175,11 @@ class ModelWithLoss(torch.nn.Module):
             routing: reader of the routers of a model with experts; None: they are not read.
         """
         super().__init__()
-        use_document_attention(orig_model)
+        attention.use_document_attention(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend
-        self.kind = kind_of(orig_model.config)
+        self.kind = kind.kind_of(orig_model.config)
         self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set when the model is sharded"
@@ -204,16 +204,16 @@ class ModelWithLoss(torch.nn.Module):
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,
         without gradient.
         """
-        return from_last(self.orig_model, self._hidden(batch, backend))
+        return structure.from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_selected(self, selected: Tensor, batch: Batch) -> Sums:
         """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
         stages but the last return zeros, so that the sum over ranks counts each row once."""
-        stages = stages_of(self.orig_model)
+        stages = structure.stages_of(self.orig_model)
         if stages is not None and not stages.last:
             nothing = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
             return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
-        projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
+        projection = self.kind.head(self.orig_model)._replace(tokens=structure.vocab_size(self.orig_model))
         sums = self.objective.sums(selected, batch, projection)
         if self.routing is None:
             return sums
@@ -223,7 +223,7 @@ class ModelWithLoss(torch.nn.Module):
 
     def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H]; in training, the routers count the positions with a token."""
-        if (adapters := adapters_of(self.orig_model)) is not None and adapters.selection is not None:
+        if (adapters := trained.adapters_of(self.orig_model)) is not None and adapters.selection is not None:
             adapters.selection.begin(batch.adapters, batch.targets.device)
         # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
         # positions only.
@@ -238,8 +238,80 @@ def with_noise(orig_model: PreTrainedModel, batch: Batch, seed: int, alpha: floa
     """Return a batch with noisy embeddings in place of its tokens: uniform noise up to alpha / sqrt(L H) on a document
     of L positions (NEFTune). The noise is of the seed alone, so the generator of dropout does not change."""
     inputs = dict(batch.inputs)
-    embedded = embedding_module(orig_model)(inputs.pop("input_ids"))
+    embedded = structure.embedding_module(orig_model)(inputs.pop("input_ids"))
     generator = torch.Generator(embedded.device).manual_seed(seed)
     noise = torch.empty_like(embedded, requires_grad=False).uniform_(-alpha, alpha, generator=generator)
-    size = (document_lengths(inputs["position_ids"]) * embedded.shape[-1]).rsqrt()[..., None]
+    size = (structure.document_lengths(inputs["position_ids"]) * embedded.shape[-1]).rsqrt()[..., None]
     return replace(batch, inputs={"inputs_embeds": embedded + noise * size.to(noise.dtype), **inputs})
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The mean negative log-likelihood over target tokens, its smoothed form or that of loss.dft, plus z_loss *
+    log-partition squared.
+
+    It also measures `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the
+    predicted distributions; the last two are 0 unless loss.token_metrics is set.
+    """
+
+    config: LossConfig
+    measured = ("nll", "correct", "entropy")
+    monitored = "nll"
+
+    def select(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the hidden states of the positions with a target, and of a few others as filler: [P, H]."""
+        return hidden.flatten(0, 1).index_select(0, batch.target_index)
+
+    def sums(self, selected: Tensor, batch: Batch, head: linear_cross_entropy.Head) -> Sums:
+        """Return the sums, computed in chunks, without logits of the whole batch."""
+        targets = batch.targets.flatten().index_select(0, batch.target_index)
+        found = linear_cross_entropy.linear_nll(selected, head, targets, self.config)
+        return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
+
+    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+        """Return the sums from torch's own cross entropy."""
+        smoothing = self.config.label_smoothing
+        is_target = targets != IGNORE
+        nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        loss = nll
+        # A separate call: the monitored nll is measured without smoothing.
+        if smoothing:
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        if self.config.dft:
+            each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss = (each.detach().neg().exp() * each).sum()
+        if self.config.z_loss:
+            loss = loss + self.config.z_loss * logits.logsumexp(-1)[is_target].square().sum()
+        correct = entropy = nll.new_zeros(())
+        if self.config.token_metrics:
+            correct = (logits.argmax(-1) == targets).sum().to(nll.dtype)
+            entropy = torch.special.entr(logits[is_target].softmax(-1)).sum()
+        return Sums(loss, {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()})
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of target tokens."""
+        return batch.num_targets
+
+    def divisors(self, examples: Examples) -> np.ndarray:
+        """Return the number of target tokens of each document."""
+        return examples.num_targets
+
+    def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return train/loss; train/objective if it differs; token_accuracy and entropy if measured."""
+        values = {"train/loss": means["nll"]}
+        if self.config.z_loss or self.config.label_smoothing or self.config.dft:
+            values["train/objective"] = means["loss"]
+        if self.config.token_metrics:
+            values |= {"train/token_accuracy": means["correct"], "train/entropy": means["entropy"]}
+        return values
+
+
+class Caption(NextToken):
+    """The sums of NextToken, always with token metrics.
+
+    Texts are short and have few tokens, so the share of correct predictions, train/token_accuracy, is informative in
+    addition to the captions that an evaluation generates.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__(replace(config, token_metrics=True))

@@ -25,9 +25,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.ops import flash, flex
+from sftkit.ops import flash, flex, tensors
 from sftkit.ops.flex import Scores, bidirectional_attention
-from sftkit.ops.tensors import gather_rows
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime, replaced
@@ -201,7 +200,7 @@ def attend(
     if position_bias is not None and not BACKENDS[documents.backend].relative_positions:
         raise RuntimeError(f"attention backend {documents.backend} does not support relative positions")
     if documents.group is not None:
-        key, value = gather_rows(key, value, documents.group)
+        key, value = tensors.gather_rows(key, value, documents.group)
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))

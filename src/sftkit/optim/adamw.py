@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.ops.tensors import ParameterShard, elements, int32, local, local_region, noise16, stochastic_round
 from sftkit.optim import protocol
 from sftkit.optim.protocol import Group, Groups, Optimizer, State, parameters_of, set_learning_rate
@@ -355,11 +355,8 @@ class AdamW(torch.optim.Optimizer):
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}
         if set(saved) != expected or not same:
-            raise ConfigError(
-                f"optimizer state {sorted(saved)} does not fit {type(self).__name__}, which keeps {sorted(expected)} "
-                f"in {str(dtype).removeprefix('torch.')}: resume with the optim.name and train.precision of the "
-                "checkpoint, or start from its weights with model.path"
-            )
+            words = {"cls": type(self).__name__, "dtype": str(dtype).removeprefix("torch.")}
+            raise config_error("states of another optimizer", saved=sorted(saved), expected=sorted(expected), **words)
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:

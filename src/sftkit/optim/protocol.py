@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sftkit.config.commands import install
 from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, learning_rate_scales
 from sftkit.ops.tensors import as_sharded, local
@@ -265,25 +265,18 @@ def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0) -
     spec = OPTIMIZERS[optim.name]
     groups = parameter_groups(model, optim)
     if spec.unshardable and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ConfigError(
-            f"optim.name={spec.name} {spec.unshardable}: use optim.name={FALLBACK} with sharded weights, or "
-            "accelerate_configs/ddp.yaml"
-        )
+        raise config_error("unshardable optimizer", optimizer=spec.name, problem=spec.unshardable, fallback=FALLBACK)
     stages = stages_of(model)
     if spec.unshardable and stages is not None and stages.share_a_weight:
-        raise ConfigError(
-            f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
-            f"which both hold the tied weight of embedding and head: use optim.name={FALLBACK}"
-        )
+        raise config_error("optimizer of a shared weight", optimizer=spec.name, fallback=FALLBACK)
     module, _, function = spec.code.partition(":")
     try:
         build: Build = getattr(importlib.import_module(module), function)
     except ImportError as error:
         if spec.extra is None:
             raise
-        raise ConfigError(
-            f"optim.name={spec.name} needs {spec.extra.package} ({error}): {install(f'sftkit[{spec.extra.name}]')}, "
-            f"or optim.name={FALLBACK}"
+        raise config_error(
+            "package of an optimizer", spec=spec, error=error, how=install(f"sftkit[{spec.extra.name}]"), other=FALLBACK
         ) from error
     return build(groups, optim, seed=seed)
 
@@ -312,10 +305,7 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         inside = {id(p) for block in decoder_blocks(model) for p in block.parameters() if p.ndim == 2}
         in_blocks = [p for p in matrices if id(p) in inside]
         if not in_blocks:
-            raise ConfigError(
-                f"optim.name={optim.name}: {type(model).__name__} has no trained matrix in a decoder block "
-                f"(_no_split_modules, train.freeze); use optim.name={elsewhere}"
-            )
+            raise config_error("no matrix in a block", optimizer=optim.name, cls=type(model).__name__, other=elsewhere)
         outside = [p for p in matrices if id(p) not in inside]
         groups = [
             {"params": in_blocks, "weight_decay": optim.weight_decay, "block_matrices": True},

@@ -1,9 +1,15 @@
-"""A model whose stages are on several ranks: its whole forward pass, and micro-batches in the order of a schedule.
+"""A model whose stages are on several ranks: the split of its layers, its whole forward pass, and micro-batches in the
+order of a schedule.
+
+The split is such that a step, head and loss included, takes least. The transformers model stays as it is, with all its
+modules and names: each rank keeps the weights of its stages, and a parameter on the meta device is another rank's.
+Embedding and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that
+is embedding and head at once is on both, and the gradients of the two are added up.
 
 `stagewise` is for evaluation, generation and checks. All ranks of a pipeline call orig_model with the same inputs, as
 if each had all of it. Each computes its own layers and passes the others by; hidden states go from stage to stage,
-logits from the last stage to all. No weight leaves its stage. Autograd sends gradients back the same way. Between
-passes nothing waits: the first stage is at the next rows while later ones are at these.
+logits from the last stage to all. No weight leaves its stage. Gradients do not pass through. Between passes nothing
+waits: the first stage is at the next rows while later ones are at these.
 
 `Pipelined` is for training. Torch's stages and schedules (torch.distributed.pipelining) send hidden states and their
 gradients, and order the passes. Batches, loss and gradients are not left to them: a stage takes each micro-batch whole,
@@ -13,6 +19,7 @@ exchanged once, at the end.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,22 +29,191 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import ModelConfig
+from sftkit.config import rules, schema
+from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.collate import Batch
-from sftkit.models import structure
-from sftkit.models.structure import Stages, stages_of
-from sftkit.models.weights import fill_with_memory, load_model_weights
+from sftkit.errors import ConfigError
+from sftkit.models import kind, structure, weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
-from sftkit.parallel.stages import StageModule, shard_stage, split_layers
-from sftkit.parallel.wrap import without_one_replica
+from sftkit.parallel.wrap import add_up_gradients, policy_of, without_one_replica
 from sftkit.runtime.start import Runtime, replaced_in_each
+
+
+def layers_of_stages(orig_model: PreTrainedModel, train: schema.TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+    """Return the layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
+
+    Args:
+        pipeline_size: ranks that the rows pass through.
+
+    Raises:
+        ConfigError: a model that has no stages, or layers that are not the model's.
+    """
+    num_layers = len(structure.decoder_blocks(orig_model))
+    schedule = train.pipeline_schedule
+    configured = train.pipeline_layers
+    model_type = orig_model.config.get_text_config().model_type
+    # A launch has asked the same where the model's config was there to be read (preflight.launched).
+    for _, text in rules.split_problems(schedule, configured, pipeline_size, model_type, num_layers):
+        raise ConfigError(text)
+    if len(structure.attention_windows(orig_model) or ()) != 1:
+        raise ConfigError(
+            "train.engine=pipeline: some layers of this model have a sliding window and some have none; transformers "
+            "finds out which by a layer's index, which differs in a stage: take train.engine=blocks"
+        )
+    if configured is not None:
+        return configured
+    parameters = structure.count_parameters(orig_model)
+    stages = rules.stages_of_schedule(schedule, configured, pipeline_size)
+    return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
+
+
+def split_layers(
+    orig_model: PreTrainedModel, layers: tuple[int, ...], topology: Topology, device: torch.device
+) -> structure.Stages:
+    """Leave this rank the weights of its stages, on the device; every rank calls it.
+
+    Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
+    """
+    mesh = init_device_mesh(device.type, (topology.stages, topology.stage_ranks), mesh_dim_names=("stages", "alike"))
+    # The first and the last rank of a pipeline. new_group is a collective of the whole world: every rank makes every
+    # group, in the same order, and keeps its own.
+    groups = {(ranks[0], ranks[-1]): dist.new_group([ranks[0], ranks[-1]]) for ranks in mesh.mesh.T.tolist()}
+    ends = next((group for ranks, group in groups.items() if dist.get_rank() in ranks), None)
+    stages = structure.Stages(layers, mesh, _holders(orig_model, layers, topology.stages), ends)
+    orig_model._stages = stages  # type: ignore[assignment]
+    names = {id(p): name for name, p in orig_model.named_parameters()}
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in orig_model.modules():
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, buffer.to(device))
+        for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            # One parameter for both names of a tied weight. Sharded, what has no memory gets it shard by shard.
+            if id(p) not in made:
+                made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=topology.sharded)
+            setattr(module, name, made[id(p)])
+    return stages
+
+
+def _placed(p: torch.nn.Parameter, device: torch.device, *, held: bool, later: bool) -> torch.nn.Parameter:
+    if not held:
+        # Whether it is trained is known here too: the optimizer counts the parameters of all stages.
+        return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    if later and p.is_meta:
+        return p
+    value = torch.empty_like(p, device=device) if p.is_meta else p.data.to(device)
+    return torch.nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size: int) -> dict[str, tuple[int, ...]]:
+    # Interleaved stages go round the ranks in turn.
+    of_layer = [stage % pipeline_size for stage, count in enumerate(layers) for _ in range(count)]
+    last = pipeline_size - 1
+    at: dict[int, tuple[int, ...]] = {}
+    for rank, block in zip(of_layer, structure.decoder_blocks(orig_model), strict=True):
+        at |= {id(p): (rank,) for p in block.parameters()}
+    tied = {id(p) for p in structure.output_projection(orig_model).parameters()}
+    for p in structure.embedding_module(orig_model).parameters():
+        at[id(p)] = (0, last) if id(p) in tied else (0,)
+    return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
+
+
+class StageModule(torch.nn.Module):
+    """Consecutive layers of a model. A schedule calls it with one micro-batch after the other.
+
+    Between stages only hidden states travel; what else a micro-batch has, each stage takes from its own copy of it.
+    """
+
+    def __init__(self, model: ModelWithLoss, layers: tuple[int, ...], number: int) -> None:
+        """Take this stage's slice of the model. `layers`: of every stage. `number`: of this one."""
+        super().__init__()
+        orig_model = model.orig_model
+        self.number = number
+        self.is_first = number == 0
+        self.is_last = number == len(layers) - 1
+        self.decoder = _decoder_slice(
+            structure.decoder(orig_model), sum(layers[:number]), layers[number], last=self.is_last
+        )
+        self.head = structure.output_projection(orig_model) if self.is_last else None
+        tied = self.head is not None and self.head.weight is structure.embedding_module(orig_model).weight
+        self.tied = structure.embedding_module(orig_model) if tied and not self.is_first else None
+        "the embedding, if it shares the head's weight, so that sharding finds it"
+        self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
+        self._batches: list[Batch] = []
+        self._scale = 1.0
+        self.totals: list[Totals] = []
+        "of each micro-batch, in the last stage"
+
+    def blocks(self) -> Iterator[torch.nn.Module]:
+        """Return its layers."""
+        return iter(self.decoder.layers)  # type: ignore[arg-type]
+
+    def begin(self, batches: list[Batch], scale: float) -> None:
+        """Take the micro-batches of a step; the loss is multiplied by `scale`."""
+        # From the end, as pop() is from there; schedules run forward passes in the order of micro-batches.
+        self._batches = batches[::-1]
+        self._scale = scale
+        self.totals = []
+
+    def forward(self, received: Tensor) -> Tensor:
+        """Compute the next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
+
+        Args:
+            received: hidden states of the stage before; the first stage is given nothing that it reads.
+        """
+        (model,) = self._of
+        batch = self._batches.pop()
+        inputs = dict(batch.inputs)
+        if not self.is_first:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = received
+        hidden = kind.decoded(self.decoder, inputs, batch, model.backend)
+        if not self.is_last:
+            # Received tensors are contiguous, and both sides must agree (pytorch/pytorch#114982); torch 2.11 checks it.
+            return hidden.contiguous()
+        sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
+        self.totals.append(Totals.of(sums))
+        return torch.stack([sums.loss * self._scale])
+
+
+def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
+    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
+    of its class."""
+    # Private: copy.copy shares all tables of a module (pytorch/pytorch#128272), but the full decoder must keep that of
+    # its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
+    # architecture.
+    part = copy.copy(full)
+    part._modules = dict(full._modules)
+    part.layers = full.layers[start : start + num_layers]  # type: ignore[index]
+    if start:
+        del part._modules[next(name for name, child in full.named_children() if isinstance(child, torch.nn.Embedding))]
+    if not last:
+        part.norm = torch.nn.Identity()
+    return part
+
+
+def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
+    """Shard the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients
+    exchanged once, summed in fp32, as torch's schedules do it.
+
+    Args:
+        mesh: [shards] or [replicas, shards].
+        precision: of the weights.
+    """
+    policy = policy_of(precision)
+    # Nothing is freed between passes: a schedule mixes forward and backward passes of many micro-batches, each of which
+    # would gather again.
+    for block in stage.blocks():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    add_up_gradients(stage)
+
 
 IN_FLIGHT = 2
 "Maximum number of hidden states that were sent and not received yet: how far a stage may run ahead."
@@ -53,24 +229,15 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
 
     Hidden states of the decoder are the last stage's alone: `models.structure.from_last`. Logits are the same on all.
     """
-    stages = stages_of(orig_model)
+    stages = structure.stages_of(orig_model)
     if stages is None or stages.entered:
         yield
         return
     assert isinstance(orig_model, PreTrainedModel)
     stages.entered = True
     links = _Links(stages)
-    # transformers sets and reads gradient_checkpointing on each layer. The first layer of each stage but the first goes
-    # without: a forward pass that a backward pass repeats would wait for hidden states that nobody sends again.
-    blocks = structure.decoder_blocks(orig_model)
-    receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
-    once = {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
     try:
-        with (
-            _own_weights(orig_model),
-            replaced_in_each("gradient_checkpointing", once),
-            replaced_in_each("forward", dict(_forwards(orig_model, links))),
-        ):
+        with _own_weights(orig_model), replaced_in_each("forward", dict(_forwards(orig_model, links))), torch.no_grad():
             yield
         links.finish()  # not after an error, which another rank may not have
     finally:
@@ -119,12 +286,11 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     norm = structure.decoder(orig_model).norm
     assert isinstance(norm, torch.nn.Module)
     as_it_is: Forward = lambda hidden: hidden  # noqa: E731
-    if stages.pipeline_rank > 0:
-        yield embedding, partial(_no_hidden_states, embedding)
+    if stages.pipeline_rank > 0:  # stands in for the embedding's output, [B, T, H]
+        weight = embedding.get_parameter("weight")
+        yield embedding, lambda ids: torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=ids.device)
     blocks = iter(enumerate(structure.decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
-        # The first layer of a stage receives on every rank: ranks that are neither sender nor receiver have the node in
-        # the same place of the graph, so that backward passes meet there, too.
         for first in (True, *(False,) * (count - 1)):
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
@@ -134,18 +300,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
                 yield block, own
     if not stages.last:
         yield norm, as_it_is
-    # The head is the last that is called; ranks without it give their hidden states, which only have to
-    # have a gradient.
-    own_logits = projection.forward if stages.last else as_it_is
-    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
-
-
-def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Stand in for the embedding's output, [B, T, H]; a part of the graph, so that backward passes come by here."""
-    weight = embedding.weight
-    assert isinstance(weight, Tensor)
-    shape = (*ids.shape, weight.shape[1])
-    return torch.zeros(shape, dtype=weight.dtype, device=ids.device, requires_grad=torch.is_grad_enabled())
+    # The head is the last that is called.
+    yield projection, partial(_logits, projection.forward if stages.last else None, projection.out_features, stages)
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
@@ -161,13 +317,20 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
 
 def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more: Any, **arguments: Any) -> Tensor:
     """Call the first layer of a stage with the hidden states that come from the stage before."""
-    return forward(_Passed.apply(links, stage, hidden), *more, **arguments)
+    return forward(links.moved(hidden, *links.ends(stage)), *more, **arguments)
+
+
+def _logits(head: Forward | None, width: int, stages: structure.Stages, hidden: Tensor) -> Tensor:
+    """Return the logits of the last stage, [..., V], on all ranks."""
+    logits = hidden.new_empty(*hidden.shape[:-1], width) if head is None else head(hidden).contiguous()
+    dist.broadcast(logits, src=stages.last_rank, group=stages.group)
+    return logits
 
 
 class _Links:
     """The tensors in flight between the ranks of a pipeline."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: structure.Stages) -> None:
         self.stages = stages
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -204,41 +367,6 @@ class _Links:
         return work
 
 
-class _Passed(torch.autograd.Function):
-    """Hidden states from the rank of one stage to the rank of the next; on other ranks the input itself."""
-
-    @staticmethod
-    def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
-        ctx.links = links
-        ctx.stage = stage
-        return links.moved(hidden, *links.ends(stage))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        sender, receiver = ctx.links.ends(ctx.stage)
-        # The receiver of the forward pass gives its gradient away: what stood at its input was not used.
-        moved = ctx.links.moved(gradients[0], receiver, sender)
-        return None, None, torch.zeros_like(moved) if ctx.links.stages.pipeline_rank == receiver else moved
-
-
-class _Logits(torch.autograd.Function):
-    """Logits of the last stage on all ranks; those of the others get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [...,
-        H] in others."""
-        ctx.last = stages.last
-        ctx.shape = own.shape
-        logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
-        dist.broadcast(logits, src=stages.last_rank, group=stages.group)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0] if ctx.last else gradients[0].new_zeros(ctx.shape), None, None
-
-
 SCHEDULES: Any = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 FEW = 3
 "Micro-batches from which bf16 gradients add up in fp32: a sum of two is rounded once either way."
@@ -247,7 +375,9 @@ FEW = 3
 class Pipelined(torch.nn.Module):
     """Replaces the model in a train step: the stages of this rank, and the exchange with the other ranks."""
 
-    def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
+    def __init__(
+        self, model: ModelWithLoss, placement: structure.Stages, stages: list[StageModule], schedule: str
+    ) -> None:
         """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""
         super().__init__()
         self.model = model
@@ -359,7 +489,7 @@ class Pipelined(torch.nn.Module):
 
 
 def into_stages(
-    model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
+    model: ModelWithLoss, source: schema.ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
     """Split the model, in place, into stages, each on its rank; every rank calls it.
 
@@ -379,10 +509,10 @@ def into_stages(
         for stage in stages:
             shard_stage(stage, mesh, rt.precision)
             if empty:
-                fill_with_memory(stage, rt.device)
+                weights.fill_with_memory(stage, rt.device)
         # Sharding has made new parameters, so that embedding and head are two again.
         orig_model.tie_weights()
     if empty:
-        load_model_weights(orig_model, source)
+        weights.load_model_weights(orig_model, source)
     rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig, TrainConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.errors import ConfigError
-from sftkit.models.structure import decoder_blocks, embedding_module, output_projection, stages_of
-from sftkit.models.weights import materialize_weights
+from sftkit.models import structure, weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.tensor import add_up_partial_gradients, shard_matrices
 from sftkit.runtime.start import Runtime, replaced
@@ -74,7 +73,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     """
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
-    blocks = decoder_blocks(orig_model)
+    blocks = structure.decoder_blocks(orig_model)
     if not blocks:
         raise ConfigError(
             f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use "
@@ -107,8 +106,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     # gathered for the loss, which reads its weight without calling it.
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
-    if output_projection(orig_model) in alone:
-        _gather_in(output_projection(orig_model), model, "sums_of_selected")
+    if structure.output_projection(orig_model) in alone:
+        _gather_in(structure.output_projection(orig_model), model, "sums_of_selected")
     # By itself FSDP learns the order of the backward pass alone: in the forward pass the host would have to run ahead
     # of the GPU for the next gather to start early.
     for before, after in itertools.pairwise(() if whole else blocks):
@@ -131,8 +130,8 @@ def add_up_gradients(model: torch.nn.Module) -> None:
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
-    embedding = embedding_module(orig_model)
-    projection = output_projection(orig_model)
+    embedding = structure.embedding_module(orig_model)
+    projection = structure.output_projection(orig_model)
     return [] if projection.weight is embedding.weight else [embedding, projection]
 
 
@@ -187,21 +186,20 @@ def distribute(
         what the train step calls; `model.orig_model` stays the same object.
     """
     if rt.topology.stages > 1:
-        from sftkit.parallel.pipeline import into_stages
-        from sftkit.parallel.stages import layers_of_stages
+        from sftkit.parallel.pipeline import into_stages, layers_of_stages
 
         train = train or TrainConfig()
         layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
         return into_stages(model, source, layers, train.pipeline_schedule, rt)
     if not rt.topology.sharded:
         if any(p.is_meta for p in model.orig_model.parameters()):
-            materialize_weights(model.orig_model, source, rt.device)
+            weights.materialize_weights(model.orig_model, source, rt.device)
         return replicate(model, rt)
     meshes = make_meshes(rt.topology, rt.device.type)
     shard(model, meshes, sharding, rt.precision)
     if meshes.context is not None:
         model.context_group = str(meshes.context.get_group().group_name)  # a name is what compiled code may hold
-    materialize_weights(model.orig_model, source, rt.device)
+    weights.materialize_weights(model.orig_model, source, rt.device)
     rt.print(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
 
@@ -245,7 +243,7 @@ def gradient_scale(rt: Runtime) -> float:
 def as_whole(orig_model: torch.nn.Module) -> AbstractContextManager[None]:
     """Return a context within which the model of a pipeline can be called as one that is whole: see
     parallel.pipeline.stagewise. Any other model stays as it is."""
-    if stages_of(orig_model) is None:
+    if structure.stages_of(orig_model) is None:
         return nullcontext()
     from sftkit.parallel.pipeline import stagewise
 

@@ -28,8 +28,7 @@ from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_numb
 from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
-from sftkit.config.terminal import print_text
-from sftkit.config.topology import Topology, idle_pipeline, topology_of
+from sftkit.config.topology import Topology, topology_of
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
@@ -476,8 +475,6 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     of_launch = launch_rules() if file else []
     cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
-    if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):
-        print_text(warning, level="warning")
     flags.recipe = sys.argv[1]
     return cfg, flags
 

@@ -3,20 +3,16 @@ with their masks.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group
-from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.config.terminal import visible, writable
+from sftkit.config.terminal import has_colours, print_text, styled, visible
 from sftkit.data.reading.columns import finding_text
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
@@ -83,52 +79,29 @@ def preview_title(preview: Preview) -> str:
     return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
 
 
-def preview_text(preview: Preview, *, brackets: bool) -> Text:
-    """Return a document with targets green and underlined, context dim, special tokens boxed.
-
-    Args:
-        brackets: put targets in brackets, for a terminal without colours.
-    """
-    text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
+def preview_text(preview: Preview, *, colours: bool) -> str:
+    """Return a document with targets green and underlined, context dim, special tokens reversed; without colours
+    targets are in brackets."""
+    title = f"\n--- {preview_title(preview)}"
+    parts = [styled(title, "1") if colours else title, "\n"]
     inside = False
     for words, target, special in preview.spans:
-        if brackets and target != inside:
-            text.append("[[" if target else "]]", style="not bold")
+        if colours:
+            parts.append(styled(words, ("4;32" if target else "2") + ";7" * special))
+            continue
+        if target != inside:
+            parts.append("[[" if target else "]]")
             inside = target
-        style = f"not bold {'green underline' if target else 'dim'}{' reverse' if special else ''}"
-        text.append(f"<{words}>" if special and brackets else words, style=style)
-    return text.append("]]" if inside else "", style="not bold")
+        parts.append(f"<{words}>" if special else words)
+    return "".join(parts) + "]]" * inside
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
 
-class VisibleConsole(Console):
-    """A Console that writes out what `visible` does, and takes no word in brackets for markup. rich itself would leave
-    some control characters of a text out without a word."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
-
-    def print(self, *objects: Any, **settings: Any) -> None:
-        """Print texts with their control characters written out."""
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
-
-    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
-        """Yield segments that the output's encoding can write; rich's own control segments as they are."""
-        for segment in super().render(*args, **kwargs):
-            yield segment if segment.control else Segment(writable(segment.text, self.encoding), segment.style)
-
-
-def preflight_console() -> Console:
-    """Return the console of standard output, 120 columns wide if it is no terminal."""
-    return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
+def print_preflight(analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets replace them."""
-    # A pipe or file keeps no colours, and targets must show there too.
-    plain = console.no_color or not console.is_terminal
+    colours = has_colours(sys.stdout)
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
     if analysis["adapter"]:  # a run prints it when the model is loaded
         costs.insert(0, f"{'adapter':<10}{analysis['adapter']}")
@@ -137,16 +110,15 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     for source in (*analysis["sources"], *analysis["validation"]):
         rows += [f"{'rows':<10}{source['name']}: {finding_text(Finding(**one))}" for one in source["findings"]]
     for line in (*preflight.lines(analysis), *costs, *rows):
-        console.print(line, markup=False, soft_wrap=True)
+        print_text(line)
     for warning in analysis["warnings"]:
-        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print()
-    console.print(layout_table(analysis))
+        print_text(f"warning: {warning}", level="warning")
+    print_text(f"\n{layout_table(analysis)}")
     if samples:
-        coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
-        console.print(f"\n{'[[targets]] <<|special|>>' if plain else coloured}", markup=not plain)
+        legend = [styled("targets", "4;32"), styled("context", "2"), styled("special", "7")]
+        print_text(f"\n{' '.join(legend)}" if colours else "\n[[targets]] <<|special|>>", is_styled=colours)
     for sample in samples:
-        console.print(preview_text(sample, brackets=plain), soft_wrap=True)
+        print_text(preview_text(sample, colours=colours), is_styled=colours)
 
 
 def stage_text(stage: str, *, by_name: bool) -> str:
@@ -185,17 +157,18 @@ def disk_text(analysis: dict[str, Any]) -> str:
     return f"{free}; {number} of {preflight.size_text(disk['checkpoint_gib'])}"
 
 
-def layout_table(analysis: dict[str, Any]) -> Group:
+def layout_table(analysis: dict[str, Any]) -> str:
     """Return a table of the numbers of each layout on this data."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("layout", "padding", "steps", "positions"):
-        table.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
-    table.add_column("shapes (rows x positions)")
+    cells = [("layout", "padding", "steps", "positions", "shapes (rows x positions)")]
     for row in analysis["layouts"]:
-        name = f"{row['layout']} *" if row["own"] else row["layout"]
-        table.add_row(name, f"{row['padding_pct']:.1f} %", f"{row['steps']:,}", f"{row['positions']:,}", row["shapes"])
-    title = Text("layouts on this data (one epoch)", style="italic")
-    return Group(title, table, "", Text("* the recipe's own", style="dim"))
+        numbers = f"{row['padding_pct']:.1f} %", f"{row['steps']:,}", f"{row['positions']:,}"
+        cells.append((f"{row['layout']} *" if row["own"] else row["layout"], *numbers, row["shapes"]))
+    first, *others = (max(map(len, column)) for column in list(zip(*cells, strict=True))[:-1])
+    lines = ["layouts on this data (one epoch)"]
+    for name, *columns, shapes in cells:
+        aligned = [number.rjust(width) for number, width in zip(columns, others, strict=True)]
+        lines.append("  ".join((name.ljust(first), *aligned, shapes)))
+    return "\n".join([*lines, "", "* the recipe's own"])
 
 
 def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:

@@ -1,7 +1,7 @@
 """Write report.html, report.json, and a model card next to the exported model.
 
-The page's sections on checks, curves and evaluations are made here, those on data, compiler, events and settings in
-`details`. The page is one file without a script, and loads nothing from the network.
+The page's sections on checks, curves and evaluations are made here, that on data in `details`, the others in the
+template. The page is one file without a script, and loads nothing from the network.
 """
 
 import json
@@ -17,21 +17,6 @@ from sftkit.config.terminal import print_text, visible
 from sftkit.reports import details, values
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import EVALUATION_COLUMNS, gather_report, is_part, run_of, speed_words, standing
-from sftkit.reports.values import (
-    NONE,
-    Html,
-    Report,
-    Rows,
-    Series,
-    ValueAxis,
-    el,
-    figure,
-    format_value,
-    html_table,
-    macros,
-    section,
-    value_text,
-)
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
@@ -55,52 +40,52 @@ _LOSS = {"train/loss": "training", "val/loss": "validation"}
 _MAX_SOURCES = 6
 
 
-def proof(report: Report) -> Html:
+def proof(report: values.Report) -> values.Html:
     """Return the section on the run's checks of itself, each with the value found and the value expected."""
-    rows: Rows = report["proof"]
+    rows: values.Rows = report["proof"]
     if not rows:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
-        return section("proof", "Proof", lead=lead)
+        return values.section("proof", "Proof", lead=lead)
     # None is a check that was not made, and neither passes nor fails.
     states = [values.passed(row) for row in rows if values.applies(row)]
-    failed = [value_text(row.get("name")) for row in rows if values.passed(row) is False]
+    failed = [values.value_text(row.get("name")) for row in rows if values.passed(row) is False]
     words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
     logits = values.facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded")
-    return section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
+    return values.section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
 
 
-def curves(report: Report) -> Html:
+def curves(report: values.Report) -> values.Html:
     """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
-    loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
+    loss = values.figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     # Memory of a CPU run is a process's resident set; two runs share their charts, so one word has to fit both.
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     rank = "process" if any(values.on_cpu(run["device"]) for run in runs) else "GPU"
     found = [
-        figure(title, unit.format(rank=rank), _series(report, metrics), ValueAxis(zero=zero))
+        values.figure(title, unit.format(rank=rank), _series(report, metrics), values.ValueAxis(zero=zero))
         for title, unit, metrics, zero in CURVES
     ]
     bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
     names = {"val/bpb": "all"}
     if len(bits) > 1 and not report["against"]:  # for two runs there would be too many lines to tell apart
         names |= {name: name.split("/")[1] for name in bits[: _MAX_SOURCES - 1]}
-    found.append(figure("Bits per byte", "validation", _series(report, names)))
+    found.append(values.figure("Bits per byte", "validation", _series(report, names)))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
-        return section("curves", "Curves", lead="No line was logged.")
-    parts = [el("div", loss, class_="charts first")] if loss is not None else []
+        return values.section("curves", "Curves", lead="No line was logged.")
+    parts = [values.el("div", loss, class_="charts first")] if loss is not None else []
     parts += [table] if (table := _adapters(report)) is not None else []
     # Every logged name with its last, lowest and highest value, folded away.
     rows = []
     for name, curve in sorted(report["curves"].items()):
         known = [value for _, value in curve if value is not None]
         rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
-    every = values.folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows))
-    return section("curves", "Curves", *parts, el("div", shown, class_="charts"), every)
+    every = values.folded(f"All {len(rows)} metrics", values.html_table(["name", "last", "lowest", "highest"], rows))
+    return values.section("curves", "Curves", *parts, values.el("div", shown, class_="charts"), every)
 
 
-def _adapters(report: Report) -> Html | None:
+def _adapters(report: values.Report) -> values.Html | None:
     """Return the newest values of several adapters side by side; None: the run has not several."""
     columns = {
         "training loss": "train/loss/{}",
@@ -111,10 +96,10 @@ def _adapters(report: Report) -> Html | None:
     }
     names = [name.removeprefix("train/loss/") for name in report["curves"] if name.startswith("train/loss/")]
     rows = [[name, *(report["last"].get(key.format(name)) for key in columns.values())] for name in names]
-    return html_table(["adapter", *columns], rows, "Adapters, newest values") if rows else None
+    return values.html_table(["adapter", *columns], rows, "Adapters, newest values") if rows else None
 
 
-def _series(report: Report, names: dict[str, str]) -> list[Series]:
+def _series(report: values.Report, names: dict[str, str]) -> list[values.Series]:
     """Return the lines of these metrics, for each run."""
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
@@ -122,34 +107,36 @@ def _series(report: Report, names: dict[str, str]) -> list[Series]:
         # A style for each metric, the same number in both runs: line_class then draws the other run's dashed.
         for style, (name, label) in enumerate(names.items()):
             curve = run["curves"].get(name, [])
-            found.append(Series(f"{label}{of_run}", curve, style, other=run is not report))
+            found.append(values.Series(f"{label}{of_run}", curve, style, other=run is not report))
     return found
 
 
 _MAX_CHARTS = 12
 
 
-def evaluations_section(report: Report) -> Html:
+def evaluations_section(report: values.Report) -> values.Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
     newest = standing(report)
     validation = _validation(report)
     if not newest:
         lead = None if validation else "No evaluation was made."
-        return section("evaluations", "Evaluations", validation, lead=lead)
+        return values.section("evaluations", "Evaluations", validation, lead=lead)
     parts = [_evaluation_table(report, newest)]
-    parts += [el("div", charts, class_="charts")] if (charts := _over_steps(report)) else []
+    parts += [values.el("div", charts, class_="charts")] if (charts := _over_steps(report)) else []
     cells = [
-        [row["task"], part, ", ".join(f"{key} {value_text(value)}" for key, value in row[part].items())]
+        [row["task"], part, ", ".join(f"{key} {values.value_text(value)}" for key, value in row[part].items())]
         for row in newest
         for part in ("settings", "metrics")
         if row[part]
     ]
     if cells:
-        parts.append(values.folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2))))
-    return section("evaluations", "Evaluations", *parts, validation)
+        parts.append(
+            values.folded("Settings and all metrics", values.html_table(["task", "", "what"], cells, text=(1, 2)))
+        )
+    return values.section("evaluations", "Evaluations", *parts, validation)
 
 
-def _evaluation_table(report: Report, newest: Rows) -> Html:
+def _evaluation_table(report: values.Report, newest: values.Rows) -> values.Html:
     """Return a table of the newest values, with the first value of a task that moved and the other run's."""
     # Reversed, so that of several evaluations of a task the first one stays.
     first = {(row["task"], row["metric"]): row for row in reversed(report["evaluations"])}
@@ -157,17 +144,17 @@ def _evaluation_table(report: Report, newest: Rows) -> Html:
     moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
     cells = []
     for row in newest:
-        step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(row["task"]), row["metric"], _share(row["value"]), values.format_interval(row) or NONE]
+        step = f"{values.format_value(row['step'])}, final" if row.get("final") else row["step"]
+        cell = [_task(row["task"]), row["metric"], _share(row["value"]), values.format_interval(row) or values.NONE]
         cell += [row["chance"], row["examples"], step]
         cell += [_share(first.get((row["task"], row["metric"]), {}).get("value"))] if moved else []
         cell += [_others_at(row, other)] if other else []
         cells.append(cell)
     head = EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
-    return html_table(head, cells, text=(1,))
+    return values.html_table(head, cells, text=(1,))
 
 
-def _others_at(row: dict[str, Any], other: Report) -> str:
+def _others_at(row: dict[str, Any], other: values.Report) -> str:
     """Return the other run's value at the step of an evaluation; if it has none there, its newest with the step."""
     every = [*other["evaluations"], *other["final"]]
     its = [each for each in every if (each["task"], each["metric"]) == (row["task"], row["metric"])]
@@ -175,7 +162,7 @@ def _others_at(row: dict[str, Any], other: Report) -> str:
     equal = [each for each in its if each["step"] == row["step"]]
     newest = (equal or its or [{"value": None, "step": None}])[-1]
     text = _share(newest["value"])
-    return text if equal or not its else f"{text} at step {format_value(newest['step'])}"
+    return text if equal or not its else f"{text} at step {values.format_value(newest['step'])}"
 
 
 def _task(name: str) -> str:
@@ -185,10 +172,10 @@ def _task(name: str) -> str:
 
 def _share(value: float | None) -> str:
     """Return a share with as many decimals in every row, so that a column can be read downwards."""
-    return NONE if value is None else f"{value:.4f}"
+    return values.NONE if value is None else f"{value:.4f}"
 
 
-def _over_steps(report: Report) -> list[Html]:
+def _over_steps(report: values.Report) -> list[values.Html]:
     """Return a chart for each task that was evaluated at several steps."""
     charts = []
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in report["evaluations"]):
@@ -202,16 +189,16 @@ def _over_steps(report: Report) -> list[Html]:
             known = [row for row in rows if run is report and values.format_interval(row)]
             bars = [(row["step"], row["low"], row["high"]) for row in known]
             points = [(row["step"], row["value"]) for row in rows]
-            series.append(Series(label, points, other=run is not report, intervals=bars))
+            series.append(values.Series(label, points, other=run is not report, intervals=bars))
         # A single point is in the table already, and parts of a task would be as many charts as it has families.
         if len(own) < 2 or is_part(own[-1]):
             continue
         chance = next((row["chance"] for row in reversed(own) if row["chance"] is not None), None)
-        charts.append(figure(_task(task), metric, series, ValueAxis(level=chance)))
+        charts.append(values.figure(_task(task), metric, series, values.ValueAxis(level=chance)))
     return [chart for chart in charts if chart is not None][:_MAX_CHARTS]
 
 
-def _validation(report: Report) -> Html | None:
+def _validation(report: values.Report) -> values.Html | None:
     """Return the last loss and bits per byte of every validation source."""
     last = report["last"]
     # Names of sources stand between two slashes; val/loss and val/bpb are over all of them.
@@ -219,8 +206,8 @@ def _validation(report: Report) -> Html | None:
     rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]
     if "val/loss" in last or "val/bpb" in last:
         rows.append(["all", last.get("val/loss"), last.get("val/bpb")])
-    table = html_table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation")
-    return el("div", table, class_="slim") if rows else None
+    table = values.html_table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation")
+    return values.el("div", table, class_="slim") if rows else None
 
 
 SECTIONS = {
@@ -236,34 +223,38 @@ SECTIONS = {
 }
 
 
-def render_report(report: Report) -> str:
+def render_report(report: values.Report) -> str:
     """Return the whole page, from what `gather_report` returns."""
     tiles = [(row["name"], row["text"], row["how"]) for row in report["headline"]]
-    header = macros.report_header(report, _facts(report), tiles, *_comparison(report), SECTIONS)
-    steps: Rows = report["samples"]
+    header = values.macros.report_header(report, _facts(report), tiles, *_comparison(report), SECTIONS)
+    steps: values.Rows = report["samples"]
     samples_lead = None if steps else "No samples were written."
+    machine = dict(report["environment"])
+    packages = machine.pop("packages", None)
     parts = (
         proof(report),
         curves(report),
         evaluations_section(report),
-        section("samples", "Samples", macros.samples(steps), lead=samples_lead),
+        values.section("samples", "Samples", values.macros.samples(steps), lead=samples_lead),
         details.data(report),
-        details.compiler(report),
-        details.events(report),
-        details.settings_section(report),
-        details.environment_section(report),
+        values.macros.compiler(report["last"], report["events"]),
+        values.macros.events(report["events"]),
+        values.macros.settings(report["config_changed"], report["against"]),
+        values.macros.environment(
+            details.leaves(machine), values.mapping(packages), report["command"], report["notes"]
+        ),
     )
     words = "Made from the files of the run directory; report.json beside this page has the same content as data."
-    body = values.join(header, el("main", parts), el("footer", words))
+    body = values.join(header, values.el("main", parts), values.el("footer", words))
     return values.html_document(f"{report['run']['name']} · training report", body)
 
 
-def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
+def _facts(report: values.Report) -> list[tuple[str, str | values.Html | None]]:
     """Return (what it is, value) for the line under the title."""
     run, status, summary = report["run"], report["status"], report["summary"]
-    model: str | Html | None = value_text(run["model"]) if run["model"] else None
+    model: str | values.Html | None = values.value_text(run["model"]) if run["model"] else None
     if run["parent_report"] is not None:
-        model = el("span", "from ", el("a", model, href=quote(run["parent_report"])))
+        model = values.el("span", "from ", values.el("a", model, href=quote(run["parent_report"])))
     size = f"({values.parameters(run['parameters'])} parameters)" if run["parameters"] else ""
     if run["trained_parameters"]:
         trained = values.parameters(run["trained_parameters"])
@@ -276,20 +267,23 @@ def _facts(report: Report) -> list[tuple[str, str | Html | None]]:
     steps = values.drawable_number(status.get("step"))
     total = values.drawable_number(status.get("total_steps"))
     numbers = (
-        ("tokens", summary.get("tokens"), format_value),
+        ("tokens", summary.get("tokens"), values.format_value),
         ("in steps", summary.get("train_seconds"), values.duration),
         ("warm-up", summary.get("warm_up_seconds"), values.duration),
         ("", status.get("time"), values.moment),
     )
     return [
         (size, model),
-        ("", value_text(device) if device else None),
-        (f"of {format_value(total)} steps" if total else "steps", format_value(steps) if steps is not None else None),
+        ("", values.value_text(device) if device else None),
+        (
+            f"of {values.format_value(total)} steps" if total else "steps",
+            values.format_value(steps) if steps is not None else None,
+        ),
         *((name, words(value)) for name, value, words in numbers if values.drawable_number(value)),
     ]
 
 
-def _comparison(report: Report) -> tuple[list[list[Any]], list[str]]:
+def _comparison(report: values.Report) -> tuple[list[list[Any]], list[str]]:
     """Return (rows, notes): both runs at equal steps, how much faster this one is, and what cannot be compared."""
     if not report["against"]:
         return [], []

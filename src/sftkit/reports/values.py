@@ -263,6 +263,19 @@ def value_text(value: Any) -> str:
     return format_value(value)
 
 
+_WORDS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
+
+
+def label(key: str) -> str:
+    """Return a key of a file as words, with the units that it may end in: peak_gib as "peak GiB"."""
+    return " ".join(_WORDS.get(word, word) for word in key.replace("_", " ").split())
+
+
+def setting(value: Any) -> Html:
+    """Return a setting as it is written in a recipe."""
+    return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
 templates = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=lambda name: str(name).endswith(".html.jinja"),
@@ -270,7 +283,7 @@ templates = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-templates.filters |= {"text": value_text, "flat": join}
+templates.filters |= {"text": value_text, "flat": join, "label": label, "setting": setting, "moment": moment}
 templates.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
 macros: Any = templates.get_template("page.html.jinja").module
 badge, section, html_table, check_table = macros.badge, macros.section, macros.html_table, macros.check_table
@@ -282,18 +295,7 @@ def html_document(title: str, body: Html, more_style: str = "") -> str:
     return str(macros.html_document(title, body, more_style))
 
 
-def setting(value: Any) -> Html:
-    """Return a setting as it is written in a recipe."""
-    return el("code", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-
-_WORDS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
 _TITLES = {"name": "source", "tok_per_sec": "tokens/s"}
-
-
-def label(key: str) -> str:
-    """Return a key of a file as words, with the units that it may end in: peak_gib as "peak GiB"."""
-    return " ".join(_WORDS.get(word, word) for word in key.replace("_", " ").split())
 
 
 def columns(rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[list[Any]]]:

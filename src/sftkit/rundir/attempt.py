@@ -10,9 +10,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError, hint
-from sftkit.rundir import names
-from sftkit.rundir.files import archive, flush
-from sftkit.rundir.lock import RunLock, take_lock
+from sftkit.rundir import files, lock, names
 from sftkit.rundir.status import RunStatus, read_status
 
 _WATCH_SECONDS = 3.0
@@ -90,9 +88,9 @@ def put_back(folder: Path) -> None:
     begun = folder.parent.glob(f"{escape(folder.name)}{names.ARCHIVED}*/{names.ATTEMPT}/{names.LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return
-    held = take_lock(aside)
+    held = lock.take_lock(aside)
     os.rename(aside, folder)
-    flush(folder.parent)
+    files.flush(folder.parent)
     held.path = folder / names.LOCK
     held.release()
 
@@ -112,7 +110,7 @@ def _mark(folder: Path) -> None:
     """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed or the
     power fails."""
     (folder / names.METRICS_FILE).touch()
-    flush(folder)
+    files.flush(folder)
 
 
 def move_into_run(folder: Path) -> None:
@@ -130,24 +128,24 @@ def move_into_run(folder: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(exist_ok=True)
         os.replace(new, target)
-    flush(folder)
+    files.flush(folder)
     shutil.rmtree(ours, ignore_errors=True)
 
 
-def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
+def replace(folder: Path, held: lock.RunLock) -> tuple[lock.RunLock, Path]:
     """Rename an earlier run and put the new one in its place, which is locked all the while.
 
     Returns:
         (the lock of the new directory; the earlier run's new name)
     """
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
-    new = take_lock(folder / names.ATTEMPT)
+    new = lock.take_lock(folder / names.ATTEMPT)
     _mark(folder / names.ATTEMPT)
-    flush(folder)
-    aside = archive(folder)
+    files.flush(folder)
+    aside = files.archive(folder)
     held.path = aside / names.LOCK
     os.rename(aside / names.ATTEMPT, folder)
-    flush(folder.parent)
+    files.flush(folder.parent)
     new.path = folder / names.LOCK
     held.release()
     return new, aside
@@ -163,7 +161,7 @@ def leaves_nothing(status: RunStatus) -> bool:
     return is_attempt(status) and not status.stepped and not status.is_withdrawn()
 
 
-def withdraw(status: RunStatus, held: RunLock) -> None:
+def withdraw(status: RunStatus, held: lock.RunLock) -> None:
     """Leave the directory as it was before a start that has done no step. Main rank, which holds its lock."""
     if not leaves_nothing(status):
         return

@@ -122,7 +122,7 @@ def own_name(path: Path) -> Path:
 
 def archive(folder: Path) -> Path:
     """Rename a folder to the first free NAME.old-1, NAME.old-2, ..., and return that path. Nothing is overwritten."""
-    # Whoever archives holds the lock of the directory, so nobody takes a number in between.
+    # The caller holds the lock of the directory, so no other process takes a number in between.
     number = 1
     while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():
         number += 1

@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError, RunDirError, hint
-from sftkit.rundir.files import make_folder, read_object, read_text
-from sftkit.rundir.names import LOCK
+from sftkit.rundir import files, names
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
@@ -89,7 +88,7 @@ class RunLock:
 
     def lost(self, run_dir: Path) -> str | None:
         """Return what has become of the run's directory, and what to do; None: its lock is still there."""
-        path = run_dir / LOCK
+        path = run_dir / names.LOCK
         try:
             if self._is_at(path):
                 return None
@@ -157,12 +156,12 @@ def take_lock(run_dir: Path) -> RunLock:
         ConfigError: another run holds it, or may: with its process, host and time, and what to do. Or the file system
             has no flock.
     """
-    path = run_dir / LOCK
+    path = run_dir / names.LOCK
     made = False
     # Until the file that is locked is the one at the path: the holder before may remove or rename it in between.
     while True:
         made |= not run_dir.exists()
-        make_folder(run_dir)
+        files.make_folder(run_dir)
         try:
             # Readable by other users, for the message that names the process at work.
             lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
@@ -191,13 +190,13 @@ def take_lock(run_dir: Path) -> RunLock:
 def read_holder(path: Path) -> Holder | None:
     """Return the process that a lock file names; None: nothing there can be read."""
     with suppress(TypeError):
-        return Holder(**read_object(path))
+        return Holder(**files.read_object(path))
     return None
 
 
 def at_work(run_dir: Path) -> bool | None:
     """Return whether a process that holds the lock of a run directory lives; None: it cannot be seen from here."""
-    path = run_dir / LOCK
+    path = run_dir / names.LOCK
     if not path.exists():
         return False
     holder = read_holder(path)
@@ -211,7 +210,7 @@ def refuse_at_work(run_dir: Path) -> None:
         ConfigError: a run is at work there.
     """
     if at_work(run_dir):
-        raise ConfigError(_lock_message(run_dir / LOCK, read_holder(run_dir / LOCK)))
+        raise ConfigError(_lock_message(run_dir / names.LOCK, read_holder(run_dir / names.LOCK)))
 
 
 def process_start(pid: int) -> float:
@@ -238,7 +237,7 @@ def process_age() -> float:
 @functools.cache
 def boot_id() -> str:
     """Return what names this boot of the machine's kernel."""
-    return read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()
+    return files.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()
 
 
 def pid_scope() -> tuple[str, str, str]:

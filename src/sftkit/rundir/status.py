@@ -19,12 +19,9 @@ from typing import Any, Literal
 
 import psutil
 
-from sftkit.config.commands import invocation, typed
-from sftkit.config.terminal import print_text
+from sftkit.config import commands, terminal
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
-from sftkit.rundir.lock import at_work, boot_id, process_start
-from sftkit.rundir.names import ERRORS, METRICS_FILE, STATUS, error_file, error_files, latest_checkpoint, step_dirs
+from sftkit.rundir import files, lock, names
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class RunStatus:
         """Tell the other ranks where this one is, and that it lives: a write to memory, some microseconds."""
         if self.heartbeat is not None:
             # Ranks of one machine compare the clock that nobody sets; other machines have only the time of day.
-            clocks = {"time": round(time.time(), 3), "monotonic": round(time.monotonic(), 3), "boot": boot_id()}
+            clocks = {"time": round(time.time(), 3), "monotonic": round(time.monotonic(), 3), "boot": lock.boot_id()}
             text = json.dumps({"step": self.step, "phase": self.phase, "start_id": self.start_id, **clocks})
             with suppress(OSError):  # a full or shared disk that stumbles is no reason to end training
                 os.pwrite(self.heartbeat, text.ljust(_BEAT_BYTES).encode(), 0)
@@ -157,8 +154,8 @@ class RunStatus:
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """Clear what an earlier start left, and write that the run is running. Main rank."""
-        shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
-        (self.run_dir / STATUS).unlink(missing_ok=True)
+        shutil.rmtree(self.run_dir / names.ERRORS, ignore_errors=True)
+        (self.run_dir / names.STATUS).unlink(missing_ok=True)
         self._write("running", launch=launch_id(environ), failed_save=None)
 
     def save_ended(self, step: int, failure: str | None) -> None:
@@ -173,7 +170,7 @@ class RunStatus:
         before = self._own_status()
         with suppress(OSError):  # on a full disk the event reports it
             if before and failed != before.get("failed_save"):
-                _replace(self.run_dir / STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
+                _replace(self.run_dir / names.STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
 
     def end(self, status: Outcome, **more: Any) -> None:
         """Write how the run ended, once: a rank that writes later, for example when a signal wakes it, changes
@@ -208,7 +205,7 @@ class RunStatus:
             "failed_save": before.get("failed_save"),
             "time": round(time.time(), 3),
         }
-        _replace(self.run_dir / STATUS, values | more)
+        _replace(self.run_dir / names.STATUS, values | more)
 
     def end_of_signal(self, number: int) -> tuple[str, str | None]:
         """Write how a run ends that a signal stops while there is nothing to save. Often the signal comes from the
@@ -261,7 +258,7 @@ class RunStatus:
             text = error if isinstance(error, str) else describe_error(error)
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom, self.start_id)
-            file = error_file(self.run_dir, self.rank)
+            file = names.error_file(self.run_dir, self.rank)
             with suppress(OSError):  # on a full disk the error itself must be reported
                 if not self.is_withdrawn():
                     file.parent.mkdir(parents=True, exist_ok=True)
@@ -271,9 +268,9 @@ class RunStatus:
     def failures(self) -> list[Failure]:
         """Return the failures of all ranks in this start, causes before symptoms, earliest first."""
         found = []
-        for path in error_files(self.run_dir):
+        for path in names.error_files(self.run_dir):
             with suppress(TypeError):  # half a file, or one of another version
-                found.append(Failure(**read_object(path)))
+                found.append(Failure(**files.read_object(path)))
         found = [failure for failure in found if failure.start_id == self.start_id]
         if self.failure is not None and all(failure.rank != self.rank for failure in found):
             found.append(self.failure)  # the disk had no room for it
@@ -335,18 +332,18 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
         prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
         if cause is not None and cause.rank != own.rank:
             if cause.error != own.error:
-                print_text(f"\nerror: {cause}", error=True, level="error")
+                terminal.print_text(f"\nerror: {cause}", error=True, level="error")
             return code
     if not expected:
-        print_text("".join(traceback.format_exception(error)), error=True)
+        terminal.print_text("".join(traceback.format_exception(error)), error=True)
     place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe_error(error)}"
-    print_text(f"\nerror: {place}", error=True, level="error")
+    terminal.print_text(f"\nerror: {place}", error=True, level="error")
     return code
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the content of run_status.json; empty where there is none that can be read."""
-    return read_object(run_dir / STATUS)
+    return files.read_object(run_dir / names.STATUS)
 
 
 def newest_start(run_dir: Path) -> str | None:
@@ -376,7 +373,7 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     launcher = os.getppid()
-    return f"{socket.gethostname()}:{launcher}:{process_start(launcher):.2f}"
+    return f"{socket.gethostname()}:{launcher}:{lock.process_start(launcher):.2f}"
 
 
 def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -392,11 +389,11 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
     # The main rank decides for all: it alone is sure to see the files that it wrote itself.
     main = environ.get("RANK") == "0"
     begun = main and read_status(Path(run_dir)).get("launch") == launch_id(environ)
-    again = [begun and (setting is None or bool(step_dirs(Path(run_dir))))]
+    again = [begun and (setting is None or bool(names.step_dirs(Path(run_dir))))]
     if dist.is_initialized():
         dist.broadcast_object_list(again)
     if main and again[0]:
-        print_text(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
+        terminal.print_text(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
     return "auto" if again[0] else setting
 
 
@@ -409,9 +406,9 @@ def start_command(argv: list[str]) -> str:
         if program is not None and argv[0] in words[program:]:
             options = words[program + 1 : words.index(argv[0], program)]
             cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
-            launcher = typed(f".venv/bin/{Path(words[program]).name}")
+            launcher = commands.typed(f".venv/bin/{Path(words[program]).name}")
             return " ".join([cpu + launcher, *map(shlex.quote, [*options, *argv])])
-    return invocation(*argv, launcher=True)
+    return commands.invocation(*argv, launcher=True)
 
 
 def resume_command(argv: list[str]) -> str:
@@ -425,15 +422,11 @@ def _replace(path: Path, values: dict[str, Any]) -> None:
     """Write JSON to a file as a whole; several ranks may write at a time. On a full disk write in place."""
     text = json.dumps(values, indent=1)
     try:
-        replace_shared(path, text)
+        files.replace_shared(path, text)
     except OSError:
         with path.open("r+") as file:  # not truncated first: its blocks are all that there is
             file.write(text)
             file.truncate()
-
-
-_TAIL = 1 << 16
-"Bytes at the end of METRICS_FILE in which its last line is looked for."
 
 
 def killed_by(code: int) -> signal.Signals | None:
@@ -442,9 +435,8 @@ def killed_by(code: int) -> signal.Signals | None:
     Returns:
         None: no signal did, or it was one that asks for a stop (runtime.signals.SIGNALS).
     """
-    queues = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
-    asked = {*queues, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-    return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
+    asked = ("TERM", "USR1", "USR2", "XCPU", "INT", "HUP", "QUIT")
+    return next((s for s in signal.Signals if s == code - 128 and s.name.removeprefix("SIG") not in asked), None)
 
 
 def where_it_was(run_dir: Path) -> str:
@@ -452,7 +444,7 @@ def where_it_was(run_dir: Path) -> str:
     step = last_step(run_dir)
     checkpoint = None
     with suppress(OSError):
-        checkpoint = latest_checkpoint(run_dir)
+        checkpoint = names.latest_checkpoint(run_dir)
     logged = "no step was logged" if step is None else f"newest logged step {step}"
     return f"{logged}, {f'newest checkpoint {checkpoint}' if checkpoint else 'no checkpoint'}"
 
@@ -465,30 +457,21 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
         start: command that started the run.
     """
     with suppress(OSError):
-        if latest_checkpoint(run_dir) is not None:
+        if names.latest_checkpoint(run_dir) is not None:
             return f"resume from there: {resume}"
     return f"start it again: {start}"
 
 
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS_FILE; None without one."""
-    try:
-        # Backwards from the end: the file may be large, and its last line incomplete.
-        with (run_dir / METRICS_FILE).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with suppress(*UNREADABLE):
-            return int(json.loads(line)["step"])
-    return None
+    rows = files.read_metric_rows(run_dir / names.METRICS_FILE)
+    return int(rows[-1]["step"]) if rows else None
 
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     """Return the status; `killed` instead of `running` if the run is gone, with what is known of the end."""
     # "Not known" is not "gone": the lock may be of another machine, whose processes are not seen from here.
-    if status.get("status") != "running" or at_work(run_dir) is not False:
+    if status.get("status") != "running" or lock.at_work(run_dir) is not False:
         return status
     resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
     text = f"killed (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
@@ -510,7 +493,7 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: st
     """
     status = read_status(run_dir)
     # The launcher can be killed alone: then the run continues, and nothing of it may be overwritten.
-    if at_work(run_dir):
+    if lock.at_work(run_dir):
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
     # The status is that of an earlier run.
@@ -523,7 +506,7 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: st
         values = {"status": "failed", "error": f"killed by {number.name}: {cause}", "time": round(time.time(), 3)}
         values |= {} if step is None else {"step": step}
         with suppress(OSError):
-            replace_shared(run_dir / STATUS, json.dumps(status | values, indent=1))
+            files.replace_shared(run_dir / names.STATUS, json.dumps(status | values, indent=1))
     elif status.get("first_failing_rank") is not None:
         who = f"rank {status['first_failing_rank']}"
     where = f"{run_dir}: {where_it_was(run_dir)}; {how_to_go_on(run_dir, resume_command(words), start_command(words))}"

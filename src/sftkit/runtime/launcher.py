@@ -1,7 +1,6 @@
 """Checks of the launcher: the variables that a run needs, from any launcher. No torch."""
 
 import ctypes
-import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +8,6 @@ from pathlib import Path
 
 from sftkit.config.topology import check_numbers
 from sftkit.errors import ConfigError, hint
-from sftkit.rundir.files import read_text
 from sftkit.runtime.signals import heeded
 
 HANDLED = "PET_SIGNALS_TO_HANDLE"
@@ -45,18 +43,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not named and tasks != "1":
         raise ConfigError(hint("srun", tasks=tasks))
-
-
-def config_file_of_launcher() -> Path | None:
-    """Return the accelerate config that `accelerate launch`, which has started this process, was given; None: it was
-    given none, or the system does not show it."""
-    # Accelerate passes on the content of the file, not its name.
-    words = read_text(Path(f"/proc/{os.getppid()}/cmdline")).split("\0")
-    for option, value in itertools.zip_longest(words, words[1:]):
-        name, equals, given = option.partition("=")
-        if name == "--config_file" and (given or value):
-            return Path(given if equals else value)
-    return None
 
 
 def may_have_gpu() -> bool:

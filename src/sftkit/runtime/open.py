@@ -20,18 +20,12 @@ import yaml
 from sftkit.config.terminal import print_text
 from sftkit.config.yaml import flattened
 from sftkit.errors import ConfigError
-from sftkit.rundir import attempt, lock
-from sftkit.rundir.files import replace_text
-from sftkit.rundir.lock import pid_scope
-from sftkit.rundir.names import CONFIG, ENVIRONMENT
+from sftkit.rundir import attempt, files, lock, names
 from sftkit.rundir.status import RunStatus, describe_error, is_full_disk, read_status, where_it_was
-from sftkit.runtime.hardware import environment, installed_version
-from sftkit.runtime.launcher import check_launcher
-from sftkit.runtime.signals import end_process
-from sftkit.runtime.start import PATIENCE_SECONDS, Runtime
+from sftkit.runtime import hardware, launcher, signals, start
 
 
-def assert_same_on_ranks(rt: Runtime, what: dict[str, str]) -> None:
+def assert_same_on_ranks(rt: start.Runtime, what: dict[str, str]) -> None:
     """Check that named values are the same on all ranks; every rank must call it.
 
     Args:
@@ -62,17 +56,17 @@ def differing_values(values: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def neighbours(rt: Runtime) -> dict[int, int]:
+def neighbours(rt: start.Runtime) -> dict[int, int]:
     """Return rank -> process id of the ranks on this machine and in this container, which this process can see; every
     rank must call it."""
-    scope = pid_scope()
+    scope = lock.pid_scope()
     return {rank: pid for rank, (place, pid) in enumerate(rt.gathered((scope, os.getpid()))) if place == scope}
 
 
 def recipe_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
     # The versions too: another torch would compute another loss, and only on some ranks.
-    ours = installed_version("sftkit") or "not installed"  # run from its sources
+    ours = hardware.installed_version("sftkit") or "not installed"  # run from its sources
     settings = {key: repr(value) for key, value in flattened(yaml.safe_load(recipe))}
     return {"sftkit": ours, "torch": torch.__version__, **settings}
 
@@ -117,7 +111,7 @@ def random_key(*numbers: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
 
 
-def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:
+def open_run(run_dir: str, resume: str | None, recipe: str, rt: start.Runtime) -> Path:
     """Lock the directory and write config.yaml, environment.json and run_status.json; from here on a signal is written
     there. Every rank calls it.
 
@@ -140,8 +134,10 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     def write() -> None:
         try:
             status.begin(os.environ)
-            replace_text(place / CONFIG, recipe)
-            replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
+            files.replace_text(place / names.CONFIG, recipe)
+            files.replace_text(
+                place / names.ENVIRONMENT, json.dumps(hardware.environment(rt.device, rt.world_size), indent=1)
+            )
         except OSError as error:
             raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
 
@@ -150,14 +146,14 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     # There is a status now for a signal to be written to, and nothing yet that would be worth saving.
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
     if rt.is_main:
-        if warning := check_launcher(os.environ):
+        if warning := launcher.check_launcher(os.environ):
             rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
             rt.print(f"{run_dir} holds an earlier run, which is renamed after the first step of this one")
     return place
 
 
-def claim_run_dir(rt: Runtime) -> None:
+def claim_run_dir(rt: start.Runtime) -> None:
     """Make this start, which has done a step, the run of the directory. An earlier run is renamed, never overwritten,
     unless this one resumes it. Every rank calls it; from here on a signal asks for a stop that saves.
 
@@ -173,7 +169,7 @@ def claim_run_dir(rt: Runtime) -> None:
     _is_there(status)
 
 
-def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, str]:
+def _lock(folder: Path, resume: str | None, rt: start.Runtime) -> tuple[Path, bool, str]:
     """Lock the directory on the main rank.
 
     Returns:
@@ -196,7 +192,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, st
         raise ConfigError(f"run.dir={folder}: {describe_error(error) if is_full_disk(error) else error}") from None
 
 
-def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
+def _claim_run_dir(status: RunStatus, rt: start.Runtime) -> None:
     """Make this start the run of the directory, on the main rank.
 
     Raises:
@@ -230,12 +226,12 @@ def _is_there(status: RunStatus) -> None:
     status.stepped = True
 
 
-def _end_of_signal(rt: Runtime, number: int) -> None:
+def _end_of_signal(rt: start.Runtime, number: int) -> None:
     """End the process on a signal, unless its first step is done by now."""
     assert rt.status is not None
     # The lock shows whether a claim was under way. If it does not come in time, the disk hangs, and the process ends
     # all the same.
-    if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
+    if rt.leaving.acquire(timeout=start.PATIENCE_SECONDS) and rt.status.stepped:
         rt.leaving.release()
         return
     try:
@@ -245,4 +241,4 @@ def _end_of_signal(rt: Runtime, number: int) -> None:
             print_text(f"error: {cause}", error=True, level="error")
         rt.withdraw()
     finally:
-        end_process(128 + number)
+        signals.end_process(128 + number)

@@ -4,18 +4,15 @@ Torch is imported only when main asks for it, and nothing before a Ctrl-C has a 
 """
 
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from sftkit.config.terminal import print_text
-from sftkit.rundir.files import read_text
 
 
 def counted(number: int, noun: str) -> str:
@@ -51,55 +48,15 @@ _BY_SIGNAL = {
 }
 
 
-OomKills = dict[str, int]
-"Place -> processes that the kernel's OOM killer has ended there so far, as far as that can be read."
-
-
-def oom_kills(root: Path = Path("/")) -> OomKills:
-    """Count the processes that the kernel's OOM killer has ended so far, for `likely_cause`.
-
-    Args:
-        root: of the file system.
-    """
-    mount = root / "sys/fs/cgroup"
-    # In a container the path that the kernel gives may be the host's, and the group's files lie at the top.
-    own = read_text(root / "proc/self/cgroup").strip().rpartition(":")[2].lstrip("/")
-    # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
-    # processes are counted too.
-    places = {
-        "in this control group": (mount / own / "memory.events", mount / "memory.events"),
-        "on this machine": (root / "proc/vmstat",),
-    }
-    kills = {}
-    for place, files in places.items():
-        counts = (re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE) for file in files)
-        if found := next(filter(None, counts), None):
-            kills[place] = int(found[1])
-    return kills
-
-
-def likely_cause(number: int, before: OomKills, root: Path = Path("/")) -> str:
-    """Return what has likely sent a signal that nobody here has sent, in words that promise no more than is known.
+def likely_cause(number: int) -> str:
+    """Return what has likely sent a signal that nobody here has sent.
 
     Args:
         number: of the signal.
-        before: the counts when the process that was killed was started.
-        root: of the file system.
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
-    kills = oom_kills(root)
-    for place, count in kills.items():
-        if (grown := count - before.get(place, count)) > 0:
-            sure = "likely" if place == "in this control group" else "perhaps"
-            ended = f"{grown} process{'es' * (grown > 1)} {place}"
-            return f"{sure} the kernel's OOM killer, which has ended {ended} since the start (dmesg names them)."
-    if not kills:
-        return "not known: no count of the kernel's OOM killer can be read here"
-    return (
-        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
-        "has ended nothing since the start"
-    )
+    return "likely the kernel's OOM killer (dmesg then names the process), or a queue or container at its limit"
 
 
 SPINS = "1000"

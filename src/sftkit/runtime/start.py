@@ -29,16 +29,14 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broa
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import RunConfig, TrainConfig, num_stages
-from sftkit.config.terminal import Level, TerminalHandler, print_text
-from sftkit.config.topology import Topology, idle_pipeline, take_topology
-from sftkit.errors import ConfigError, RunError, Stopped, hint
+from sftkit.config import schema, terminal
+from sftkit.config.topology import Topology, take_topology
+from sftkit.errors import ConfigError, RunError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
-from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
-from sftkit.runtime.launcher import check_group, check_variables, config_file_of_launcher
-from sftkit.runtime.script import counted
+from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
+from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
 BITS = {"AVX512": 512, "AVX2": 256}
@@ -383,10 +381,10 @@ class Runtime:
                     time.sleep(WAIT_SECONDS)
             raise
 
-    def print(self, text: str, level: Level | None = None) -> None:
+    def print(self, text: str, level: terminal.Level | None = None) -> None:
         """Print once for the whole run."""
         if self.is_main:
-            print_text(text, level=level)
+            terminal.print_text(text, level=level)
 
     def stop_requested(self) -> bool:
         """Return whether any rank requests a stop; every rank must call it."""
@@ -435,7 +433,7 @@ def resolve_precision(wanted: str) -> str:
     return "bf16" if launched == "bf16" or use_bf16 else "fp32"
 
 
-def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | None = None) -> Runtime:
+def start(run: schema.RunConfig, train: schema.TrainConfig, page: Callable[[Path], None] | None = None) -> Runtime:
     """Join the process group, seed every generator, and return the Runtime.
 
     Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see
@@ -455,7 +453,7 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
     use_one_worker_per_group()
     use_ptxas_of_workers()
     name_vector_width()
-    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), schema.num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
@@ -475,24 +473,12 @@ def start(run: RunConfig, train: TrainConfig, page: Callable[[Path], None] | Non
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
-    launched_with = config_file_of_launcher()
-    if launched_with and (idle := idle_pipeline(launched_with, train.engine, topology)):
-        rt.print(idle, "warning")
-    if rt.device.type == "cpu" and (warning := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
-        rt.print(warning, "warning")
     return rt
-
-
-def crowded(processes: int, cores: int) -> str | None:
-    """Return a warning of more processes on the CPU of a machine than it has cores; None: there are enough."""
-    if processes <= cores:
-        return None
-    return hint("crowded CPU", processes=processes, cores=counted(cores, "CPU core"))
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
     """Log our own messages as plain lines, and only warnings of the libraries that chat at info level."""
-    logging.basicConfig(level=level, handlers=[TerminalHandler()], format="%(message)s")
+    logging.basicConfig(level=level, handlers=[terminal.TerminalHandler()], format="%(message)s")
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
     transformers_logging.set_verbosity_error()

@@ -12,12 +12,9 @@ from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
 from sftkit.config.terminal import print_text
-from sftkit.rundir.files import read_object
-from sftkit.rundir.lock import boot_id
-from sftkit.rundir.names import HEARTBEATS, heartbeat_file
+from sftkit.rundir import files, lock, names
 from sftkit.rundir.status import RunStatus
-from sftkit.runtime.signals import end_process
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import signals, start
 
 _FLUSH_SECONDS = 10.0
 _POLL_SECONDS = 1.0
@@ -32,7 +29,7 @@ class Watchdog:
     """End the process, inside, on a hang or another rank's failure, and write an error down for the other ranks. A
     thread checks once a second what the main thread last noted in `status`."""
 
-    def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
+    def __init__(self, rt: start.Runtime, status: RunStatus, run: RunConfig) -> None:
         self._rt = rt
         self._status = status
         self._run = run
@@ -118,7 +115,9 @@ class Watchdog:
             idle: seconds since its last progress.
         """
         status = self._status
-        stack = main_stack()
+        # Documented by Python in spite of its underscore, and the only way to another thread's stack.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame))
         text = f"rank {status.rank} hangs at step {status.step} in phase {status.phase}, last progress {idle:.0f} s ago"
         behind: list[int] = []
         if status.world_size > 1:
@@ -126,7 +125,7 @@ class Watchdog:
                 self._write_heartbeat(flush=True)
             time.sleep(2.0)  # the others, whose time is up as well, write their places
             behind, where = find_blocking_ranks(
-                status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2, start_id=status.start_id
+                status.run_dir / names.HEARTBEATS, status.world_size, silent_after=idle / 2, start_id=status.start_id
             )
             text += f"; {where}"
         if self._stopped.is_set():
@@ -143,7 +142,7 @@ class Watchdog:
 
     def _end_process(self) -> NoReturn:
         self._rt.withdraw()
-        end_process(1)
+        signals.end_process(1)
 
 
 def open_heartbeat(status: RunStatus) -> int:
@@ -152,9 +151,9 @@ def open_heartbeat(status: RunStatus) -> int:
     Raises:
         OSError: the disk takes no file.
     """
-    beats = status.run_dir / HEARTBEATS
+    beats = status.run_dir / names.HEARTBEATS
     beats.mkdir(exist_ok=True)
-    return os.open(heartbeat_file(beats, status.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    return os.open(names.heartbeat_file(beats, status.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
 
 def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start_id: str = "") -> tuple[list[int], str]:
@@ -172,12 +171,12 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start
     # of phases in a step. Phases outside of the loop, such as an evaluation, come after a step.
     places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
-        beat = read_object(heartbeat_file(beats, rank))
+        beat = files.read_object(names.heartbeat_file(beats, rank))
         if beat.get("start_id", "") != start_id or "time" not in beat:
             beat = {"step": 0, "phase": "start", "time": 0.0}
         phase = beat["phase"]
         order = _LOOP_PHASES.index(phase) if phase in _LOOP_PHASES else len(_LOOP_PHASES)
-        same_clock = beat.get("boot") == boot_id()
+        same_clock = beat.get("boot") == lock.boot_id()
         age = time.monotonic() - beat["monotonic"] if same_clock else time.time() - beat["time"]
         responds = age < silent_after
         places.setdefault((responds, beat["step"], order, phase), []).append(rank)
@@ -188,10 +187,3 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start
     ]
     behind = places[min(places)] if len(places) > 1 else []
     return behind, "; ".join(words)
-
-
-def main_stack() -> str:
-    """Return where the main thread is, as Python sees it, innermost call last."""
-    # Documented by Python in spite of its underscore, and the only way to another thread's stack.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""

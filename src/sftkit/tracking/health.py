@@ -23,8 +23,7 @@ from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import RunCounts
-from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
+from sftkit.tracking import meter, names
 from sftkit.tracking.tracker import Tracker
 
 _WINDOW = 128
@@ -97,12 +96,12 @@ class Spikes:
         self._history.copy_(torch.where(usable & ~skipped, later, self._history))
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped
 
-    def history(self) -> RunCounts:
+    def history(self) -> meter.RunCounts:
         """Return the history, for a checkpoint. Waits for the device."""
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def restore(self, history: RunCounts) -> None:
+    def restore(self, history: meter.RunCounts) -> None:
         """Resume from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
         count = min(len(history["losses"]), len(history["norms"]))
         if count:
@@ -174,7 +173,7 @@ class StepRecord:
     "without its micro-batches"
     own_divisors: list[int]
     "what each of this rank's micro-batches adds to the divisor"
-    outcome: StepOutcome
+    outcome: names.StepOutcome
     stop: bool
     "a rank requests a stop"
     finite: bool
@@ -198,9 +197,9 @@ class DelayedFlags:
         # and the step just pushed has another.
         self._waiting: deque[tuple[partial[StepRecord], torch.Tensor, torch.cuda.Event | None]] = deque()
         # Allocated once: pinning memory makes the device wait.
-        self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
+        self._host = [torch.empty(names.NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
 
-    def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+    def push(self, step: int, step_batches: StepBatches, outcome: names.StepOutcome) -> None:
         """Take a step that has been launched; call `read` after each."""
         # The event, not the stream, is what `read` waits for: later steps that are queued already do not delay it.
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
@@ -217,7 +216,7 @@ class DelayedFlags:
             launched, host, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
-            flags = Flags(host)
+            flags = names.Flags(host)
             found = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             records.append(launched(*found, spikes_in(flags.verdict)))
         return records
@@ -247,7 +246,7 @@ class Health:
         "the engine calls it for each step, before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
-    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+    def add(self, step: int, step_batches: StepBatches, outcome: names.StepOutcome) -> None:
         """Take a step that has been launched; call `read_flags` after each."""
         self._flags.push(step, step_batches, outcome)
 
@@ -312,11 +311,11 @@ class Health:
         self._in_window = self._spiked = 0
         return {f"health/{name}": count for name, count in counts.items()}
 
-    def counts(self) -> RunCounts:
+    def counts(self) -> meter.RunCounts:
         """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
         return {"nonfinite": self._nonfinite, "in_a_row": self._in_a_row, "spikes": self.spikes.history()}
 
-    def restore(self, counts: RunCounts) -> None:
+    def restore(self, counts: meter.RunCounts) -> None:
         """Resume from a checkpoint, before the first step."""
         self._nonfinite = counts.get("nonfinite", 0)  # checkpoints of earlier versions have fewer counts
         self._in_a_row = counts.get("in_a_row", 0)
@@ -375,7 +374,7 @@ def losses_of(known: StepRecord) -> list[float]:
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 
 
-def nonfinite_micro_batches(outcome: StepOutcome) -> list[int]:
+def nonfinite_micro_batches(outcome: names.StepOutcome) -> list[int]:
     """Return the micro-batches of this rank, from 0, whose loss is not finite. Waits for the device."""
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sftkit.errors import texts
 from sftkit.models.structure import Work, train_flops
 from sftkit.objectives.objective import Totals
 from sftkit.rundir.names import DOES_NOT_APPLY
@@ -134,87 +135,17 @@ class Metric:
     "which value of its curve stands for the run"
 
 
-_METRICS: dict[tuple[str, Summary], tuple[str, ...]] = {
-    ("graphs", "max"): ("compile/graphs", "compile/recompiles", "compile/graph_breaks", "compile/cuda_graphs"),
-    ("hits", "max"): ("compile/cache_hits",),
-    ("s", "max"): ("compile/seconds", "compile/seconds/<phase>", "ckpt/block_seconds", "ckpt/write_seconds"),
-    ("index", "last"): ("shape/id",),
-    ("micro-batches", "max"): ("shape/undeclared", "shape/<rows>x<length>"),
-    ("steps", "max"): (
-        *("health/spikes", "health/skipped_steps", "health/nonfinite_steps"),
-        *("health/spikes/<adapter>", "health/skipped_steps/<adapter>"),
-    ),
-    ("nats per target", "last"): (
-        *("train/loss", "train/objective", "train/entropy"),
-        *("train/loss/<adapter>", "train/objective/<adapter>", "train/entropy/<adapter>"),
-    ),
-    ("nats per target", "min"): ("val/loss", "val/<source>/loss"),
-    ("bits per byte", "min"): ("val/bpb", "val/<source>/bpb"),
-    ("-", "last"): (
-        *("train/aux_loss", "train/grad_norm", "train/lr"),
-        *("train/grad_norm/<adapter>", "train/lr/<adapter>"),
-    ),
-    ("0 to 1", "last"): ("train/token_accuracy", "train/token_accuracy/<adapter>"),
-    ("0 to 1", "max"): ("eval/families/acc", "eval/<task>/<metric>", "eval/<adapter>/<task>/<metric>"),
-    ("0 to 1", "mean"): ("perf/mfu", "data/share/<source>"),
-    ("up to 1", "max"): ("eval/centred_mean",),
-    ("as the task", "last"): ("eval/<task>/low", "eval/<task>/high"),
-    ("even shares", "last"): ("train/expert_load_max", "train/expert_load_min"),
-    ("epochs", "last"): ("train/epoch",),
-    ("tokens", "last"): ("train/tokens",),
-    ("FLOPs", "last"): ("train/flops",),
-    ("s", "last"): ("train/seconds",),
-    ("s", "mean"): ("perf/step_seconds",),
-    ("tokens/s", "mean"): (
-        *("perf/tok_per_sec", "perf/tok_per_sec_per_gpu"),
-        *("perf/target_tok_per_sec", "perf/target_tok_per_sec_per_gpu"),
-    ),
-    ("inputs/s", "mean"): ("perf/encoded_per_sec",),
-    ("%", "mean"): ("perf/data_wait_pct", "health/rank_skew_pct", "data/padding_pct", "data/target_pct"),
-    ("waits", "max"): ("perf/host_syncs",),
-    ("GiB", "max"): ("mem/peak_gib", "mem/reserved_gib"),
-    ("retries", "max"): ("mem/alloc_retries",),
-    ("errors", "max"): ("mem/ooms",),
-    ("inputs", "last"): ("data/encoded",),
-    ("rows", "last"): ("data/dropped_rows", "data/truncated_rows"),
-    ("columns", "last"): ("data/unused_columns",),
-    ("bytes", "last"): ("ckpt/bytes",),
-}
-"Unit and the value of its curve that stands for the run -> names."
-METRICS = [Metric(name, unit, summary) for (unit, summary), names in _METRICS.items() for name in names]
+_TABLE: Any = texts("tracking/metrics.yaml")
+METRICS = [Metric(name, one["unit"], one["summary"]) for one in _TABLE["metrics"] for name in one["names"]]
 METRICS.sort(key=lambda metric: metric.name.count("<"))  # a name fits itself before a pattern that it fits as well
-
-RUN_VALUES = {
-    "run/state": "word",
-    "run/signal": "name",
-    "run/error": "text",
-    **dict.fromkeys(("proof/passed", "proof/failed", "proof/not_checked"), "checks"),
-    "preflight/documents": "documents",
-    "preflight/tokens": "tokens",
-    **dict.fromkeys(("preflight/target_pct", "preflight/duplicate_pct", "preflight/padding_pct"), "%"),
-    "preflight/epochs": "epochs",
-    "preflight/estimated_gib": "GiB",
-    "preflight/warnings_count": "warnings",
-    **dict.fromkeys(("validate/passed", "validate/failed", "validate/not_checked"), "criteria"),
-    "validate/speedup": "times",
-}
+RUN_VALUES: dict[str, str] = _TABLE["run"]
 "Values of a whole run that a dashboard gets, with their units; they are in no row."
-TABLES = (
-    *("samples", "eval/results", "proof", "preflight/sources", "preflight/layouts", "preflight/findings"),
-    *("preflight/warnings", "validate/verdicts", "validate/speed"),
-)
+TABLES: tuple[str, ...] = tuple(_TABLE["tables"])
 "Tables on a dashboard."
 
 # What each <word> of a pattern may stand for, as a regular expression.
-_WORDS = {
-    "adapter": r"[^/]+",
-    "rows": r"[0-9]+",
-    "length": r"[0-9]+",
-    "source": r".+",
-    "metric": r"[^/]+",
-    "task": r"[^/]+",
-    "phase": r".+",
-}
+_WORDS = dict.fromkeys(("adapter", "metric", "task"), r"[^/]+")
+_WORDS |= {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "phase": r".+"}
 
 
 def regex(name: str) -> str:

@@ -15,35 +15,26 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
+from sftkit.config import tables
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
-from sftkit.config.tables import environment_of_passes
-from sftkit.data.batches import loader
-from sftkit.data.batches.epoch import RankRows, row_shard
+from sftkit.data.batches import epoch, loader, pack
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import make_layout
-from sftkit.data.tokens.chat import check_prompted_targets
-from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.errors import ConfigError
-from sftkit.models import vocabulary
+from sftkit.errors import ConfigError, config_error
+from sftkit.models import kind, load, routing, vocabulary
 from sftkit.models.adapter_files import adapter_words
-from sftkit.models.kind import kind_of
-from sftkit.models.load import load_model, resolve_max_length
-from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
-from sftkit.rundir.files import read_object, write_provenance
-from sftkit.rundir.names import ENVIRONMENT
-from sftkit.rundir.status import effective_resume
+from sftkit.rundir import files, names, status
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.end import write_run_page, write_summary
-from sftkit.train.loop import train
+from sftkit.train import end, loop
 from sftkit.train.parts import Data, EncodedDocuments, Evaluate, LoadedModel, Run, TrainServices
 
 if TYPE_CHECKING:
@@ -54,7 +45,7 @@ if TYPE_CHECKING:
 def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
     """Return the recipe's sections together with `resolved` and `environment`."""
     rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
-    environment = read_object(run.dir / ENVIRONMENT) if rt.is_main else {}
+    environment = files.read_object(run.dir / names.ENVIRONMENT) if rt.is_main else {}
     # Choices and counts made before the first step.
     resolved = {
         "stage": run.stage,
@@ -94,10 +85,10 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             resume is damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, write_run_page) as rt:
-        resume = effective_resume(cfg.train.resume, cfg.run.dir)
+    with runtime.start(cfg.run, cfg.train, end.write_run_page) as rt:
+        resume = status.effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
-        if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
+        if rt.is_main and (warning := files.write_provenance(folder, cfg, resumes=rt.resumes)):
             rt.print(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find_checkpoint(Path(cfg.run.dir), resume, rt))
 
@@ -105,7 +96,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
 def train_stage(
     run: Run,
     tokenizer: PreTrainedTokenizerBase,
-    row_tokenizer: Callable[[DataConfig, PreTrainedTokenizerBase, int], RowTokenizer],
+    row_tokenizer: Callable[[DataConfig, PreTrainedTokenizerBase, int], sources.RowTokenizer],
     objective: Objective,
 ) -> None:
     """Train a stage from its start to its last step. Evaluation, samples and checkpoints use orig_model; only a
@@ -128,7 +119,7 @@ def set_environment(cfg: Config) -> None:
     """Set the environment variables that graph.passes needs; the user's own values stay. Call it before the process
     group is created, which reads them.
     """
-    for name, value in environment_of_passes(cfg.graph.passes).items():
+    for name, value in tables.environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
 
 
@@ -140,7 +131,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
-    from sftkit.models.rope import check_rope
+    from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
     # Reject errors visible in the recipe before loading weights.
@@ -157,7 +148,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         from sftkit.models.many_adapters import members_of
 
         several["several"] = partial(members_of, seed=cfg.run.seed, entries=cfg.adapters)
-    orig_model = load_model(
+    orig_model = load.load_model(
         cfg.model,
         tokenizer,
         cfg.run.seed,
@@ -166,13 +157,13 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         adapter=cfg.adapter,
         **several,
     )
-    kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    kind.kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.train.neftune_alpha is not None and orig_model.config.is_encoder_decoder:
         raise ConfigError(f"train.neftune_alpha: {orig_model.config.model_type} has an encoder: set it to null")
     freeze(orig_model, cfg.train.freeze)
     learning_rate_scales(orig_model, cfg.optim.lr_scale or {})  # a pattern without a parameter ends the run here
     longest = positions(orig_model)
-    max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     rt.print(resolved)
     added = describe_added_tokens(orig_model, tokenizer)
@@ -200,7 +191,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     return LoadedModel(orig_model, tokenizer, max_length)
 
 
-def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: Objective) -> Data:
+def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, objective: Objective) -> Data:
     """Load the documents, tokenized now or from the cache, and lay them out in rows.
 
     Args:
@@ -220,12 +211,12 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: 
         # The main rank tokenizes and fills the cache, which the others then read.
         with run.rt.main_first():
             examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
-            encode = partial(kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
+            encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
         documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
         batches = lay_out(cfg, run.rt, documents, objective, run.resume)
-    prompted = check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
+    prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
     return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
@@ -243,8 +234,8 @@ def lay_out(
     """
     examples, earlier = documents.examples, resume.segments
     lengths = examples.lengths, documents.max_length
-    layout = make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
-    share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
+    layout = pack.make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
+    share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
     workers, step = cfg.data.num_workers, resume.state["step"]
@@ -296,11 +287,8 @@ def make_engine(
         planned(None)
         return Reference(cfg.optim, cfg.loss, training, rt)
     if cfg.train.engine == "graph":
-        if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
-            raise ConfigError(
-                "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or "
-                "use train.engine=blocks"
-            )
+        if routing.coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
+            raise config_error("graph with the auxiliary loss")
         from sftkit.graph.engine import GraphEngine  # experimental: nothing else in the core imports it
 
         return GraphEngine(cfg, training, rt, run_dir, planned)
@@ -350,8 +338,8 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
         services = TrainServices(evaluate, checkpoints, tracker, resumed, prompts, check)
-        trained = train(cfg, rt, engine, data.batches, services)
-    write_summary(run_dir, trained, rt)
+        trained = loop.train(cfg, rt, engine, data.batches, services)
+    end.write_summary(run_dir, trained, rt)
 
 
 def check_steps_left(run: Run, batches: Batches, step: int) -> None:
@@ -362,11 +350,7 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
     """
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
-        raise ConfigError(
-            f"train.resume={run.resume.setting}: the checkpoint is at step {step}, and the new run in "
-            f"{run.cfg.run.dir} ends at step {last}: there is nothing left to train. Raise train.max_steps or "
-            "train.epochs, or start from the checkpoint's weights with model.path"
-        )
+        raise config_error("no steps left", setting=run.resume.setting, step=step, dir=run.cfg.run.dir, last=last)
 
 
 def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:

@@ -21,15 +21,12 @@ from sftkit.engine.engine import Engine
 from sftkit.optim.protocol import learning_rate
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
+from sftkit.runtime import signals, watchdog
 from sftkit.runtime.open import assert_same_on_ranks, claim_run_dir, data_identity
-from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
-from sftkit.runtime.watchdog import Watchdog
+from sftkit.tracking import meter, names
 from sftkit.tracking.health import ExpertLoad, Health
-from sftkit.tracking.meter import RUN_COUNTS, Meter, RunCounts
-from sftkit.tracking.names import Check, StepOutcome
-from sftkit.tracking.trace import Trace
-from sftkit.train import end, saves
+from sftkit.train import end, parts
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
 
@@ -76,18 +73,18 @@ class Monitor:
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
         """Begin to measure; a resumed run restores its counts."""
         model = engine.model
-        self.meter = Meter(model.orig_model, model.objective, batches, rt)
+        self.meter = meter.Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
         self.expert_load = ExpertLoad(model.routing, rt)
         self.meter.resume(services.resumed)
-        counts = services.resumed.get(RUN_COUNTS, {})  # checkpoints of earlier versions have none
+        counts = services.resumed.get(meter.RUN_COUNTS, {})  # checkpoints of earlier versions have none
         if health := counts.get("health"):
             self.health.restore(health)
         self._members = engine.training.members
         if self._members is not None and "members" in counts:
             self._members.restore(counts["members"])
 
-    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+    def add(self, step: int, step_batches: StepBatches, outcome: names.StepOutcome) -> None:
         """Add a launched step."""
         self.meter.add(step_batches, outcome)
         self.health.add(step, step_batches, outcome)
@@ -105,7 +102,7 @@ class Monitor:
         self.meter.add_skipped(skipped_divisor)
         return stopped
 
-    def counts(self) -> RunCounts:
+    def counts(self) -> meter.RunCounts:
         """Return the counts since the start of the run, for a checkpoint. Waits for the device."""
         members = {} if self._members is None else {"members": self._members.counts()}
         return {"meter": self.meter.counts(), "health": self.health.counts(), **members}
@@ -147,13 +144,13 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
     status.step, status.total_steps = services.resumed["step"], total_steps
     # One clock decides: the flags of a step carry its stop to the other ranks.
     if max_minutes is not None and rt.is_main:
-        rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
+        rt.stopping.deadline = signals.Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
     return status
 
 
 def warm_up_engine(
     engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime, optim: OptimConfig
-) -> tuple[WarmUp, list[Check]]:
+) -> tuple[WarmUp, list[names.Check]]:
     """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
     Raises:
@@ -182,7 +179,7 @@ def warm_up_engine(
     return ready, checks
 
 
-def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation, run_dir: Path) -> Trained:
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: parts.Evaluation, run_dir: Path) -> Trained:
     """Return the summary of a start before its first step.
 
     Args:
@@ -202,7 +199,7 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation
 
 
 def begin_writing(
-    rt: Runtime, services: TrainServices, step: int, evaluation: saves.Evaluation, axes: dict[str, float | None]
+    rt: Runtime, services: TrainServices, step: int, evaluation: parts.Evaluation, axes: dict[str, float | None]
 ) -> float:
     """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
     left to do.
@@ -223,7 +220,7 @@ def begin_writing(
     for problem in services.checkpoints.skipped_checkpoints:
         services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
     if evaluation.metrics or evaluation.samples:
-        saves.record_evaluation(services, step, evaluation, axes)
+        parts.record_evaluation(services, step, evaluation, axes)
     # All ranks wait until the main rank has prepared the directory.
     rt.barrier()
     return time.perf_counter() - started
@@ -259,12 +256,12 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
     already_done = step == total_steps  # keeps the proof.json of the earlier start
-    with Watchdog(rt, status, cfg.run), closing(engine):
+    with watchdog.Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: compile every graph for every declared shape. Its checks and those of the data go to proof.json.
         frozen = FrozenWeights(orig_model, rt)
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
         # After the warm-up, so that a run that cannot train fails before it spends time on an evaluation.
-        evaluation = saves.first_evaluation(cfg, status, rt, engine, services)
+        evaluation = parts.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
         # Measuring, monitoring and writing; the run directory is claimed when the first step is done.
@@ -274,7 +271,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         update = FirstUpdate(engine, cfg.optim, rt) if members is None else UpdatesOfMembers(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
-        report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)
+        report_ended_saves = partial(parts.report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
         # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
@@ -284,10 +281,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         with (
             end.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
-            saves.finish_checkpoint_on_error(checkpoints, report_ended_saves),
+            parts.finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
-            Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
+            meter.Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
         ):
             monitor.meter.start()
             if already_done:
@@ -326,7 +323,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     monitor.meter.paused(trace_seconds)
 
                 # Actions after this step. All ranks see a stop request at the same step.
-                due = saves.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
+                due = parts.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.log)  # without waiting: only flags that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
@@ -352,19 +349,19 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = saves.LoopPosition(step_batches.epoch, total_steps, progress, monitor.counts())
-                    state = saves.checkpoint_state(position, cfg.data, batches, services)
+                    position = parts.LoopPosition(step_batches.epoch, total_steps, progress, monitor.counts())
+                    state = parts.checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")
                         trained.checkpoint = str(checkpoints.save(step, state, wait=due.wait_for_save))
                     if due.evaluate:
-                        evaluation = saves.evaluate_at(step, status, engine, services.evaluate)
+                        evaluation = parts.evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
                         stopped = evaluation.stopped
                         if stopped:  # if this step is already saved or being saved, this only waits
                             trained.checkpoint = str(checkpoints.save(step, state, wait=True))
                         else:
-                            saves.record_evaluation(services, step, evaluation, axes)
+                            parts.record_evaluation(services, step, evaluation, axes)
                         collect()
                     monitor.meter.paused(time.perf_counter() - pausing)
 

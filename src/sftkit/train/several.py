@@ -7,9 +7,8 @@ from typing import Any
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.config.schema import Config
+from sftkit.data.batches import many, pack
 from sftkit.data.batches.loader import Batches, load_examples
-from sftkit.data.batches.many import ManyBatches, ManyDataset, Source, joined, joint_layout
-from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.evals.suite import Suite
@@ -51,11 +50,11 @@ def lay_out_several(
         key = id(one.examples)
         if key not in parts:
             parts[key] = entry.name, one.examples
-            layouts[key] = make_layout(cfg.data, train, one.examples.lengths, one.max_length)
+            layouts[key] = pack.make_layout(cfg.data, train, one.examples.lengths, one.max_length)
             firsts[key] = total
             total += len(one.examples)
     sources = [
-        Source(
+        many.Source(
             layouts[id(one.examples)],
             cfg.run.seed if entry.seed is None else entry.seed,
             firsts[id(one.examples)],
@@ -63,11 +62,11 @@ def lay_out_several(
         )
         for entry, one in zip(entries, documents, strict=True)
     ]
-    examples = joined([*parts.values()])
-    layout = joint_layout([source.layout for source in sources], cfg.train)
-    dataset = ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
+    examples = many.joined([*parts.values()])
+    layout = many.joint_layout([source.layout for source in sources], cfg.train)
+    dataset = many.ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
-    return ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
+    return many.ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)
 
 
 class EvaluationOfEach:

@@ -103,10 +103,8 @@ def validation_check(
     same, words = True, []
     for name, value in by_hand.items():
         logged = found[name]
-        if (logged is None) != (value is None):
-            same = False
-        elif logged is not None and value is not None:
-            same = same and abs(logged - value) <= limit * abs(value)
+        equal = logged == value if logged is None or value is None else abs(logged - value) <= limit * abs(value)
+        same = same and equal
         words.append(f"{name} {_number(logged)} against {_number(value)}")
     how = (
         "documents of the validation data, each alone through transformers: log2 of the probability of each target, "

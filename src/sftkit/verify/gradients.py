@@ -31,10 +31,7 @@ from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.reference import PlainDocument, documents_of, in_one_pass, plain_sums
 from sftkit.engine.step import has_dropout
-from sftkit.models.float8 import position_multiple
-from sftkit.models.kind import kind_of
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection, stages_of, vocab_size
-from sftkit.models.trained import adapters_of
+from sftkit.models import float8, kind, structure, trained
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.ops.tensors import local, local_part, local_region
@@ -97,7 +94,7 @@ def sample_elements(
     Args:
         tokens: int64 [K], tokens of the documents.
     """
-    vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
+    vocabulary = {id(structure.embedding_of(orig_model)), id(structure.output_projection(orig_model).weight)}
     samples: dict[str, SampledElements] = {}
     spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their indices
     for name, parameter in parameters.items():
@@ -164,7 +161,7 @@ def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
     items of a module list.
     """
     names = {id(module): name for name, module in orig_model.named_modules()}
-    blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
+    blocks = [(names[id(block)], block) for block in structure.decoder_blocks(orig_model)]
     found = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
     for name, _ in orig_model.named_parameters():
         if item := re.match(r"(.*?\.\d+)\.", name):
@@ -232,7 +229,7 @@ def same_rows(rt: Runtime) -> bool:
 
 def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
     """Return the tokens of the documents and 0, the padding token: int64 [K], ascending."""
-    return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
+    return np.unique([0, *np.random.default_rng(0).integers(0, structure.vocab_size(orig_model), TOKENS - 1)])
 
 
 def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool) -> list[ProbeBatch]:
@@ -278,8 +275,8 @@ def _micro_batches(
     # Ranks with rows of their own need different tokens, otherwise a missing collective would be invisible; ranks
     # that share rows need the same tokens.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
-    inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
-    adapters = adapters_of(orig_model)
+    inputs = kind.kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
+    adapters = trained.adapters_of(orig_model)
     found = []
     for number in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         if adapters is not None and adapters.members:
@@ -492,7 +489,7 @@ class Sides:
         step's collectives.
         """
         plain, orig_model = self.plain, self.plain.orig_model
-        multiple = position_multiple(orig_model)
+        multiple = float8.position_multiple(orig_model)
         rows: list[Any] = [self._rows(one, multiple) for one in micro_batches]
         # If weights are gathered for each pass, one pass takes all documents. Routers count each separately.
         if plain.gathers and plain.routing is None:
@@ -521,7 +518,7 @@ class Sides:
 
     def _rows(self, one: ProbeBatch, multiple: int) -> Iterator[list[PlainDocument]]:
         """Yield the documents of each row; of several adapters, the one of the row then computes."""
-        adapters = adapters_of(self.plain.orig_model)
+        adapters = trained.adapters_of(self.plain.orig_model)
         for i, row in enumerate(documents_of(one.examples, one.rows, self.rt.device, multiple)):
             if adapters is not None and adapters.selection is not None:
                 adapters.selection.active = one.own.adapters[i * len(one.own.adapters) // len(one.rows)]
@@ -529,7 +526,7 @@ class Sides:
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up over the ranks whose gradients a step adds up here; replicas have no collective in it."""
-        stages, topology = stages_of(self.model.orig_model), self.rt.topology
+        stages, topology = structure.stages_of(self.model.orig_model), self.rt.topology
         if not topology.sharded:
             return sums
         if same_rows(self.rt):

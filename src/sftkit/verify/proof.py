@@ -225,7 +225,12 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
     # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
-    with _factors_moved(orig_model):
+    moved: AbstractContextManager[None] = nullcontext()
+    if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import factors_moved
+
+        moved = factors_moved(orig_model)
+    with moved:
         documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
         # No graph may be new within the context, so the gradients are compared through the graphs of the steps.
         with engine.warm_up(print_line) as losses:
@@ -240,15 +245,6 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
         same,
     ]
     return WarmUp(engine.compiled, seconds, checks)
-
-
-def _factors_moved(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which adapters have a B that is not zero; nothing for a model without adapters."""
-    if adapters_of(orig_model) is None:
-        return nullcontext()
-    from sftkit.models.adapters import factors_moved
-
-    return factors_moved(orig_model)
 
 
 def report_checks(report: EngineReport, error: BaseException | None = None) -> list[Check]:

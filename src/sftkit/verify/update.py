@@ -116,7 +116,8 @@ class FirstUpdate:
                 gradient = local(p.grad)
                 one.before["gradient"] = gradient.reshape(-1)[at].clone()
                 region = tuple(local_region(p))
-                self._squares[name, region] = torch.linalg.vector_norm(gradient.reshape(-1), dtype=_exact(p)).square()
+                exact = torch.float32 if p.device.type == "mps" else torch.float64
+                self._squares[name, region] = torch.linalg.vector_norm(gradient.reshape(-1), dtype=exact).square()
             self._sampled[name] = one
         if OPTIMIZERS[self._name].elsewhere is not None:
             self._keep_matrices(optimizer)
@@ -214,8 +215,9 @@ class FirstUpdate:
             group = groups.get(id(one.param))
             if one.trained and group is None:
                 errors.relative[f"{name}, which is in no group"] = math.inf
-            if group is not None and (wrong := _wrong_settings(group, optim, decay)):
-                errors.relative[f"wrong {wrong} in the group of {name}"] = math.inf
+            settings = {"weight_decay": decay, "betas": optim.betas, "eps": optim.eps}
+            if wrong := [key for key, value in settings.items() if group and group.get(key, value) != value]:
+                errors.relative[f"wrong {wrong[0]} in the group of {name}"] = math.inf
             if not one.trained or "gradient" not in before:
                 changed = (after["weight"] != before["weight"]).double().mean()
                 errors.relative[f"{name}, which has no gradient"] = float(changed)
@@ -243,13 +245,14 @@ class FirstUpdate:
                 if key not in after:
                     errors.relative[f"{name}: no {key}"] = math.inf
                     continue
-                errors.relative[f"{name}: {key}"] = _off(
-                    after[key], value, value, one.after[key].dtype, _eight(one, key)
-                )
+                # Tolerance of 8-bit codes; 0.0 without them.
+                slack = EIGHT_BITS * float(one.after.get(f"{key}, largest", 0.0))
+                errors.relative[f"{name}: {key}"] = _off(after[key], value, one.after[key].dtype, slack)
             update = after[stored] - start if by_muon else expected.detach() - start
             if not by_muon:  # whole matrices are compared below
-                dtype, slack = one.after[stored].dtype, torch.maximum(after[stored].abs(), start.abs())
-                errors.relative[name] = _relative(after[stored], expected.detach(), update, dtype, slack)
+                dtype = one.after[stored].dtype
+                magnitude = torch.maximum(after[stored].abs(), start.abs())
+                errors.relative[name] = _relative(after[stored], expected.detach(), update, dtype, magnitude)
                 if dtype == torch.bfloat16:
                     self._add_rounding(errors, after[stored], expected.detach(), update)
             if stored == "master":
@@ -377,16 +380,6 @@ def _norm_check(reported: float, plain: float, disagreeing: list[str]) -> Check:
     return Check("Gradient norm is that of all ranks", same and not disagreeing, words, "equal to 1e-04", how)
 
 
-def _wrong_settings(group: Mapping[str, Any], optim: OptimConfig, decay: float) -> str | None:
-    """Return the first setting of a parameter group that differs from the recipe; None if all agree."""
-    expected = {"weight_decay": decay, "betas": optim.betas, "eps": optim.eps}
-    return next((name for name, value in expected.items() if name in group and group[name] != value), None)
-
-
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 def _whole(shard: Tensor, p: torch.nn.Parameter) -> Tensor:
     """Return the whole tensor of a shard that is distributed like a parameter."""
     sharded = as_sharded(shard, p)
@@ -409,20 +402,14 @@ def _at(p: torch.nn.Parameter, state: Mapping[str, Tensor], at: Tensor) -> dict[
     return found
 
 
-def _eight(one: _Sampled, key: str) -> float:
-    """Return the tolerance of an 8-bit state; 0.0 without 8-bit codes."""
-    largest = one.after.get(f"{key}, largest")
-    return 0.0 if largest is None else EIGHT_BITS * float(largest)
-
-
-def _off(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, slack: float) -> float:
+def _off(found: Tensor, expected: Tensor, dtype: torch.dtype, slack: float) -> float:
     """Return the difference of a moment from the expected one, relative to the expected one."""
     if slack and float(expected.square().sum()):
         # Codes are inaccurate for small values, but accurate over the whole tensor.
         ratio = float((found * expected).sum() / expected.square().sum())
         wide = float(((found - expected).abs() > slack).double().mean())
         return max(abs(ratio - 1.0) / 0.1 * LIMIT, wide)
-    return _relative(found, expected, scale, dtype, expected.abs())
+    return _relative(found, expected, expected, dtype, expected.abs())
 
 
 def _relative(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, magnitude: Tensor) -> float:

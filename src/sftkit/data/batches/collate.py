@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from sftkit.data.batches.epoch import FULL_ROW, RowShard
-from sftkit.data.batches.pack import BatchShape
+from sftkit.data.batches import epoch, pack
 from sftkit.data.types import EncoderInputs, Examples
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -90,9 +89,9 @@ class Batch:
 def collate(
     examples: Examples,
     rows: tuple[tuple[int, ...], ...],
-    shape: BatchShape,
+    shape: pack.BatchShape,
     pad_id: int = 0,
-    shard: RowShard = FULL_ROW,
+    shard: epoch.RowShard = epoch.FULL_ROW,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
@@ -193,7 +192,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
         yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
 
 
-def _shard_batch(batch: Batch, shard: RowShard) -> Batch:
+def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
     """Return the local positions of whole rows; document boundaries stay those of whole rows."""
     row_length = batch.shape[1]
     columns = torch.from_numpy(shard.columns(row_length))
@@ -258,7 +257,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     return np.pad(np.cumsum(sizes), (1, slots - len(sizes)), constant_values=(0, sizes.sum())).astype(np.int32)
 
 
-def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
+def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: pack.BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
     row_length = shape.row_length
     max_docs = shape.max_docs
@@ -279,9 +278,9 @@ def _target_index(is_target: np.ndarray) -> np.ndarray:
 
 def warm_up_batch(
     rows: int,
-    shape: BatchShape,
+    shape: pack.BatchShape,
     vocab_size: int,
-    shard: RowShard = FULL_ROW,
+    shard: epoch.RowShard = epoch.FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
     """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, and

@@ -20,7 +20,7 @@ import numpy as np
 
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, PlanSegment, pack
-from sftkit.errors import ConfigError, hint
+from sftkit.errors import ConfigError, config_error
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def check_row_shard(layout: Layout, shard: RowShard) -> None:
     if layout.kind == "bucketed" and uneven:
         better = sorted({-(-length // multiple) * multiple for length in lengths})
         words = {"uneven": ", ".join(map(str, uneven)), "split": split, "better": better, "longest": better[-1]}
-        raise ConfigError(hint("buckets that do not split", **words))
+        raise config_error("buckets that do not split", **words)
     if layout.dynamic and layout.pad_multiple % multiple:
         wanted = _nearest(layout.pad_multiple, multiple, multiple)
-        raise ConfigError(hint("rows that do not split", multiple=layout.pad_multiple, split=split, wanted=wanted))
+        raise config_error("rows that do not split", multiple=layout.pad_multiple, split=split, wanted=wanted)
     if uneven:
         packed = layout.kind == "packed"
         setting, least = ("data.row_length", layout.max_length) if packed else ("data.max_length", multiple)

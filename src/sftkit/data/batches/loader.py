@@ -20,9 +20,8 @@ from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, ch
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
-from sftkit.errors import WorkerError
-from sftkit.runtime.script import likely_cause, oom_kills
-from sftkit.runtime.signals import ignore_signals
+from sftkit.errors import WorkerError, hint
+from sftkit.runtime import script, signals
 
 
 class AdapterStep(NamedTuple):
@@ -198,19 +197,14 @@ class Batches:
         Raises:
             WorkerError: with process and cause.
         """
-        # Counted now, to distinguish a later kill for memory from earlier ones.
-        before = oom_kills()
         try:
             yield
         except RuntimeError as error:
             if not _WORKER_DIED.search(str(error)):
                 raise
             said = str(error).partition("\n")[0].strip().rstrip(".")
-            cause = likely_cause(signal.SIGKILL, before) if "Killed" in said else "a crash"
-            raise WorkerError(
-                f"{said}: {cause}. train.resume=auto resumes from the newest checkpoint, if there is one; fewer "
-                "workers (data.num_workers) take less memory, and with 0 the training process builds the rows"
-            ) from error
+            cause = script.likely_cause(signal.SIGKILL) if "Killed" in said else "a crash"
+            raise WorkerError(hint("dead data worker", said=said, cause=cause)) from error
         finally:
             # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
             # ignore signals.
@@ -230,7 +224,7 @@ def load_examples(
 
 def _leave_signals_to_the_main_process(_: int) -> None:
     """Ignore signals in a data worker, and give it one thread; the main process decides when to stop."""
-    ignore_signals()
+    signals.ignore_signals()
     # Collating is small numpy work: more threads would only take cores from the process that launches kernels. torch's
     # worker loop sets the same, which is not documented.
     torch.set_num_threads(1)

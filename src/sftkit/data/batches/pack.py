@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.errors import ConfigError, hint
+from sftkit.errors import ConfigError, config_error
 from sftkit.runtime.script import counted
 
 log = logging.getLogger(__name__)
@@ -231,9 +231,7 @@ def make_layout(
             below = max_length // plain.pad_multiple * plain.pad_multiple
             wanted = below or plain.pad_multiple
             multiple = plain.pad_multiple
-            raise ConfigError(
-                hint("max_length of dynamic rows", max_length=max_length, multiple=multiple, wanted=wanted)
-            )
+            raise config_error("max_length of dynamic rows", max_length=max_length, multiple=multiple, wanted=wanted)
         # The warm-up has the longest row and one of half its length.
         half = plain.padded(max_length // 2)
         return replace(plain, row_lengths=(half, max_length) if half < max_length else (max_length,))
@@ -260,7 +258,7 @@ def largest_divisor(number: int, limit: int) -> int:
 def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     """Return a packed layout, with document slots and longest document as the data needs them."""
     if row_length < plain.max_length:
-        raise ConfigError(hint("short rows", row_length=row_length, max_length=plain.max_length))
+        raise config_error("short rows", row_length=row_length, max_length=plain.max_length)
     return replace(
         plain,
         row_lengths=(row_length,),

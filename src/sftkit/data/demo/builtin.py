@@ -26,12 +26,12 @@ from functools import cache
 from itertools import product, tee
 from pathlib import Path
 from random import Random
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from sftkit.data.types import JsonObject
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, texts
 
 Split = Literal["train", "heldout"]
 
@@ -223,18 +223,6 @@ Drawn = tuple[str, str, dict[str, object]]
 Draw = Callable[[Random], Drawn]
 TaskProblem = tuple[str, str, str]
 "Identity, which is the same in every wording, question and its one right answer."
-_families: dict[str, tuple[Draw, tuple[str, ...], str]] = {}
-"Name -> the function that draws a problem, its phrasings, and the text below each phrasing."
-
-
-def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
-    """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
-
-    def register(draw: Draw) -> Draw:
-        _families[draw.__name__] = draw, phrasings, below
-        return draw
-
-    return register
 
 
 # Random.random() is the one method whose sequence Python promises to keep, so everything is drawn through it.
@@ -248,12 +236,6 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
     return [pool.pop(int(rng.random() * len(pool))) for _ in range(k)]
 
 
-@_family(
-    "The {a} is {on} {x}. The {b} is {later}. When is the {b}?",
-    "If the {a} is {on} {x} and the {b} is {later}, when is the {b}?",
-    "The {a}: {on} {x}. The {b}: {later}. When is the {b}?",
-    "{x}: the {a}. The {b} is {later}. When is that?",
-)
 def calendar(rng: Random) -> Drawn:
     """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
@@ -265,13 +247,6 @@ def calendar(rng: Random) -> Drawn:
     return f"{first} {names[start]} {second} {shift}", names[(start + shift) % len(names)], fields
 
 
-@_family(
-    "Which word is {which}?",
-    "What is the {which} word?",
-    "Give the {which} word.",
-    "Name the {which} one:",
-    below="{list}",
-)
 def pick(rng: Random) -> Drawn:
     """Draw the first, second or last of three words."""
     words = _sample(rng, WORDS, 3)
@@ -279,16 +254,12 @@ def pick(rng: Random) -> Drawn:
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
 
-@_family(
-    "Reverse this list.", "Write it in reverse order:", "Say this backwards:", "Turn the list around.", below="{list}"
-)
 def reverse(rng: Random) -> Drawn:
     """Draw two or three words in reverse order."""
     words = _sample(rng, WORDS, _choose(rng, [2, 3]))
     return str(words), ",".join(words[::-1]), {"list": ",".join(words)}
 
 
-@_family("Sort these numbers.", "Put the numbers in order.", "Write from low to high:", "Sort:", below="{list}")
 def sort(rng: Random) -> Drawn:
     """Draw three digits in ascending order."""
     numbers = [str(number) for number in _sample(rng, range(10), 3)]
@@ -296,7 +267,6 @@ def sort(rng: Random) -> Drawn:
     return answer, answer, {"list": ",".join(numbers)}
 
 
-@_family("Which is {word}?", "Which number is {word}?", "Name the {word} one:", "Give the {word} one.", below="{a},{b}")
 def compare(rng: Random) -> Drawn:
     """Draw the larger or smaller of two two-digit numbers."""
     a, b = (10 * tens + int(rng.random() * 10) for tens in _sample(rng, range(1, 10), 2))
@@ -305,7 +275,6 @@ def compare(rng: Random) -> Drawn:
     return f"{min(a, b)} {max(a, b)}", str(answer), {"a": a, "b": b, "word": word}
 
 
-@_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random) -> Drawn:
     """Draw a two-digit number plus or minus 1 to 4, without a carry."""
     tens = 10 * _choose(rng, range(1, 10))
@@ -316,9 +285,6 @@ def arithmetic(rng: Random) -> Drawn:
     return operands, str(answer), {"sum": operands}
 
 
-@_family(
-    "How many {to} is this?", "Write this in {to}.", "Convert to {to}:", "How much is this in {to}?", below="{n} {unit}"
-)
 def units(rng: Random) -> Drawn:
     """Draw a quantity in the next smaller unit."""
     number, unit = _choose(rng, range(2, 200)), _choose(rng, list(UNITS))
@@ -326,9 +292,6 @@ def units(rng: Random) -> Drawn:
     return f"{number} {unit}", f"{number}{zeros} {smaller}", {"n": number, "unit": unit, "to": smaller}
 
 
-@_family(
-    "Is there {name} in the list?", "Does it contain {name}?", "Is {name} here?", "Do you see {name}?", below="{list}"
-)
 def contains(rng: Random) -> Drawn:
     """Draw whether a list of two words has one of a category."""
     *names, other = _sample(rng, list(CATEGORIES), 3)
@@ -338,23 +301,18 @@ def contains(rng: Random) -> Drawn:
     return f"{name} {words}", "yes" if is_in else "no", {"name": name, "list": ",".join(words)}
 
 
-@_family("How many letters?", "Count the letters.", "How many letters are there?", "Count these:", below="{letters}")
 def count(rng: Random) -> Drawn:
     """Draw a number of letters."""
     letters = " ".join(_sample(rng, LETTERS, _choose(rng, range(2, 7))))
     return letters, str(len(letters.split())), {"letters": letters}
 
 
-@_family(
-    "Write with dashes:", "Put dashes in between.", "Join with dashes.", "Spell it with dashes:", below="{letters}"
-)
 def spell(rng: Random) -> Drawn:
     """Draw three or four letters, joined by dashes."""
     letters = _sample(rng, LETTERS, _choose(rng, [3, 4]))
     return str(letters), "-".join(letters), {"letters": ",".join(letters)}
 
 
-@_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
 def sequence(rng: Random) -> Drawn:
     """Draw three neighboring numbers, upwards or downwards, and the fourth, within the same ten."""
     tens = 10 * _choose(rng, range(1, 50))
@@ -365,9 +323,6 @@ def sequence(rng: Random) -> Drawn:
     return listed, answer, {"list": listed}
 
 
-@_family(
-    "Which of these is {name}?", "Find {name}:", "Which word is {name}?", "One of these is {name}:", below="{list}"
-)
 def category(rng: Random) -> Drawn:
     """Draw which of three words is of a category."""
     names = _sample(rng, list(CATEGORIES), 3)
@@ -376,7 +331,9 @@ def category(rng: Random) -> Drawn:
     return f"{names[asked]} {words}", words[asked], {"name": names[asked], "list": ",".join(words)}
 
 
-FAMILIES: tuple[str, ...] = tuple(_families)
+_WORDINGS: Any = texts("data/demo/families.yaml")
+"Family, a function of this module -> its phrasings, and the text below each."
+FAMILIES: tuple[str, ...] = tuple(_WORDINGS)
 
 PLAIN_SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "Give only the answer.")
 CAPITALS = "Answer in capital letters."
@@ -420,10 +377,11 @@ def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversatio
 
 def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
-    draw, phrasings, below = _families[family]
+    draw: Draw = globals()[family]
+    wording = _WORDINGS[family]
     while True:
         operands, answer, fields = draw(rng)
-        question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
+        question = f"{_choose(rng, wording['phrasings'])}\n{wording['below']}".strip().format(**fields)
         identity = f"{family}: {operands}"
         if (stable_hash(identity) % 10 == 0) == heldout:
             return identity, question, answer

@@ -191,8 +191,7 @@ def named(found: JsonObject, where: str) -> JsonObject:
         known = standard_name(name)
         if known in result and not is_empty(result[known]):
             if not is_empty(value) and value != result[known]:
-                problem = f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one"
-                raise DataError(problem, reason="one column in two spellings")
+                raise fault(where, "one column in two spellings", known=known, column=name)
             continue
         result[known] = value
     return result
@@ -257,8 +256,7 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
     """
     for name in ("label", "kto_tag"):
         if understood(name, row.get(name)) and _cell(row[name]) is False:
-            problem = f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true"
-            raise DataError(problem, reason="answer labelled false")
+            raise fault(where, "answer labelled false", column=name)
     mask = row.get("mask")
     if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
         raise fault(where, "marks of parts / mask", mask=mask)

@@ -49,8 +49,7 @@ def require_answer(messages: list[Message], where: str) -> None:
         raise DataError(f"{where}: no assistant turn (roles: {said}), nothing to learn", reason="no assistant turn")
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and not answer_core(message) and not message.get("tool_calls"):
-            problem = f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)"
-            raise DataError(problem, reason="empty answer")
+            raise fault(where, "empty answer", i=i)
 
 
 def oddities(messages: list[Message], where: str) -> dict[str, str]:
@@ -114,8 +113,7 @@ def _message(message: object, where: str) -> Message:
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
-        problem = f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}"
-        raise DataError(problem, reason="unknown role")
+        raise fault(where, "unknown role / message", role=json.dumps(role, default=str), roles=", ".join(ROLES))
     check_keys(message, where)
     if "tool_calls" in message:
         calls = message["tool_calls"]
@@ -125,8 +123,7 @@ def _message(message: object, where: str) -> Message:
         if not calls:
             del message["tool_calls"]
         elif role != "assistant":
-            problem = f"{where}: tool_calls of role {role}: only an assistant calls tools"
-            raise DataError(problem, reason="malformed tool call")
+            raise fault(where, "malformed tool call", role=role)
     message["content"] = _content(message, where)
     return message
 
@@ -140,15 +137,13 @@ def _content(message: Message, where: str) -> str:
         if message["role"] == "assistant" and "tool_calls" in message:
             return ""
         state = "null" if "content" in message else "missing"
-        problem = f"{where}: content is {state} (allowed only for an assistant that calls tools)"
-        raise DataError(problem, reason="no content")
+        raise fault(where, "no content", state=state)
     if not isinstance(content, list):
         raise wrong_kind(f"{where}: content", content, "text or a list of text parts", reason="content is not text")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            problem = f"{where}: content has a part of type {kind}; only text parts can be trained on"
-            raise DataError(problem, reason="content is not text")
+            raise fault(where, "content is not text", kind=kind)
         if marked := [key for key in MARKS if part.get(key) is not None]:
             raise fault(where, "marks of parts / content", mark=marked[0])
     return "".join(part["text"] for part in content)
@@ -251,15 +246,13 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
         raise DataError(problem, reason="malformed conversations")
     role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
-        problem = f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}"
-        raise DataError(problem, reason="unknown role")
+        raise fault(where, "unknown role / turn", given=turn["from"], roles=", ".join(SHAREGPT_ROLES))
     calls_tools = role == "function_call"
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     content = "" if calls_tools else turn["value"]
     for key, said in {"role": "assistant" if calls_tools else role, "content": content}.items():
         if rest.get(key) not in (None, "", said, turn["from"]):
-            problem = f"{where}: from and value next to a {key} that says something else: keep one of the two"
-            raise DataError(problem, reason="malformed conversations")
+            raise fault(where, "malformed conversations", key=key)
     if not calls_tools:
         return {**rest, "role": role, "content": content}
     value = turn["value"]

@@ -24,7 +24,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.demo import builtin
 from sftkit.data.reading import readers
 from sftkit.data.reading.readers import SUFFIXES, RawRow, suffix_of, without_fill
-from sftkit.errors import ConfigError, DataError, hint
+from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
 
@@ -359,7 +359,7 @@ def load_from_hub(source: SourceConfig, path: str | None = None) -> Any:
             return folder
         reason = str(error).strip() or type(error).__name__
         words = {"path": source.path, "subset": source.subset or "none", "split": source.split, "reason": reason}
-        raise ConfigError(hint("no data source", meant=similar_paths(source.path), **words)) from error
+        raise config_error("no data source", meant=similar_paths(source.path), **words) from error
 
 
 def check_dataset(source: SourceConfig) -> None:
@@ -487,7 +487,7 @@ def _builtin(source: SourceConfig) -> Origin:
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
     # The docs are Python's own library; the rest is made by these modules.
-    made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
+    made_by = b"".join(path.read_bytes() for path in sorted((*DEMO.glob("*.py"), *DEMO.glob("*.yaml"))))
     identity = [sys.version, hashlib.sha256(made_by).hexdigest()]
     return Origin(partial(sliced, raw_rows, source), lambda: identity, beginning)
 

@@ -63,8 +63,7 @@ def convert(raw: object, where: str) -> Row:
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         shapes = " ".join(ACCEPTED.split())
-        problem = f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}"
-        raise DataError(problem, reason="unknown columns")
+        raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
@@ -196,8 +195,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
         if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
-            problem = f"{where}: the column history is for a question that is a text: put its turns into the messages"
-            raise DataError(problem, reason="malformed history")
+            raise fault(where, "malformed history / column")
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
         messages = [*_history(raw["history"], where), *messages]
         context = 0
@@ -221,8 +219,7 @@ def _system_text(raw: Raw, where: str) -> str:
     texts = {name: _text(raw, name, where) for name in columns.SYSTEM if name in raw}
     different = list(dict.fromkeys(text for text in texts.values() if text.strip()))
     if len(different) > 1:
-        problem = f"{where}: {' and '.join(texts)} are different system texts: keep one"
-        raise DataError(problem, reason="two system texts")
+        raise fault(where, "two system texts / columns", texts=" and ".join(texts))
     return different[0] if different else ""
 
 
@@ -231,8 +228,7 @@ def _history(history: object, where: str) -> list[JsonObject]:
     turns: list[JsonObject] = []
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            problem = f"{where}: history is not a list of pairs of texts, a question and its answer"
-            raise DataError(problem, reason="malformed history")
+            raise fault(where, "malformed history / pairs")
         turns += _turns(*pair)
     return turns
 
@@ -244,8 +240,7 @@ def _template_args(raw: Raw, where: str) -> JsonObject | None:
     if args is not None and not isinstance(args, dict):
         raise wrong_kind(f"{where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
-        problem = f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself"
-        raise DataError(problem, reason="malformed template arguments")
+        raise fault(where, "malformed template arguments", taken=", ".join(sorted(taken)))
     if columns.is_empty(documents):
         return args or None
     if not isinstance(documents, list):
@@ -283,8 +278,7 @@ def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
     below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
     if len({text.strip() for text in below}) > 1:
         both = " and ".join(columns.CONTEXT_COLUMNS)
-        problem = f"{where}: {both} are two texts: put one of them into the question"
-        raise DataError(problem, reason="context outside the messages")
+        raise fault(where, "context outside the messages / two", both=both)
     return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
 
 
@@ -308,8 +302,7 @@ def _choices(raw: Raw, where: str, question: str, column: str, answer: str) -> R
     choices = given.get("text") if isinstance(given, dict) else given
     labels: Any = given.get("label") if isinstance(given, dict) else None
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        problem = f"{where}: {column} is not a list of texts, or an object with text and label"
-        raise DataError(problem, reason="malformed choices")
+        raise fault(where, "malformed choices", column=column)
     labelled = isinstance(labels, list)
     if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
         count = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
@@ -341,10 +334,8 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
     if meant:
         letters = ", ".join(ascii_uppercase[i] for i in sorted(set(meant)))
         advice = "Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"
-        problem = f"{where}: answer {key!r} names several choices: {letters}. {advice}"
-        raise DataError(problem, reason="answer names several choices")
-    problem = f"{where}: answer {key!r} is none of the {len(choices)} choices"
-    raise DataError(problem, reason="answer is none of the choices")
+        raise fault(where, "answer names several choices", key=key, letters=letters, advice=advice)
+    raise fault(where, "answer is none of the choices", key=key, choices=len(choices))
 
 
 def _picture(raw: Raw, where: str, image: str, text: str) -> Row:

@@ -13,26 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading import columns, conversation
+from sftkit.data.reading import columns, conversation, rows
 from sftkit.data.reading.conversation import Message
-from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
-from sftkit.data.tokens.loss_mask import (
-    CONTEXT,
-    EARLIER,
-    HISTORY,
-    MARKED,
-    AnswerLocator,
-    Targets,
-    Thinking,
-    without_marks,
-)
-from sftkit.data.tokens.rendering import Span, limited
-from sftkit.data.tokens.template import special_tokens_of, template_of
+from sftkit.data.tokens.template import Span, limited, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, fault
 
 BORDER = "not_learned_border"
 """Why an answer is context only: its first characters share a token with the prompt, and more of
@@ -41,7 +29,7 @@ TOO_LONG = "not_learned_too_long"
 "Why an answer is not learned: its document was dropped, or cut before its first target."
 CUT = "answers_cut"
 "Answers of which only the beginning is learned, as data.max_length cuts their document."
-NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER, TOO_LONG)
+NOT_LEARNED = (loss_mask.CONTEXT, loss_mask.MARKED, loss_mask.EARLIER, loss_mask.HISTORY, BORDER, TOO_LONG)
 SPLIT_TOKENS = "split_tokens"
 "Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
@@ -54,9 +42,9 @@ ANSWER_COUNTS = ("answers", "answers_learned", CUT, *NOT_LEARNED, "reasoning_lef
 class Learning:
     """Settings of the data section that decide what is learned from a conversation."""
 
-    targets: Targets = "assistant"
+    targets: loss_mask.Targets = "assistant"
     "assistant: every answer; last_turn: those after the last user message; all: every token but the first"
-    thinking: Thinking = "auto"
+    thinking: loss_mask.Thinking = "auto"
     "see answers.AnswerLocator"
     split_turns: bool = True
     """Answers that the template renders differently in the middle of a conversation end documents of their own; if
@@ -83,14 +71,16 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
-    checked = require_conversation(row)
+    checked = rows.require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
     if not row.learned:
-        counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
+        counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
-    locator = AnswerLocator(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
+    locator = loss_mask.AnswerLocator(
+        tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking
+    )
     unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
@@ -133,7 +123,7 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
+    locator: loss_mask.AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
@@ -167,7 +157,7 @@ def _answers(
             counts[TOO_LONG] += len(beyond)
             found[0] = found[0]._replace(reasoned=found[0].reasoned | (beyond & locator.reasons))
             left -= beyond
-    counts[HISTORY] = len(left)
+    counts[loss_mask.HISTORY] = len(left)
     return found[::-1]
 
 
@@ -184,7 +174,7 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 
 def _everything(
-    locator: AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
+    locator: loss_mask.AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
@@ -212,7 +202,7 @@ def _everything(
 
 
 def _finished(
-    locator: AnswerLocator,
+    locator: loss_mask.AnswerLocator,
     encoded: Encoded,
     is_target: np.ndarray,
     answers: dict[int, Span],
@@ -292,10 +282,10 @@ def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
+def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: loss_mask.Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
-    messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
-    locator = AnswerLocator(tokenizer, replace(row, messages=messages), thinking)
+    messages = loss_mask.without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
+    locator = loss_mask.AnswerLocator(tokenizer, replace(row, messages=messages), thinking)
     return replace(row, messages=locator.messages, template_args=locator.arguments(k) or None)
 
 
@@ -323,8 +313,7 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
-        problem = f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop"
-        raise DataError(problem, reason="too long")
+        raise fault(row.where, "too long", size=size)
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
@@ -396,7 +385,9 @@ def check_prompted_targets(
     return PromptedTargets(tuple(rendered), count, tuple(unasked))
 
 
-def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: Thinking) -> list[list[int]]:
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: loss_mask.Thinking
+) -> list[list[int]]:
     """Return, for each answer, the token ids of the prompts that lead to it."""
     template = template_of(tokenizer)
     name = template.thinking_argument

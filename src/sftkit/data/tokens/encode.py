@@ -12,8 +12,7 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import special_pattern
-from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import special_tokens_of
+from sftkit.data.tokens.template import Span, special_tokens_of
 
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."

@@ -26,8 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
-from sftkit.data.tokens.rendering import Span
-from sftkit.data.tokens.template import Template, Tools, check_context, render_conversation, template_of
+from sftkit.data.tokens.template import Span, Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
 
@@ -120,11 +119,9 @@ def _marked(message: Message, where: str) -> bool | None:
         if name in TRUTH_MARKS and not isinstance(value, bool):
             raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
         if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
-            problem = f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not"
-            raise DataError(problem, reason="bad weight")
+            raise fault(where, "bad weight / message", mark=name, value=value)
     if message["role"] != "assistant" and any(marks.values()):
-        problem = f"{where}: a message of role {message['role']} is marked as learned: only answers are"
-        raise DataError(problem, reason="bad train mark")
+        raise fault(where, "bad train mark / role", role=message["role"])
     return all(marks.values()) if marks else None
 
 

@@ -32,11 +32,10 @@ from sftkit.data.reading import columns as findings
 from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.tokens import chat
-from sftkit.data.tokens.text import text_start
+from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError
-from sftkit.runtime.script import counted, likely_cause, oom_kills, working
+from sftkit.errors import ConfigError, DataError, WorkerError, hint
+from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
@@ -54,7 +53,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     parts = [tokenizer.backend_tokenizer.to_str(), special, json.dumps(tokenizer.chat_template, sort_keys=True)]
-    if (start := text_start(tokenizer)) is not None:
+    if (start := text.text_start(tokenizer)) is not None:
         parts.append(f"texts begin with {start}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -366,7 +365,6 @@ def _in_processes(
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
-    before = oom_kills()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
@@ -381,10 +379,8 @@ def _in_processes(
             waiting.popleft()
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
-        raise WorkerError(
-            f"a tokenizing process crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). It was "
-            f"working on one of these: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
-        ) from error
+        cause = likely_cause(signal.SIGKILL)
+        raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
 
 
 def _start_worker(tokenize_chunk: Callable[[list[RawRow]], _TokenizedRows]) -> None:

@@ -17,7 +17,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.tokens.loss_mask import not_learned
 from sftkit.data.types import Row, Tokenized
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, fault
 from sftkit.runtime.script import counted
 
 TEXT_START = "sftkit_text_start"
@@ -84,8 +84,7 @@ def tokenize_captions(
     if size > max_length:
         asked = f"the text for the encoder has {size} tokens, but data.max_length holds {max_length}"
         if too_long == "error":
-            problem = f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop"
-            raise DataError(problem, reason="too long")
+            raise fault(row.where, "too long", size=asked)
         if too_long == "drop":
             counts[chat.TOO_LONG] = len(whole)
             return Tokenized([], "dropped_too_long", counts, asked)

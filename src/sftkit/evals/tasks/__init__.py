@@ -4,16 +4,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from sftkit.config.rules import eval_problems
+from sftkit.config import rules, tables
 from sftkit.config.schema import EvalConfig
-from sftkit.config.tables import CODE, EVAL_TASKS, WITHOUT_SHOTS
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
 
-MODULES = dict.fromkeys(EVAL_TASKS, "choices") | {
+MODULES = dict.fromkeys(tables.EVAL_TASKS, "choices") | {
     **dict.fromkeys(("families", "gsm8k"), "answers"),
-    **dict.fromkeys(CODE, "code"),
+    **dict.fromkeys(tables.CODE, "code"),
 }
 "Task -> module of this package; its function build(name, read, shots, format, max_examples) makes the task."
 PROMPT_FORMATS = ("completion", "chat")
@@ -25,7 +24,7 @@ def check_names(config: EvalConfig) -> None:
     Raises:
         ConfigError: a line for each of them.
     """
-    problems = eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
+    problems = rules.eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
     if lines := "\n".join(f"{key}: {what}" for key, what in problems):
         raise ConfigError(lines)
 
@@ -53,7 +52,7 @@ def load_task(
         raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(PROMPT_FORMATS)}')
     if shots is not None and shots < 0:
         raise ConfigError(f"eval.shots: {shots} is less than 0")
-    if shots and name in WITHOUT_SHOTS:
+    if shots and name in tables.WITHOUT_SHOTS:
         raise ConfigError(f"eval.shots: {shots}: {name} has a fixed prompt and takes no shots: leave it null or set 0")
     # Imported when asked for: the names of tasks are known without their packages.
     module = import_module(f"sftkit.evals.tasks.{MODULES[name]}")

@@ -1,4 +1,4 @@
-"""Rows of evaluation tasks, from a local folder or the hub, read through `datasets`; and the shots drawn from them."""
+"""Rows of evaluation tasks, from a local folder or the hub; and the shots drawn from them."""
 
 import random
 import re
@@ -9,11 +9,9 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.conversation import Message
-from sftkit.errors import ConfigError, DataError
+from sftkit.data.reading.readers import SUFFIXES, parsed, rows_of, suffix_of
+from sftkit.errors import ConfigError, DataError, hint
 from sftkit.runtime.script import first_of
-
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"Kind of file -> reader of `datasets`; .jsonl, .json and .csv also with .gz."
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,10 @@ def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
         origin = _hub_name(split)
     else:
         files = _files(split, Path(folder))
-        values = _load(files)
+        values = [parsed(raw) for file in files for raw in rows_of(file)]
         origin = first_of(files, 1)
-    if not values:
-        raise DataError(f"{origin}: it has no rows")
+    if not values or not all(isinstance(value, dict) for value in values):
+        raise DataError(f"{origin}: it has no rows, or one that has no columns")
     return [CheckedRow(value, origin, index) for index, value in enumerate(values)]
 
 
@@ -90,47 +88,28 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
     """Return the file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
     if not folder.is_dir():
         raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
-    present = sorted(path for path in folder.iterdir() if path.is_file() and _unpacked(path).suffix in READERS)
+    present = sorted(path for path in folder.iterdir() if path.is_file() and suffix_of(path) is not None)
     for name in split.files:
         # The exact name, a sample named by its number of rows, or the parts that the hub's own files come in.
-        exact = [path for path in present if _unpacked(path).stem == name]
-        parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _unpacked(path).stem)]
-        samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _unpacked(path).stem)]
-        files = exact or samples
+        stems = [(path, path.name.partition(".")[0]) for path in present]
+        parts = [path for path, stem in stems if re.fullmatch(rf"{name}-\d+-of-\d+", stem)]
+        files = [path for path, stem in stems if stem == name]
+        files = files or [path for path, stem in stems if re.fullmatch(rf"{name}_\d+", stem)]
         if len(files) > 1 or (parts and files):
             raise DataError(f"{folder}: which one is it? {_listed([*files, *parts])}: leave one there")
         if files or parts:
             return files or parts
-    looked_for = " or ".join(f"{name}{{{','.join(READERS)}}}" for name in split.files)
-    raise DataError(
-        f"eval.data {folder}: no file {looked_for} (also .gz, or with the number of rows: {split.files[0]}_1000.jsonl)"
-        f"; there is {_listed(present)}. The rows are those of {_hub_name(split)}"
-    )
-
-
-def _unpacked(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".gz"))
+    looked_for = " or ".join(f"{name}{{{','.join(SUFFIXES)}}}" for name in split.files)
+    words = {"files": looked_for, "there": _listed(present), "hub": _hub_name(split)}
+    raise DataError(hint("no rows of a task", folder=folder, split=split, **words))
 
 
 def _listed(paths: list[Path]) -> str:
     return first_of([path.name for path in paths], 30) or "nothing"
 
 
-def _load(files: list[Path]) -> list[dict[str, Any]]:
-    """Read the rows of files of one kind. Streamed: nothing is copied into a cache."""
-    import datasets
-
-    kind = READERS[_unpacked(files[0]).suffix]
-    try:
-        names = [str(file.resolve()) for file in files]
-        return list(datasets.load_dataset(kind, data_files=names, split="train", streaming=True))
-    except Exception as error:  # anything that datasets or pyarrow may raise on a broken file
-        raise DataError(f"{files[0]}: cannot be read as {kind}: {error}") from error
-
-
 def _from_hub(split: DatasetSplit) -> list[Any]:
     from sftkit.data.reading.origin import find_source
-    from sftkit.data.reading.readers import parsed
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:

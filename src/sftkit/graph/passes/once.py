@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat, graphs
-from sftkit.graph.graphs import CASTS, bucket_of, collective, gathered_from, keeps_values, reached, waits_for, weight_of
 
 WeightKey = tuple[str, tuple[int, ...], str]
 "A whole weight: the parameter's name, shape and dtype."
@@ -83,7 +82,7 @@ def fork(graph: GraphModule) -> Fork | None:
     """Let a forward half return whole weights, in place, and make another of it that is given them; None: it gathers
     none that could be shared."""
     tied = _gather_tied_weights_once(graph)
-    of_weights = gathered_from(graph)
+    of_weights = graphs.gathered_from(graph)
     found = list(_shared(graph, of_weights, tied))
     if not found:
         return None
@@ -106,7 +105,7 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
     """Let all that reads a weight take the first of its gathers, and return the weights that had several."""
     first: dict[WeightKey, Node] = {}
     tied: set[WeightKey] = set()
-    of_weights = gathered_from(graph)
+    of_weights = graphs.gathered_from(graph)
     for _, key, wait in _gathers(of_weights):
         if first.setdefault(key, wait) is not wait:
             wait.replace_all_uses_with(first[key])
@@ -122,17 +121,17 @@ def _shared(graph: GraphModule, of_weights: Sequence[Node], tied: set[WeightKey]
     forms = set(of_weights)
     for gather, key, wait in _gathers(of_weights):
         # Forms of a whole weight: itself, casts and views.
-        same = reached([wait], lambda node: forms.intersection(node.users))
-        if bucket_of(gather) == graphs.HEAD or key in tied or same & outputs:
+        same = graphs.reached([wait], lambda node: forms.intersection(node.users))
+        if graphs.bucket_of(gather) == graphs.HEAD or key in tied or same & outputs:
             yield key, wait
 
 
 def _gathers(of_weights: Sequence[Node]) -> Iterator[tuple[Node, WeightKey, Node]]:
     """Yield the all-gathers among nodes of weights, each with the whole weight that it gives and the wait for it."""
     for node in of_weights:
-        for wait in waits_for(node) if collective(node) == "all-gather" else ():
+        for wait in graphs.waits_for(node) if graphs.collective(node) == "all-gather" else ():
             value = wait.meta["val"]
-            yield node, (str(weight_of(node)), tuple(value.shape), str(value.dtype)), wait
+            yield node, (str(graphs.weight_of(node)), tuple(value.shape), str(value.dtype)), wait
 
 
 def compile_both(
@@ -213,7 +212,7 @@ class WholeGradients:
     ) -> compat.Boxed:
         """Return a backward half that runs the graph of its place in the step. It raises RuntimeError if another half
         of the same step summed other gradients, or the step has more micro-batches than there are graphs for."""
-        # Of the examples, which are fake tensors, only what zeros are made of.
+        # The examples are fake tensors: shape, dtype and device are kept, to make zeros of.
         sums = {key: (example.shape, example.dtype, example.device) for key, example in fork.sums.items()}
         left_out = {at: (example.shape, example.dtype, example.device) for at, example in fork.left_out.items()}
         nothing: dict[Any, Tensor] = {}
@@ -262,7 +261,7 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     reductions = dict(_reductions(graph))
     if not reductions:
         # A graph that this does not know would go on reducing in every micro-batch, and nobody would see why.
-        if any(weight_of(node) and _reduces(node) for node in graph.graph.nodes):
+        if any(graphs.weight_of(node) and _reduces(node) for node in graph.graph.nodes):
             raise RuntimeError("reduce_once: no reduced gradient is one that it knows: leave it out of graph.passes")
         return None
     outputs = graph.graph.output_node().args[0]
@@ -271,7 +270,7 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     of_gradients = {node for nodes in reductions.values() for node in nodes}
     for node in [node for node in graph.graph.nodes if node in of_gradients]:
         value = node.all_input_nodes[0].meta["val"]
-        read.setdefault((str(weight_of(node)), tuple(value.shape), str(value.dtype)), []).append(node)
+        read.setdefault((str(graphs.weight_of(node)), tuple(value.shape), str(value.dtype)), []).append(node)
     sums = {key: nodes[0].all_input_nodes[0].meta["val"] for key, nodes in read.items()}
     first = _without_reductions(graph, list(left_out), read, {})
     middle = _without_reductions(graph, list(left_out), read, sums) if several else None
@@ -288,34 +287,34 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
 
 def _reductions(graph: GraphModule) -> Iterator[tuple[Node, list[Node]]]:
     """Yield the outputs that are nothing but reduced gradients of weights, each with its reductions."""
-    marked = Counter(weight_of(node) for node in graph.graph.nodes if _reduces(node))
+    marked = Counter(graphs.weight_of(node) for node in graph.graph.nodes if _reduces(node))
     found = {
         node: nodes
         for node in graph.graph.output_node().all_input_nodes
-        if (nodes := _behind(node)) and all(weight_of(reduction) for reduction in nodes)
+        if (nodes := _behind(node)) and all(graphs.weight_of(reduction) for reduction in nodes)
     }
     # A weight with a gradient that is not among them has that one summed by autograd, so the others with it.
-    seen = Counter(weight_of(reduction) for nodes in found.values() for reduction in nodes)
+    seen = Counter(graphs.weight_of(reduction) for nodes in found.values() for reduction in nodes)
     for output, nodes in found.items():
-        if all(seen[weight_of(reduction)] == marked[weight_of(reduction)] for reduction in nodes):
+        if all(seen[graphs.weight_of(reduction)] == marked[graphs.weight_of(reduction)] for reduction in nodes):
             yield output, nodes
 
 
 def _reduces(node: Node) -> bool:
     """Return whether a node is the first sum over ranks of a weight's gradient."""
-    kind = collective(node)
+    kind = graphs.collective(node)
     return kind == "reduce-scatter" or (kind == "all-reduce" and _behind(node.all_input_nodes[0]) is None)
 
 
 def _behind(node: Node) -> list[Node] | None:
     """Return the reductions that a value is the sum of, or one of; None: it is something else, too."""
     inputs = node.all_input_nodes
-    kind = collective(node)
+    kind = graphs.collective(node)
     if kind == "reduce-scatter":
         return [node]
     if kind == "all-reduce":  # between copies, after a reduce-scatter if the weight is sharded
         return _behind(inputs[0]) or [node]
-    if node.target is torch.ops.aten.add.Tensor or (len(inputs) == 1 and keeps_values(node)):
+    if node.target is torch.ops.aten.add.Tensor or (len(inputs) == 1 and graphs.keeps_values(node)):
         parts = [_behind(read) for read in inputs]
         return None if None in parts else [reduction for part in parts for reduction in part or ()]
     return None
@@ -368,7 +367,7 @@ def _added(graph: Graph, given: Node, whole: Node) -> Node:
 def _only_widens(node: Node) -> bool:
     """Return whether a node gives the very numbers that it reads, in a wider dtype or as a view of the same shape."""
     name = compat.schema_name(node)
-    if name not in CASTS and name != "aten::view":
+    if name not in graphs.CASTS and name != "aten::view":
         return False
     value = node.meta["val"]
     read = node.all_input_nodes[0].meta["val"]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from sftkit.graph import compat
-from sftkit.graph.graphs import block_of, gathered_from, source_of
+from sftkit.graph import compat, graphs
 
 
 def reshard_after_forward(graph: GraphModule) -> None:
     """Mark what leads from a weight's shard to the whole weight, so that the backward pass gathers it again."""
-    for node in gathered_from(graph):
+    for node in graphs.gathered_from(graph):
         compat.recompute(node)
 
 
@@ -59,7 +58,7 @@ def flex_attention(graph: GraphModule) -> bool:
 
 def _fusible(node: Node) -> bool:
     """Return whether a node may be part of a region."""
-    node = source_of(node)
+    node = graphs.source_of(node)
     if compat.is_flex(node):
         return _flex_on_gpu(node)
     target = compat.operator_of(node)
@@ -74,7 +73,7 @@ def _fusible(node: Node) -> bool:
 
 
 def _flex_on_gpu(node: Node) -> bool:
-    node = source_of(node)
+    node = graphs.source_of(node)
     return compat.is_flex(node) and node.args[0].meta["val"].device.type == "cuda"  # type: ignore[union-attr]
 
 
@@ -94,8 +93,8 @@ def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
             continue
-        own = block_of(node)
-        before = runs[-1] and block_of(runs[-1][0])
+        own = graphs.block_of(node)
+        before = runs[-1] and graphs.block_of(runs[-1][0])
         joins = own == before or (own is None and node.target is torch.ops.aten.add.Tensor)
         if runs[-1] and not (takes(node) and joins):
             runs.append([])

@@ -12,9 +12,10 @@ from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.patterns.run import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
+from labs.patterns.traffic import traffic
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
-from sftkit.memory.estimate import EstimateInputs, Shape, traffic
+from sftkit.memory.estimate import EstimateInputs, Shape
 from sftkit.memory.plan import shape_of
 
 RAW: dict[str, Any] = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
