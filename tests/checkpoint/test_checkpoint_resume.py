@@ -87,6 +87,16 @@ def test_other_frozen_weights_are_refused_unless_named_and_then_what_is_newly_tr
     other.steps(3, 5)
 
 
+@pytest.mark.parametrize(("before", "after"), [("null", "{'a.*': 0.1}"), ("{'a.*': 0.1}", "{'a.*': 0.1, 'b.*': 2.0}")])
+def test_other_factors_of_the_learning_rate_are_refused_unless_named(before: str, after: str) -> None:
+    there, here = (f"optim: {{lr: 1.0e-4, lr_scale: {scales}}}\n" for scales in (before, after))
+    with pytest.raises(ConfigError, match=r"train.resume_changes=\[optim\.lr_scale\]"):
+        check_recipe(there, here, (), "here")
+    (line,) = check_recipe(there, here, ("optim.lr_scale",), "here")
+    assert line.startswith('optim.lr_scale is now [["a.*", 0.1]')
+    assert check_recipe(there, there, (), "here") == []
+
+
 @pytest.mark.parametrize("change", ["lr_ratio_b: 16.0", "dropout: 0.1"])
 def test_other_settings_of_adapters_that_change_what_is_learned_are_refused_unless_named(change: str) -> None:
     there = "adapter: {rank: 4, lr_ratio_b: 1.0, dropout: 0.0}\n" + RECIPE

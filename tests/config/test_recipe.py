@@ -195,7 +195,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
     if meant:
         assert f"Did you mean {meant}?" in problem
     else:
-        assert "Known here: name, lr, betas, " in problem
+        assert "Known here: name, lr, lr_scale, betas, " in problem
 
 
 def test_every_text_of_a_problem_is_used_with_the_values_that_it_names():
@@ -744,3 +744,53 @@ def test_a_recipe_has_adapters_if_it_names_the_section_and_one_target_is_a_list_
     assert found == AdapterConfig(rank=4, targets=("mlp",))
     assert read_config(recipe, ["adapter.targets=[mlp]", "adapter.rank=4"]).adapter == found
     assert read_config(recipe, ["adapter.rank=4", "adapter=null"]).adapter is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "problem"),
+    [
+        ("{rope_type: yarn, factor: 4}", None),
+        ("{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4}", None),
+        ("{rope_type: yarn}", "model.rope_scaling.factor: is required"),
+        ("{rope_type: yarm, factor: 4}", 'Did you mean "yarn"?'),
+        ("{rope_type: yarn, factor: 1}", "must be greater than 1"),
+        ("{rope_type: linear, factor: 2, beta_fast: 3}", "model.rope_scaling.beta_fast: only goes with rope_type yarn"),
+        ("{rope_type: llama3, factor: 8}", "needs low_freq_factor and a larger high_freq_factor"),
+        ("{rope_type: yarn, facter: 4}", 'Did you mean "model.rope_scaling.factor"?'),
+    ],
+)
+def test_a_scaling_of_positions_has_the_keys_of_its_type(recipe: Path, scaling: str, problem: str | None):
+    words = [f"model.rope_scaling={scaling}"]
+    if problem is None:
+        assert read_config(recipe, words).model.rope_scaling is not None
+    else:
+        assert any(problem in line for line in problems(recipe, *words))
+
+
+def test_a_scaling_of_positions_goes_with_a_whole_model_of_files_only(recipe: Path):
+    scaling = "model.rope_scaling={rope_type: yarn, factor: 4}"
+    new = ("model.path=null", "model.scratch={model_type: llama}", "model.tokenizer=t")
+    (problem,) = problems(recipe, scaling, *new)
+    assert problem.endswith("model.rope_scaling: only goes with model.path")
+    (problem,) = problems(recipe, scaling, "adapter={}")
+    assert "model.rope_scaling: does not go with adapter" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.engine=graph"], "does not go with train.engine graph"),
+        (["train.engine=pipeline"], "does not go with train.engine pipeline"),
+        (["train.engine=reference", "train.precision=fp32"], "does not go with train.engine reference"),
+        (["compile.scope=model"], "does not go with compile.scope model"),
+        (["adapter={}", "adapters=[{name: a}]"], "does not go with adapters"),
+    ],
+)
+def test_noise_on_embeddings_goes_with_the_blocks_engine_and_one_model(recipe: Path, words: list[str], problem: str):
+    assert any(f"train.neftune_alpha: {problem}" in line for line in problems(recipe, "train.neftune_alpha=5", *words))
+    assert read_config(recipe, ["train.neftune_alpha=5", "adapter={}"]).train.neftune_alpha == 5
+
+
+def test_dft_does_not_go_with_label_smoothing(recipe: Path):
+    (problem,) = problems(recipe, "loss.dft=true", "loss.label_smoothing=0.1")
+    assert "loss.dft: does not go with loss.label_smoothing" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from helpers import (
     make_layout_of,
     tiny_llama,
     tiny_qwen3_with_windows,
+    tiny_recipe,
     token_nll,
 )
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import CompileConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
+from sftkit.engine.engine import Training
 from sftkit.engine.step import TrainStep, forward_backward
 from sftkit.errors import ConfigError
 from sftkit.objectives.objective import ModelWithLoss, NextToken
@@ -28,8 +32,10 @@ from sftkit.ops import attention
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
+from sftkit.train.assemble import make_engine
 from sftkit.verify import documents
 from sftkit.verify.documents import check_documents, document_checks
+from sftkit.verify.proof import verified_warm_up
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
 
@@ -300,3 +306,78 @@ def test_no_step_waits_for_the_gpu() -> None:
             TrainStep(model, optimizer, model.objective, rt, max_grad_norm=1.0).step(step, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def first_inputs(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
+    """What the first block gets, [B, T, H]."""
+    seen: list[torch.Tensor] = []
+    block = model.orig_model.model.layers[0]
+    handle = block.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    model(batch)
+    handle.remove()
+    return seen[0]
+
+
+def noisy_dataset(alpha: float | None, seed: int = 0, micro: int = 4) -> StepDataset:
+    examples = make_examples([20, 4, 16, 8, 12, 3, 17, 9], target_share=0.3)
+    layout = make_layout_of("packed", examples.lengths, batch=4, micro=micro)
+    return StepDataset(examples, layout, noise=None if alpha is None else (seed, alpha))
+
+
+def test_noise_on_embeddings_is_uniform_by_the_length_of_each_document_and_in_steps_alone() -> None:
+    dataset = noisy_dataset(alpha=5.0)
+    model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig()))
+    (step,) = Batches(dataset, seed=0).steps(0, 1)
+    (batch,) = step.micro_batches
+    plain = replace(batch, noise=None)
+    noise = first_inputs(model, batch) - first_inputs(model, plain)
+    seen = 0
+    for row, numbers in enumerate(batch.doc_ids):
+        for document in numbers[numbers >= 0].unique():
+            own = noise[row][numbers == document] * (int((numbers == document).sum()) * 32) ** 0.5 / 5.0
+            assert 0.8 < float(own.abs().max()) < 1.0001
+            assert float(own.mean()) == pytest.approx(0.0, abs=0.2)
+            assert float(own.std()) == pytest.approx(3**-0.5, rel=0.15)
+            seen += 1
+    assert seen == len(dataset.examples) > len(batch.doc_ids), "several documents of different lengths in a row"
+    # Other batches have none: those of evaluations, the warm-up and the checks.
+    assert make_batch(dataset.examples, ((0, 1),), 40).noise is None
+    assert [each.noise for each in next(iter(Batches(noisy_dataset(None), seed=0).steps(0, 1))).micro_batches] == [None]
+
+
+def test_noise_is_that_of_seed_step_and_documents_so_a_resumed_run_repeats_it() -> None:
+    def drawn(first: int, last: int, **given: int) -> list[list[tuple[int, float] | None]]:
+        steps = Batches(noisy_dataset(5.0, **given), seed=0).steps(first, last)
+        return [[batch.noise for batch in step.micro_batches] for step in steps]
+
+    whole = drawn(0, 4, micro=2)
+    assert drawn(2, 4, micro=2) == whole[2:]
+    seeds = [noise[0] for step in whole for noise in step if noise is not None]
+    assert len(set(seeds)) == len(seeds) == sum(map(len, whole))
+    assert drawn(0, 4, micro=2, seed=1) != whole
+
+
+def test_noise_needs_no_graph_that_the_warm_up_did_not_build_and_repeats_bit_for_bit(tmp_path: Path) -> None:
+    cfg = tiny_recipe(
+        tmp_path,
+        train=TrainConfig(max_steps=1, global_batch_size=4, micro_batch_size=2, precision="fp32"),
+        compile=CompileConfig(backend="aot_eager"),
+    )
+    found = []
+    for alpha in (5.0, 5.0, None):
+        dataset, rt = noisy_dataset(alpha, micro=2), cpu_runtime()
+        objective = NextToken(LossConfig())
+        engine = make_engine(cfg, rt, tmp_path, Training(tiny_llama(), objective, dataset.layout))
+        ready = verified_warm_up(engine, rt, lambda _: None)
+        assert ready.compiled
+        assert all(check.ok is not False for check in ready.checks)
+        (step,) = Batches(dataset, seed=0).steps(0, 1)
+        with engine.guarded():
+            outcome = engine.step(step, 1e-2)
+        assert engine.report().metrics["compile/recompiles"] == 0
+        engine.close()
+        weights = [p.detach().clone() for p in engine.model.orig_model.parameters()]
+        found.append((float(outcome.sums["nll"]), weights))
+    first, second, plain = found
+    assert first[0] == second[0] != plain[0]
+    assert all(map(torch.equal, first[1], second[1]))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -20,9 +26,11 @@ from transformers import (
     T5Config,
 )
 
+from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.models.structure import check_rope, document_lengths, max_positions, use_document_lengths
+from sftkit.models.load import empty_model, full_model
+from sftkit.models.structure import check_rope, document_lengths, max_positions, scale_rope, use_document_lengths
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
@@ -131,3 +139,69 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2}
 )
 def test_as_many_positions_as_the_scaling_of_the_config_reaches(config: PretrainedConfig, expected: int | None) -> None:
     assert max_positions(config) == expected
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(
+    ("scaling", "longest", "reach"),
+    [
+        (RopeScaling(rope_type="yarn", factor=4.0), 256, 256),
+        (RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16.0), 128, 128),
+        (RopeScaling(rope_type="llama3", **LLAMA3), 512, 512),
+        (RopeScaling(rope_type="linear", factor=4.0), 64, 256),
+        (RopeScaling(rope_type="dynamic", factor=4.0, rope_theta=5e5), 64, 64),
+    ],
+)
+def test_a_scaled_model_computes_and_is_saved_as_plain_transformers_reads_its_config(
+    scaling: RopeScaling, longest: int, reach: int, empty: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=64, rope_parameters=rope("default"))).eval()
+    plain.save_pretrained(tmp_path / "start")
+    # What a person would write by hand, and what plain transformers makes of it.
+    asked = {name: value for name, value in asdict(scaling).items() if value is not None}
+    (tmp_path / "by_hand").mkdir()
+    config = json.loads((tmp_path / "start" / "config.json").read_text())
+    if scaling.rope_type in ("yarn", "llama3"):
+        asked.setdefault("original_max_position_embeddings", 64)
+    config |= {"max_position_embeddings": longest, "rope_parameters": {"rope_theta": 1e4, **asked}}
+    (tmp_path / "by_hand" / "config.json").write_text(json.dumps(config))
+    shutil.copy(tmp_path / "start" / "model.safetensors", tmp_path / "by_hand")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "by_hand").eval()
+
+    load = empty_model if empty else full_model
+    model = load(str(tmp_path / "start"), "fp32", {"trust_remote_code": False}, scaling)
+    assert max_positions(model.config) == reach
+    assert model.config.rope_parameters == expected.config.rope_parameters
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq, rtol=0, atol=0)
+    assert model.model.rotary_emb.attention_scaling == expected.model.rotary_emb.attention_scaling
+    if scaling.rope_type != "dynamic":
+        assert not torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    if empty:
+        return
+    ids = torch.arange(1, 60)[None]
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=0, atol=0)
+    # A checkpoint says it by itself, and a later stage with the same setting does not extend it again.
+    model.save_pretrained(tmp_path / "checkpoint")
+    saved = AutoConfig.from_pretrained(tmp_path / "checkpoint")
+    assert (saved.max_position_embeddings, saved.rope_parameters) == (longest, expected.config.rope_parameters)
+    scale_rope(saved, scaling)
+    assert (saved.max_position_embeddings, saved.rope_parameters) == (longest, expected.config.rope_parameters)
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")(ids).logits, model(ids).logits
+    )
+
+
+def test_models_without_one_kind_of_rotary_positions_are_not_scaled() -> None:
+    scaling = RopeScaling(rope_type="yarn", factor=4.0)
+    for config, told in (
+        (GPT2Config(), "gpt2 has no rotary positions"),
+        (T5Config(), "t5 has no rotary positions"),
+        (longrope_model("phi3").config, "phi3 has rotary frequencies by layer or length"),
+        (Gemma3TextConfig(), "gemma3_text has rotary frequencies by layer or length"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.rope_scaling: {told}"):
+            scale_rope(config, scaling)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
+from made_adapters import adapted_model
 from made_captioners import CAPTIONER, made
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +19,7 @@ from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes
 from sftkit.memory.plan import checkpoint_bytes, shape_of
 from sftkit.models.files import frozen_in_files, size_of, training_bytes
 from sftkit.models.structure import Work, count_parameters, train_flops
-from sftkit.models.trained import freeze
+from sftkit.models.trained import freeze, learning_rate_scales
 from sftkit.optim.protocol import build_optimizer, parameter_groups, set_learning_rate
 from sftkit.verify.replicas import FrozenWeights
 
@@ -176,6 +177,55 @@ def test_learning_rates_of_groups_are_scaled_and_random_bits_do_not_depend_on_fr
     freeze(model, ["model.layers.0.*"])
     numbers = [n for group in parameter_groups(model, OptimConfig(name="adamw")) for n in group["numbers"]]
     assert numbers == list(range(len(trained(model))))
+
+
+PATTERNS = {"*": 0.5, "model.embed_tokens.*": 0.1, "*.mlp.*": 2.0, "model.layers.1.mlp.up_proj.*": 4.0}
+"the last one that matches counts"
+
+
+def scale_of(name: str) -> float:
+    at = [name.startswith("model.embed_tokens."), ".mlp." in name, name.startswith("model.layers.1.mlp.up_proj.")]
+    return next((scale for scale, matches in zip((4.0, 2.0, 0.1), at[::-1], strict=True) if matches), 0.5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_update_has_the_size_of_each_patterns_learning_rate(name: str) -> None:
+    """The first update of AdamW is the learning rate, and Muon's is linear in it: one rate for all is the measure."""
+    found = []
+    for scales in ({}, PATTERNS):
+        torch.manual_seed(0)
+        model = tiny_llama()
+        freeze(model, ["model.layers.0.mlp.gate_proj.*"])
+        optimizer = build_optimizer(model, OptimConfig(name=name, eps=1e-30, lr_scale=scales))
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        optimizer.update(1e-3, torch.ones(()))
+        found.append({n: float((p.detach() - before[n]).abs().max()) for n, p in model.named_parameters()})
+    one, scaled = found
+    assert scaled["model.layers.0.mlp.gate_proj.weight"] == 0
+    for parameter in trained(model):
+        assert scaled[parameter] == pytest.approx(one[parameter] * scale_of(parameter), rel=0.02), parameter
+    groups = parameter_groups(model, OptimConfig(name=name, lr_scale=PATTERNS))
+    assert sorted(n for group in groups for n in group["numbers"]) == list(range(len(trained(model))))
+
+
+def test_factors_of_tied_weights_and_of_adapters_and_patterns_without_a_trained_parameter() -> None:
+    tied = tiny_llama(tie_word_embeddings=True)
+    assert learning_rate_scales(tied, {"lm_head.*": 3.0}) == {id(tied.model.embed_tokens.weight): 3.0}
+    adapted = adapted_model(tiny_llama(), rank=4, lr_ratio_b=4.0)
+    names = {id(p): name for name, p in adapted.named_parameters()}
+    groups = parameter_groups(adapted, OptimConfig(name="adamw", lr_scale={"*.mlp.*": 0.5}))
+    found = {
+        (names[id(p)].split(".")[-2], ".mlp." in names[id(p)], group["lr_scale"])
+        for group in groups
+        for p in group["params"]
+    }
+    assert found == {("lora_A", False, 1.0), ("lora_B", False, 4.0), ("lora_A", True, 0.5), ("lora_B", True, 2.0)}
+    model = tiny_llama()
+    freeze(model, ["model.norm.*"])
+    for pattern, told in (("model.norm.*", "matches no trained"), ("lm_head", r'did you mean "lm_head.\*"')):
+        with pytest.raises(ConfigError, match=told):
+            learning_rate_scales(model, {pattern: 2.0})
 
 
 def test_an_optimizer_of_matrices_alone_says_so_if_all_of_them_are_frozen() -> None:

@@ -31,7 +31,7 @@ from sftkit.verify.proof import verified_warm_up
 EVERYTHING = LossConfig(z_loss=1e-3, label_smoothing=0.1, token_metrics=True)
 
 
-@pytest.mark.parametrize("loss", [LossConfig(), EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("loss", [LossConfig(), EVERYTHING, LossConfig(dft=True)], ids=["plain", "everything", "dft"])
 def test_chunked_sums_and_those_of_whole_logits_are_the_same_by_name(loss: LossConfig) -> None:
     model, objective = tiny_llama().eval(), NextToken(loss)
     batch = make_batch(make_examples([9, 14, 6]), ((0, 1), (2,)), 32)
@@ -44,6 +44,10 @@ def test_chunked_sums_and_those_of_whole_logits_are_the_same_by_name(loss: LossC
     assert float(chunked.loss) == pytest.approx(float(whole.loss), rel=1e-5)
     for name, value in chunked.measured.items():
         assert float(value) == pytest.approx(float(whole.measured[name]), rel=1e-5), name
+    # The value that is minimised is logged next to the negative log-likelihood where they differ.
+    assert ("train/objective" in objective.metrics(dict.fromkeys(("loss", *objective.measured), 1.0))) == (
+        loss != LossConfig()
+    )
 
 
 def test_what_batches_count_adds_up_to_what_the_plan_counts() -> None:

@@ -21,6 +21,8 @@ OPTIONS = {
     "softcap": ({}, 3.0),
     "z_loss": ({"z_loss": 0.05}, None),
     "label_smoothing": ({"label_smoothing": 0.1}, None),
+    "dft": ({"dft": True}, None),
+    "dft of capped logits": ({"dft": True, "z_loss": 0.05, "token_metrics": True}, 3.0),
     "all": ({"z_loss": 0.05, "label_smoothing": 0.1, "token_metrics": True}, 3.0),
 }
 "loss settings and softcap"
@@ -52,6 +54,9 @@ def reference(
     smoothed = F.cross_entropy(
         logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=options.label_smoothing
     )
+    if options.dft:
+        log_p = logits.log_softmax(1)[kept].gather(1, targets[kept, None])
+        smoothed = -(log_p.detach().exp() * log_p).sum()
     loss = smoothed + options.z_loss * logits.logsumexp(1)[kept].square().sum()
     nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum").detach()
     log_p = logits.detach().log_softmax(1)[kept]

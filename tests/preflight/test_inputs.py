@@ -64,6 +64,13 @@ def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_befo
     assert told.startswith('train.freeze: "model.layer.*" matches no parameter')
     (told,) = problems(*start, "train.freeze=[model.*,lm_head.*]")
     assert told.startswith("train.freeze: freezes every parameter")
+    assert problems(*start, "optim.lr_scale={lm_head.*: 2.0, 'model.layers.[01].*': 0.5}") == []
+    (told,) = problems(*start, "optim.lr_scale={model.embed_tokens: 0.1}")
+    assert told.endswith(
+        '"model.embed_tokens" matches no trained parameter of the model: did you mean "model.embed_tokens.*"?'
+    )
+    (told,) = problems(*start, "optim.lr_scale={'*.up_proj.*': 0.1}", "train.freeze=['model.layers.*']")
+    assert told.startswith('optim.lr_scale: "*.up_proj.*" matches no trained parameter')
 
 
 def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -> None:

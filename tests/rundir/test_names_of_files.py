@@ -16,8 +16,8 @@ from sftkit.rundir.files import archive, replace_shared, replace_text
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "src" / "sftkit" / "rundir" / "names.py"
-WORDS = {rundir.ADAPTER_FOLDERS, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimizer"}
-"Names of folders that are also words: sections of a recipe, keys of metrics."
+WORDS = {rundir.ADAPTER_FOLDERS, rundir.EVALUATIONS, rundir.EVENT_FILES, rundir.TOKENIZER, "final", "optimizer"}
+"Names of folders that are also words: sections of a recipe, keys of metrics, a tracker."
 OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like
     "labs/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run

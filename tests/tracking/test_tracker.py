@@ -90,7 +90,7 @@ class Fake:
 
 def logged_remotely(folder: Path, dashboard: Fake) -> Tracker:
     tracker = Tracker(folder, LogConfig(wandb="off"), cpu_runtime(), {}).open()
-    tracker._dashboard = DashboardWriter(dashboard)
+    tracker._dashboards = [DashboardWriter(dashboard)]  # type: ignore[arg-type]
     return tracker
 
 

@@ -129,9 +129,9 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
 _NO_KEY = object()
 "Placeholder for the value of a key that only one side has."
 _FIXED = (
-    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
-    *("model.path", "model.revision", "train.freeze", "adapters"),
-    *("adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
+    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.dft"),
+    *("loss.router_aux_loss_coef", "model.path", "model.revision", "train.freeze", "train.neftune_alpha"),
+    *("adapters", "adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
@@ -265,7 +265,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
             close = difflib.get_close_matches(key, key_table(), n=1)
             meant = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{meant}")
-    old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
+    old, new = (_settings(text) for text in (there, here))
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
@@ -283,6 +283,14 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """Return dotted key -> value of a resolved recipe. The keys of optim.lr_scale are patterns, so it is one value."""
+    recipe = yaml.load(text, Loader=RecipeLoader) or {}
+    if scales := (recipe.get("optim") or {}).get("lr_scale"):
+        recipe["optim"]["lr_scale"] = [[*pair] for pair in scales.items()]
+    return dict(flattened(recipe))
 
 
 def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:

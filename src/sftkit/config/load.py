@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sftkit.config import keys as key_names
 from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
-from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
+from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_can_be_written
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.terminal import SECRET, Level, print_text, secret_in
 from sftkit.config.topology import Topology, check_numbers, read_topology
@@ -28,7 +28,7 @@ MAX_PROBLEMS = 30
 def load_config(description: str | None, more: Sequence[Rule | OfLaunch] = ()) -> Config:
     """Return the Config that this script's command line asks for, after checking that its run directory can be made.
     Prints all problems, those of the rules in `more` included, and exits with code 2 if there are any."""
-    return read_command_line(description, [run_dir_can_be_made, *more])
+    return read_command_line(description, [run_can_be_written, *more])
 
 
 def read_command_line(

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.commands import unusable
+from sftkit.config.commands import install, unusable
 from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
 from sftkit.config.topology import Topology, stages_fit
@@ -90,6 +91,20 @@ def _freeze(get: Get) -> Iterator[Problem]:
     if get("train.freeze") and (engine := get("train.engine")) in ("pipeline", "graph"):
         wrong = f"does not go with train.engine {engine}, which trains all parameters"
         yield "train.freeze", f"{wrong}: set it to [], or train.engine=blocks"
+
+
+def _neftune(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("train.neftune_alpha") is None:
+        return
+    if (engine := get("train.engine")) != "blocks":
+        yield "train.neftune_alpha", f"does not go with train.engine {engine}: set it to null, or take blocks"
+    elif get("compile.enabled") and get("compile.scope") == "model":
+        yield "train.neftune_alpha", "does not go with compile.scope model, whose graph has the embedding: take block"
+    if topology.tensor > 1 or topology.context > 1:
+        why = f"{topology.describe()}, whose ranks share documents"
+        yield "train.neftune_alpha", f"does not go with {why}: start with fsdp2.yaml, or set it to null"
+    if get("adapters") is not None:
+        yield "train.neftune_alpha", "does not go with adapters: they would not be trained as if alone. Set it to null"
 
 
 def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -314,16 +329,18 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    launched = _batch_divides, enough_micro_batches, _adapter, _adapters
+    launched = _batch_divides, enough_micro_batches, _neftune, _adapter, _adapters
     for rule in (*_RULES, *map(OfLaunch, launched), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 
 
-def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
-    """Yield why no run can be written to run.dir, for a script that makes a run."""
+def run_can_be_written(get: Get) -> Iterator[Problem]:
+    """Yield why no run can be written to run.dir, or to a dashboard, for a script that makes a run."""
     if problem := unusable(get("run.dir")):
         yield "run.dir", problem
+    if "tensorboard" in get("log.tracker") and find_spec("tensorboard") is None:
+        yield "log.tracker", f"the package tensorboard is missing: {install('sftkit[tensorboard]')}"
 
 
 def _run_dir(get: Get) -> Iterator[Problem]:
@@ -352,9 +369,33 @@ def _model(get: Get) -> Iterator[Problem]:
         yield "model.train_tokenizer", "and model.tokenizer are both given: keep one of them"
     if train_tokenizer is not None and scratch is None:
         yield "model.train_tokenizer", "only goes with model.scratch: a checkpoint has its tokenizer"
-    for key, default in (("model.revision", None), ("model.trust_remote_code", False)):
+    for key, default in (("model.revision", None), ("model.trust_remote_code", False), ("model.rope_scaling", None)):
         if path is None and get(key) != default:
             yield key, "only goes with model.path"
+
+
+ROPE_SETTINGS = {
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"Type of model.rope_scaling -> its keys besides those of all types."
+
+
+def _rope_scaling(get: Get) -> Iterator[Problem]:
+    if (given := get("model.rope_scaling")) is None:
+        return
+    kind = get("model.rope_scaling.rope_type")
+    for name in dict.fromkeys(name for names in ROPE_SETTINGS.values() for name in names):
+        if given.get(name) is not None and name not in ROPE_SETTINGS.get(kind, ()):
+            others = " and ".join(other for other, names in ROPE_SETTINGS.items() if name in names)
+            yield f"model.rope_scaling.{name}", f"only goes with rope_type {others}, not {kind}: leave it out"
+    low, high = (given.get(name) for name in ("low_freq_factor", "high_freq_factor"))
+    if kind == "llama3" and (low is None or high is None or low >= high):
+        why = "needs low_freq_factor and a larger high_freq_factor, such as 1 and 4 (Llama 3.1)"
+        yield "model.rope_scaling", f"rope_type llama3 {why}"
+    if get("adapter") is not None:
+        why = "whose files name a base model, and servers would load that without it: train the model itself, or first "
+        yield "model.rope_scaling", f"does not go with adapter, {why}write it into the config.json of the base"
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
@@ -458,6 +499,11 @@ def _precision(get: Get) -> Iterator[Problem]:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 
 
+def _loss(get: Get) -> Iterator[Problem]:
+    if get("loss.dft") and get("loss.label_smoothing"):
+        yield "loss.dft", "does not go with loss.label_smoothing, which learns other tokens too: set one of them to 0"
+
+
 def _optim(get: Get) -> Iterator[Problem]:
     if any(beta >= 1 for beta in get("optim.betas")):
         yield "optim.betas", f"{get('optim.betas')} must both be less than 1"
@@ -518,8 +564,8 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 
 _RULES = (
-    *(_model, _run_dir, _chat_template, _checkpoints),
+    *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
     *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
-    *(_optim, _duration, _resume, _eval, _names),
+    *(_loss, _optim, _duration, _resume, _eval, _names),
 )

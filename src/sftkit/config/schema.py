@@ -77,6 +77,30 @@ class TokenizerTraining:
 
 
 @settings
+class RopeScaling:
+    """Other rotary frequencies than the model's config has, under the names of transformers' rope_parameters."""
+
+    rope_type: Literal["yarn", "linear", "dynamic", "llama3"]
+    "yarn, linear and llama3 change the frequencies; dynamic only those of texts longer than the model's length, in transformers and servers."
+    factor: Annotated[float, Field(gt=1.0)]
+    "How much longer documents may become."
+    original_max_position_embeddings: Positive | None = None
+    "yarn, llama3: the length that the model was pretrained with; null: as its config says, else its max_position_embeddings."
+    rope_theta: Annotated[float, Field(gt=0.0)] | None = None
+    "Base of the frequencies; null: the model's."
+    low_freq_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "llama3: up to this many turns over the original length a frequency is divided by factor."
+    high_freq_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "llama3: from this many turns on it stays."
+    beta_fast: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: from this many turns on a frequency stays; null: 32."
+    beta_slow: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: up to this many turns it is divided by factor; null: 1."
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    "yarn: factor of queries and keys; null: 0.1 ln(factor) + 1."
+
+
+@settings
 class ModelConfig:
     """The model and tokenizer that training starts from."""
 
@@ -97,6 +121,8 @@ class ModelConfig:
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
+    rope_scaling: RopeScaling | None = None
+    "Extend the model to longer documents; checkpoints keep it in config.json, so later stages leave it out. null: as the model's config says."
     pad_vocab_to_multiple_of: Positive | None = None
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 
@@ -157,6 +183,8 @@ class LossConfig:
     "Weight of the squared log-partition (PaLM, section 5): keeps logits from drifting."
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     "Probability mass spread evenly over the vocabulary."
+    dft: bool = False
+    "Multiply the loss of each target by its own probability, without gradient (DFT, arXiv 2508.05629): unlikely answers of the data are learned less."
     token_metrics: bool = False
     "Also measure token accuracy and entropy, from the same pass."
     router_aux_loss_coef: Annotated[float, Field(ge=0.0)] | None = None
@@ -170,6 +198,8 @@ class OptimConfig:
     name: Annotated[OptimizerName, Field(description=describe_optimizers())] = "auto"
     lr: Annotated[float, Field(gt=0.0)] = 2e-5
     "Peak learning rate."
+    lr_scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
+    'Factors of lr for the parameters whose names match a glob pattern: {"model.embed_tokens.*": 0.1, "*.norm.weight": 2}; of several patterns that match a name the last counts. train.freeze trains nothing at all.'
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     "AdamW's betas."
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
@@ -212,6 +242,8 @@ class TrainConfig:
     "engine pipeline: number of layers of each stage, in order; null: balanced by parameters, those of the head at 0.7 of their number."
     freeze: tuple[str, ...] = ()
     'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
+    neftune_alpha: Annotated[float, Field(gt=0.0)] | None = None
+    "Noise on the embeddings of training steps (NEFTune, arXiv 2310.05914): uniform up to alpha / sqrt(L H) for a document of L positions and hidden size H; the paper takes 5 to 15. null: none."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -221,7 +253,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, adapter.lr_ratio_b, adapter.dropout, adapters."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters."
 
 
 def num_stages(train: TrainConfig) -> int | None:
@@ -380,12 +412,14 @@ class CheckpointConfig:
 
 @settings
 class LogConfig:
-    """Logging: always to metrics.jsonl and the console, and optionally to wandb."""
+    """Logging: always to metrics.jsonl and the console, and optionally to dashboards."""
 
     every: Positive = 10
     "Steps between logged lines."
     trace_at: Annotated[int, Field(ge=2)] | None = None
     "First of three steps that torch.profiler records, in trace/; null: none."
+    tracker: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(one_or_several)] = ("wandb",)
+    "Dashboards that get the lines of metrics.jsonl too: wandb, tensorboard (event files in run.dir/tensorboard; extra tensorboard), both, or none: []."
     wandb: Literal["online", "offline", "off"] | None = None
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from sftkit.config import commands, load, schema, tables
-from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.rules import run_can_be_written
 from sftkit.config.yaml import RecipeLoader
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class_in
@@ -95,7 +95,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, schema.Conf
     for stage in CHAIN_SCRIPTS:
         # Runs of earlier stages count as there. After a problem it is not known which they are.
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
-        rules = [run_dir_can_be_made, *input_rules(stage, made)]
+        rules = [run_can_be_written, *input_rules(stage, made)]
         try:
             recipes[stage] = load.read_config(folder / f"{stage}.yaml", overrides, more=rules)
         except ConfigError as error:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 
 from sftkit.config import commands, load, schema, tables, terminal
-from sftkit.config.rules import run_dir_can_be_made
+from sftkit.config.rules import run_can_be_written
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
 from sftkit.launch import chain, layouts
@@ -332,7 +332,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    rules = [run_dir_can_be_made, *input_rules(tables.stage_of_script(script))]
+    rules = [run_can_be_written, *input_rules(tables.stage_of_script(script))]
     cfg = load.read_config(recipe, overrides, world_size=1, more=rules)
     script = commands.shipped(script)
     refuse_at_work(Path(cfg.run.dir))

@@ -29,13 +29,13 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from transformers.initialization import no_init_weights
 
 from sftkit.config.commands import invocation
-from sftkit.config.schema import AdapterConfig, ModelConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
 from sftkit.models.kind import kind_of, model_kind
-from sftkit.models.structure import use_document_lengths, vocab_size
+from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -131,7 +131,7 @@ def load_model(
         path = checked_folder(model, files)
         load = empty_model if empty else full_model
         with nullcontext() if empty else working(f"loading {path}"), loading(path):
-            orig_model = load(path, precision, load_options(path, source))
+            orig_model = load(path, precision, load_options(path, source), model.rope_scaling)
         if files is not None and adapter is None and not empty:
             from sftkit.models.adapters import merge_files
 
@@ -247,11 +247,14 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+def full_model(
+    path: str, precision: str, options: dict[str, object], rope: RopeScaling | None = None
+) -> PreTrainedModel:
     """Load the model with from_pretrained; a missing weight or a wrong shape is an error, never filled at random.
 
     Args:
         precision: bf16, fp32, or "auto": the precision of the files, which are then mapped into memory, not copied.
+        rope: model.rope_scaling.
 
     Raises:
         ConfigError: a weight is missing or has another shape.
@@ -259,6 +262,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     config = start_config(path, options)
     start_generation_config(path, options)  # otherwise an error in the config would not name the file
     trained = trained_config(config)
+    scale_rope(trained, rope)
     # Let transformers report a weight of another shape without an exception, so that the error below can name it.
     reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     attention = plain_implementation(trained)
@@ -363,14 +367,14 @@ def model_of_files(
     if checkpoint is None and not model.path:
         return None
     if checkpoint is not None:
-        model = replace(model, path=str(checkpoint))
+        model = replace(model, path=str(checkpoint), rope_scaling=None)  # its config.json has it
     many = adapters is not None and bool(adapters.members)
     files = None if many else model_files.adapter_at(model, with_base=adapters is None)
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
         own = adapters is None and files is None
-        orig_model = full_model(path, "auto" if own else precision, load_options(path, source))
+        orig_model = full_model(path, "auto" if own else precision, load_options(path, source), model.rope_scaling)
     if adapters is None and files is None:
         return orig_model
     from sftkit.models.adapters import add_adapters, merge_files
@@ -402,10 +406,13 @@ def check_complete(
         raise config_error("shape of weights", place=where, weight=name, there=list(there), here=list(here))
 
 
-def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
-    """Build the model at this path with computed buffers and parameters on the meta device."""
+def empty_model(
+    path: str, precision: str, options: dict[str, object], rope: RopeScaling | None = None
+) -> PreTrainedModel:
+    """Build the model at this path with computed buffers and parameters on the meta device. `rope`: as in full_model"""
     whole = start_config(path, options)
     config = trained_config(whole)
+    scale_rope(config, rope)
     dtype = DTYPES[precision]
     remote = bool(options["trust_remote_code"])
     orig_model = _on_meta(config, dtype, trust_remote_code=remote)

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -26,11 +26,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
+ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
 "Submodule of a rotary embedding: a copy with the frequencies of long documents. No file holds its buffers."
 
@@ -74,6 +76,34 @@ def longrope_limit(config: PretrainedConfig) -> int | None:
 
 def _long(rope: Mapping[str, Any]) -> bool:
     return bool(rope["rope_type"] == "longrope")
+
+
+def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
+    """Replace the rotary frequencies of a model's config, as model.rope_scaling says; None: keep them.
+
+    max_position_embeddings becomes the whole length for yarn and llama3, as servers read it; for the other kinds
+    servers multiply it by the factor themselves. A second call changes nothing.
+
+    Raises:
+        ConfigError: the model has no rotary positions, or several kinds of them.
+    """
+    if scaling is None:
+        return
+    text: Any = config.get_text_config()
+    own = getattr(text, "rope_parameters", None) or {}
+    longest = getattr(text, "max_position_embeddings", None)
+    if own.get("rope_type") in (None, "longrope") or not isinstance(longest, int):
+        kinds = "rotary frequencies by layer or length" if own else "no rotary positions"
+        raise ConfigError(f"model.rope_scaling: {config.model_type} has {kinds}, which it cannot replace: leave it out")
+    names = {*asdict(scaling), "type"} - {"rope_theta"}
+    rope: dict[str, Any] = {name: value for name, value in own.items() if name not in names}
+    rope |= {name: value for name, value in asdict(scaling).items() if value is not None}
+    if scaling.rope_type in ("yarn", "llama3"):
+        original = rope.setdefault(ORIGINAL, own.get(ORIGINAL) or longest)
+        text.max_position_embeddings = max(longest, int(scaling.factor * original))
+    text.rope_parameters = rope
+    text.standardize_rope_params()
+    text.validate_rope()
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:

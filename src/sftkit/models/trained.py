@@ -6,7 +6,7 @@ Names alone decide it where a model is only estimated: no torch in this file, so
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -47,12 +47,8 @@ def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
-def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | None:
-    """Return what is wrong with train.freeze for a model with parameters of these names; None: nothing.
-
-    Args:
-        names: of tied weights all of them.
-    """
+def unmatched(names: Collection[str], patterns: Iterable[str], what: str = "parameter") -> str | None:
+    """Return which pattern matches none of these names, with the nearest ones; None: each matches some."""
     for pattern in patterns:
         if frozen_names(names, [pattern]):
             continue
@@ -61,7 +57,18 @@ def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | No
         inside = any(name.startswith(prefix) for name in names)
         near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
         hint = " or ".join(f'"{name}"' for name in near)
-        return f'"{pattern}" matches no parameter of the model' + (f": did you mean {hint}?" if hint else "")
+        return f'"{pattern}" matches no {what} of the model' + (f": did you mean {hint}?" if hint else "")
+    return None
+
+
+def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | None:
+    """Return what is wrong with train.freeze for a model with parameters of these names; None: nothing.
+
+    Args:
+        names: of tied weights all of them.
+    """
+    if problem := unmatched(names, patterns):
+        return problem
     if patterns and len(frozen_names(names, patterns)) == len(names):
         return "freezes every parameter, so nothing is left to train: take a pattern out"
     return None
@@ -86,3 +93,15 @@ def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
         named[name].requires_grad = False
     if not any(p.requires_grad for p in orig_model.parameters()):
         raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")
+
+
+def learning_rate_scales(orig_model: torch.nn.Module, patterns: Mapping[str, float]) -> dict[int, float]:
+    """Return id -> factor of the learning rate, of the trained parameters that optim.lr_scale matches under any name.
+
+    Raises:
+        ConfigError: a pattern that matches no trained parameter, with the nearest names.
+    """
+    named = {name: p for name, p in orig_model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if problem := unmatched(named, patterns, "trained parameter"):
+        raise ConfigError(f"optim.lr_scale: {problem}")
+    return {id(named[name]): scale for pattern, scale in patterns.items() for name in frozen_names(named, [pattern])}

@@ -230,12 +230,25 @@ class ModelWithLoss(torch.nn.Module):
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)
-        return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)
+        noisy = batch if batch.noise is None else with_noise(self.orig_model, batch, *batch.noise)
+        return self.kind.hidden_states(self.orig_model, noisy, backend, self.context_group)
+
+
+def with_noise(orig_model: PreTrainedModel, batch: Batch, seed: int, alpha: float) -> Batch:
+    """Return a batch with noisy embeddings in place of its tokens: uniform noise up to alpha / sqrt(L H) on a document
+    of L positions (NEFTune). The noise is of the seed alone, so the generator of dropout does not change."""
+    inputs = dict(batch.inputs)
+    embedded = structure.embedding_module(orig_model)(inputs.pop("input_ids"))
+    generator = torch.Generator(embedded.device).manual_seed(seed)
+    noise = torch.empty_like(embedded, requires_grad=False).uniform_(-alpha, alpha, generator=generator)
+    size = (structure.document_lengths(inputs["position_ids"]) * embedded.shape[-1]).rsqrt()[..., None]
+    return replace(batch, inputs={"inputs_embeds": embedded + noise * size.to(noise.dtype), **inputs})
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
+    """The mean negative log-likelihood over target tokens, its smoothed form or that of loss.dft, plus z_loss *
+    log-partition squared.
 
     It also measures `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the
     predicted distributions; the last two are 0 unless loss.token_metrics is set.
@@ -264,6 +277,9 @@ class NextToken:
         # A separate call: the monitored nll is measured without smoothing.
         if smoothing:
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        if self.config.dft:
+            each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss = (each.detach().neg().exp() * each).sum()
         if self.config.z_loss:
             loss = loss + self.config.z_loss * logits.logsumexp(-1)[is_target].square().sum()
         correct = entropy = nll.new_zeros(())
@@ -283,7 +299,7 @@ class NextToken:
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return train/loss; train/objective if it differs; token_accuracy and entropy if measured."""
         values = {"train/loss": means["nll"]}
-        if self.config.z_loss or self.config.label_smoothing:
+        if self.config.z_loss or self.config.label_smoothing or self.config.dft:
             values["train/objective"] = means["loss"]
         if self.config.token_metrics:
             values |= {"train/token_accuracy": means["correct"], "train/entropy": means["entropy"]}

@@ -35,6 +35,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
     IGNORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    DFT: tl.constexpr,
     METRICS: tl.constexpr,
     GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,6 +91,12 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
         x_target = _softcapped(raw_target, softcap)
     nll = lse - x_target
     loss = nll + z_loss * lse * lse
+    lse_weight = 1.0 + 2.0 * z_loss * lse
+    target_weight = 1.0 - label_smoothing
+    if DFT:
+        target_weight = tl.exp(-nll)
+        loss += (target_weight - 1.0) * nll
+        lse_weight += target_weight - 1.0
     if SMOOTHING:
         loss += label_smoothing * (x_target - tl.sum(plain, 0) / vocab)
     tl.store(sums, loss)
@@ -104,7 +111,6 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
     # Pass 2, from the end: what pass 1 read last is still in cache. The reductions above put all reads of pass 1 first.
     if GRADIENTS:
         last = (vocab - 1) // BLOCK * BLOCK
-        lse_weight = 1.0 + 2.0 * z_loss * lse
         for done in range(0, vocab, BLOCK):
             column = last - done + columns
             inside = column < vocab
@@ -112,7 +118,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
             x = tl.load(logits + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             if SOFTCAP:
                 x = _softcapped(x, softcap)
-            gradient = tl.exp(x - lse) * lse_weight - tl.where(column == target, 1.0 - label_smoothing, 0.0)
+            gradient = tl.exp(x - lse) * lse_weight - tl.where(column == target, target_weight, 0.0)
             if SMOOTHING:
                 gradient -= label_smoothing / vocab
             if SOFTCAP:
@@ -134,11 +140,11 @@ def cross_entropy_(
     plain = logits.shape[1] > PLAIN_BLOCK and not (options.label_smoothing or options.token_metrics)
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
     weights = (options.z_loss, options.label_smoothing)
-    switches = {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "GRADIENTS": gradients}
+    switches = {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "DFT": options.dft}
     sizes = {"BLOCK": PLAIN_BLOCK if plain else BLOCK, "num_warps": PLAIN_WARPS if plain else WARPS}
     _cross_entropy_row[(logits.shape[0],)](
         *(logits, logits.stride(0), targets, sums, sums.stride(0), logits.shape[1], softcap or 1.0, *weights),
-        **{"IGNORED": IGNORE, "METRICS": options.token_metrics, **switches, **sizes},
+        **{"IGNORED": IGNORE, "METRICS": options.token_metrics, "GRADIENTS": gradients, **switches, **sizes},
     )
 
 

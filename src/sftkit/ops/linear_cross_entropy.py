@@ -41,7 +41,8 @@ class LossSums(NamedTuple):
     """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
-    "differentiable: the nll or its smoothed form, plus z_loss * log-partition squared"
+    """differentiable: the nll, its smoothed form, or with options.dft its product with the probability of the target,
+    which has no gradient; plus z_loss * log-partition squared"""
     nll: Tensor
     "negative log-likelihood"
     correct: Tensor
@@ -135,14 +136,15 @@ def _linear_nll(
     chunk_tokens: int,
     z_loss: float,
     label_smoothing: float,
-    token_metrics: bool,  # noqa: FBT001 - as above
+    dft: bool,  # noqa: FBT001 - as above
+    token_metrics: bool,  # noqa: FBT001
     softcap: float | None,
     tokens: int | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Return the sums, [4], and the gradients that are wanted."""
     options = LossConfig(
-        chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, token_metrics=token_metrics
+        chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, dft=dft, token_metrics=token_metrics
     )
     sums, *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, wanted)
     return [torch.stack(sums), *(gradient for gradient in gradients if gradient is not None)]
@@ -162,7 +164,7 @@ def _called_as_operator(
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None, None]:
     """Compute `_sums_and_gradients` as one node of a graph; a head there has no separate rows."""
     wanted = wanted[:3]
-    numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
+    numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.dft, options.token_metrics)
     sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
     gradients = iter(found)
     d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
@@ -276,7 +278,8 @@ def _reference_cross_entropy_(
         x = softcap * torch.tanh(x / softcap)
     lse = x.logsumexp(1)
     nll = lse - x.gather(1, column)[:, 0]
-    objective = (1 - smoothing) * nll + options.z_loss * lse.square()
+    own = (-nll).exp() if options.dft else torch.full_like(nll, 1 - smoothing)  # weight of the nll
+    objective = own * nll + options.z_loss * lse.square()
     if smoothing:
         objective += smoothing * (lse - x.mean(1))
     measured = [objective, nll]
@@ -287,8 +290,8 @@ def _reference_cross_entropy_(
     for total, values in zip(sums, measured, strict=False):
         total.copy_(torch.where(is_target, values, 0.0))
     if gradients:
-        gradient = probability.mul_((1 + 2 * options.z_loss * lse)[:, None])
-        gradient.scatter_add_(1, column, torch.full_like(nll, smoothing - 1)[:, None])
+        gradient = probability.mul_(((own if options.dft else 1) + 2 * options.z_loss * lse)[:, None])
+        gradient.scatter_add_(1, column, -own[:, None])
         if smoothing:
             gradient -= smoothing / x.shape[1]
         if softcap is not None:

@@ -23,7 +23,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import config_error
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
-from sftkit.models.trained import TOKEN_ADAPTER, adapters_of
+from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, learning_rate_scales
 from sftkit.ops.tensors import as_sharded, local
 
 Group = dict[str, Any]
@@ -290,7 +290,8 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         determine the random bits: two processes of a pipeline hold a tied weight and must round it alike.
 
     Raises:
-        ConfigError: the optimizer needs block matrices, and no block that transformers names has one.
+        ConfigError: the optimizer needs block matrices, and no block that transformers names has one; a pattern of
+            optim.lr_scale matches nothing.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings |= {id(p) for name, p in model.named_parameters() if is_table(p) or TOKEN_ADAPTER in name}
@@ -317,6 +318,14 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         in_b = {**groups[0], "params": [p for p in matrices if id(p) in second]}
         groups[0]["params"] = [p for p in matrices if id(p) not in second]
         groups.append({**in_b, "lr_scale": adapters.config.lr_ratio_b})
+    if optim.lr_scale:
+        scales = learning_rate_scales(model, optim.lr_scale)
+        groups = [
+            {**group, "params": same, "lr_scale": group.get("lr_scale", 1.0) * scale}
+            for group in groups
+            for scale in dict.fromkeys((1.0, *scales.values()))
+            if (same := [p for p in group["params"] if scales.get(id(p), 1.0) == scale])
+        ]
     if adapters is not None and adapters.members:
         from sftkit.models.many_adapters import member_factors
 

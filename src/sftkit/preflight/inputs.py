@@ -38,7 +38,7 @@ from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models import files as model_files
-from sftkit.models.trained import pattern_problem
+from sftkit.models.trained import frozen_names, pattern_problem, unmatched
 from sftkit.rundir.files import WEIGHTS, read_manifest
 from sftkit.rundir.names import ADAPTER_FOLDERS, latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
@@ -124,7 +124,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not
             known.
     """
-    first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _freeze)]
+    first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _patterns)]
     last = _resume, _eval_data, partial(best, stage=stage), partial(_adapter, stage=stage, made=made)
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
@@ -324,19 +324,23 @@ def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> s
     return None
 
 
-def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
+def _patterns(get: Get, made: Collection[str]) -> Iterator[Problem]:
     patterns = get("train.freeze")
+    scaled = get("optim.lr_scale") or {}
     path = get("model.path")
-    if get("adapter") is not None:  # then no pattern is right, and a rule says so
+    if get("adapter") is not None:  # then no pattern of train.freeze is right, and others are of factors
         return
     # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
     known = _text_config(get).get("model_type") in model_files.GATED
-    if not patterns or path is None or _is_made(path, made) or not known:
+    if not (patterns or scaled) or path is None or _is_made(path, made) or not known:
         return
     with suppress(ConfigError):  # what is wrong with the files is told without this
         sizes, tied = model_files.stored_sizes(Path(find_model(path, get("model.revision"))))
         if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
             yield "train.freeze", problem
+        trained = {*sizes, *tied} - frozen_names([*sizes, *tied], patterns)
+        if trained and (problem := unmatched(trained, scaled, "trained parameter")):
+            yield "optim.lr_scale", problem
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:

@@ -43,6 +43,8 @@ GRAPHS = "captured_graphs"
 "Folder with the graphs of each captured shape before and after every pass, of graph.dump: graph/capture.py."
 TRACE = "trace"
 "Folder with what log.trace_at has recorded of each rank: tracking/meter.py."
+EVENT_FILES = "tensorboard"
+"Folder with TensorBoard's event files, of log.tracker: tracking/dashboard/remote.py."
 ARCHIVED = ".old-"
 "In the name of a run or step directory that was renamed to make room for another; a number follows: rundir/files.py."
 
@@ -101,7 +103,7 @@ OPTIMIZER = f"{STATE}/optimizer"
 _STEP = "step-"
 WRITTEN_OVER = (
     *(CONFIG, ENVIRONMENT, MADE_FROM, STATUS, ERRORS, HEARTBEATS, PREFLIGHT, PROOF, REPORT, REPORT_DATA, TOKENIZER),
-    *(TRACE, SAMPLES, EVENTS, BEST, f"{EVALUATIONS}/{_STEP}*"),
+    *(TRACE, EVENT_FILES, SAMPLES, EVENTS, BEST, f"{EVALUATIONS}/{_STEP}*"),
 )
 """Glob patterns of what a run writes or writes over. Where they are found without one of OF_STEPS, no run has written
 them."""

@@ -1,5 +1,5 @@
-"""Write metrics.jsonl, the record of a run, and copy it to the console and a dashboard. Only rank 0 writes, and nothing
-that fails here fails training."""
+"""Write metrics.jsonl, the record of a run, and copy it to the console and the dashboards. Only rank 0 writes, and
+nothing that fails here fails training."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ GAP = "  "
 
 @dataclass(eq=False)
 class Tracker:
-    """Writes a line per logged step, evaluation and event to file, console and dashboard; nothing before `open`."""
+    """Writes a line per logged step, evaluation and event to file, console and dashboards; nothing before `open`."""
 
     run_dir: Path
     config: LogConfig
     rt: Runtime
     settings: dict[str, Any]
-    "for the dashboard: the recipe, and what was resolved (train/assemble.py)"
+    "for the dashboards: the recipe, and what was resolved (train/assemble.py)"
     _: KW_ONLY
     step: int = 0
     "that of the checkpoint that is resumed: later rows are dropped; then the newest step"
     run_id: str | None = None
-    "id of the run on the dashboard, on the main rank; None without one. A run with this id is continued"
+    "id of the run on wandb, on the main rank; None without one. A run with this id is continued"
 
     def __post_init__(self) -> None:
         """Begin without anything written."""
-        self._dashboard: remote.DashboardWriter | None = None
+        self._dashboards: list[remote.DashboardWriter] = []
         self._lines = self._starved_lines = 0
         self._told: set[tuple[EventKind, str]] = set()
         self._unwritten_events: list[dict[str, Any]] = []
@@ -101,16 +101,16 @@ class Tracker:
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
-        about = remote.identity(run_dir, self.settings)
-        dashboard = remote.open_dashboard(self.config, run_dir, self.run_id, about, self.settings)
-        if dashboard is not None:
-            state = remote.begun(resumed=self.run_id is not None)
-            self.run_id = dashboard.run_id
-            self._dashboard = remote.DashboardWriter(dashboard)
+        state = remote.begun(resumed=self.run_id is not None)
+        for dashboard in remote.open_dashboards(self.config, run_dir, step, self.run_id, self.settings):
+            if isinstance(dashboard, remote.Wandb):
+                self.run_id = dashboard.run_id
+            writer = remote.DashboardWriter(dashboard)
             # Before the first row: if this process is killed, "running" stays, which says that no end was reported.
-            self._dashboard.put(lambda service: service.summary(state))
-            self._dashboard.record(step, partial(remote.preflight_of, run_dir))
-            self._dashboard.record(step, partial(remote.proof_of, run_dir))
+            writer.put(lambda service: service.summary(state))
+            writer.record(step, partial(remote.preflight_of, run_dir))
+            writer.record(step, partial(remote.proof_of, run_dir))
+            self._dashboards.append(writer)
         return self
 
     def __enter__(self) -> Tracker:
@@ -122,11 +122,11 @@ class Tracker:
             if self._is_open and isinstance(error, ended_by):
                 self.record_event(event, self.step, remote.first_line(error))  # the console has the whole error
         self._write_events()
-        if self._dashboard is not None:
-            self._dashboard.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
+        for writer in self._dashboards:
+            writer.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
-            if said := self._dashboard.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
-                self.rt.print(f"wandb: {said}")
+            if said := writer.finish(remote.ending_of(self.run_dir, self.rt.status, error)):
+                self.rt.print(f"{writer.dashboard.name}: {said}")
 
     def advance(self, step: int) -> None:
         """Take a step that has been launched."""
@@ -204,9 +204,12 @@ class Tracker:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
         self._write_events()
-        if self._dashboard is not None:
-            title, level = ALERTS[kind]
-            self._dashboard.put(lambda service: service.alert(title, step, remote.shortened(text), level))
+        title, level = ALERTS[kind]
+        self._send(lambda service: service.alert(title, step, remote.shortened(text), level))
+
+    def _send(self, call: remote.DashboardCall) -> None:
+        for writer in self._dashboards:
+            writer.put(call)
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -227,20 +230,18 @@ class Tracker:
         return True
 
     def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
-        """Append a line to a file; the dashboard gets it with `axes`."""
+        """Append a line to a file; the dashboards get it with `axes`."""
         if not self.rt.is_main:
             return
         # The disk has room again: events that waited are written now.
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
-        if self._dashboard is not None:
-            row = {**axes, **values}
-            self._dashboard.put(lambda service: service.row(step, row))
+        row = {**axes, **values}
+        self._send(lambda service: service.row(step, row))
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send a table to the dashboard."""
-        if self._dashboard is not None:
-            self._dashboard.put(lambda service: service.table(step, remote.record_table(name, columns, rows)))
+        """Send a table to the dashboards."""
+        self._send(lambda service: service.table(step, remote.record_table(name, columns, rows)))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -22,11 +22,11 @@ from sftkit.data.batches import epoch, loader, pack
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.errors import config_error
+from sftkit.errors import ConfigError, config_error
 from sftkit.models import kind, load, routing, vocabulary
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.structure import count_parameters, positions
-from sftkit.models.trained import adapters_of, freeze
+from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir import files, names, status
@@ -159,7 +159,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         **several,
     )
     kind.kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    if cfg.train.neftune_alpha is not None and orig_model.config.is_encoder_decoder:
+        raise ConfigError(f"train.neftune_alpha: {orig_model.config.model_type} has an encoder: set it to null")
     freeze(orig_model, cfg.train.freeze)
+    learning_rate_scales(orig_model, cfg.optim.lr_scale or {})  # a pattern without a parameter ends the run here
     longest = positions(orig_model)
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
@@ -234,7 +237,8 @@ def lay_out(
     lengths = examples.lengths, documents.max_length
     layout = pack.make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
-    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
+    noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
+    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
     workers, step = cfg.data.num_workers, resume.state["step"]
     return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 

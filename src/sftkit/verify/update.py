@@ -263,9 +263,8 @@ class FirstUpdate:
                 errors.relative[f"{name}: copy of the master"] = float(far.double().mean())
                 self._add_rounding(errors, after["weight"], after["master"], update)
         for name, (weight, gradient, momentum) in self._matrices.items():
-            errors.relative[f"{name}: whole matrix"] = self._of_matrix(
-                name, weight, gradient * factor, momentum, learning_rate
-            )
+            rate = learning_rate * groups.get(id(self._sampled[name].param), {}).get("lr_scale", 1.0)
+            errors.relative[f"{name}: whole matrix"] = self._of_matrix(name, weight, gradient * factor, momentum, rate)
         return errors
 
     def _of_matrix(self, name: str, weight: Tensor, gradient: Tensor, momentum: Tensor, learning_rate: float) -> float:

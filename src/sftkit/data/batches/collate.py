@@ -58,6 +58,8 @@ class Batch:
     "with several adapters: the adapter of each share of the rows, which are of equal size; else ()"
     targets_of_shares: tuple[int, ...] = ()
     "number of targets of each share"
+    noise: tuple[int, float] | None = None
+    "in training steps with train.neftune_alpha: seed of the noise on the embeddings, and alpha; else None"
 
     @property
     def shape(self) -> tuple[int, int]:

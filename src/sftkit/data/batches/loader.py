@@ -79,12 +79,14 @@ class StepDataset(Dataset[StepBatches]):
         share: RankRows = ALL_ROWS,
         pad_id: int = 0,
         divisors: np.ndarray | None = None,
+        noise: tuple[int, float] | None = None,
     ) -> None:
         """Keep what batches are built from.
 
         Args:
             share: the rows and positions of this process.
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
+            noise: run.seed and train.neftune_alpha; None: no noise.
         """
         check_row_shard(layout, share.shard)
         self.examples = examples
@@ -94,10 +96,11 @@ class StepDataset(Dataset[StepBatches]):
         self.lengths = examples.lengths
         self.num_targets = examples.num_targets
         self.divisors = self.num_targets if divisors is None else divisors
+        self._noise = noise
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
-        _, epoch, batch = item
+        step, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
         lengths = self.lengths[docs]
         names = self.examples.source_names
@@ -107,7 +110,9 @@ class StepDataset(Dataset[StepBatches]):
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
             epoch=epoch,
-            micro_batches=[self._collated(number, rows, shape) for number, rows in enumerate(mine)],
+            micro_batches=[
+                self._with_noise(step, rows, self._collated(number, rows, shape)) for number, rows in enumerate(mine)
+            ],
             num_targets=int(self.num_targets[docs].sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -122,6 +127,15 @@ class StepDataset(Dataset[StepBatches]):
     def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
         """Return a micro-batch. `number`: from 0 in the step."""
         return collate(self.examples, rows, shape, self.pad_id, self.share.shard)
+
+    def _with_noise(self, step: int, rows: tuple[tuple[int, ...], ...], batch: Batch) -> Batch:
+        """Return the micro-batch of these documents with the seed of its noise, if there is any."""
+        if self._noise is None:
+            return batch
+        seed, alpha = self._noise
+        # By step and documents: the same on any rank, and in a resumed run.
+        drawn = np.random.SeedSequence((seed, step, *chain.from_iterable(rows))).generate_state(1, np.uint64)
+        return replace(batch, noise=(int(drawn[0] >> np.uint64(1)), alpha))
 
 
 class Batches:

@@ -1,8 +1,11 @@
-"""The dashboard of a run on wandb: rows, tables and numbers of proof.json and preflight.json, and how the run ended.
+"""The dashboards of a run, wandb and TensorBoard: rows, tables and numbers of proof.json and preflight.json, and how
+the run ended.
 
-A separate thread feeds the dashboard, so a service that is stuck delays nothing.
+A separate thread feeds each dashboard, so a service that is stuck delays nothing.
 """
 
+import html
+import json
 import logging
 import os
 import queue
@@ -22,7 +25,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, DataError
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import DOES_NOT_APPLY, PREFLIGHT, PROOF, STATUS
+from sftkit.rundir.names import DOES_NOT_APPLY, EVENT_FILES, PREFLIGHT, PROOF, STATUS
 from sftkit.rundir.status import RunStatus, describe_error, read_status
 from sftkit.tracking import names as metric_names
 
@@ -171,6 +174,8 @@ Values = Mapping[str, float | None]
 class Wandb:
     """A wandb run. Rows carry their step as a value: wandb's own step never goes back, and would drop them."""
 
+    name = "wandb"
+
     def __init__(self, run: Any, mode: str) -> None:
         self._run = run
         self._mode = mode
@@ -230,6 +235,68 @@ class Wandb:
         if complete and self._mode == "online":
             return None
         return f"the run is kept on disk; to upload it:\n  {program_path('wandb')} sync {self.folder}"
+
+
+class TensorBoard:
+    """TensorBoard's event files in the run directory. Each start writes a file of its own."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path, step: int, settings: Mapping[str, Any]) -> None:
+        """Begin a file. `step`: that of the checkpoint that is resumed; points of later steps are hidden."""
+        # Slow to import, so imported late. Not accelerate's tracker, which cannot hide the steps that are trained
+        # again, flushes at every row, and puts settings into a run of their own.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / EVENT_FILES), purge_step=step + 1, flush_secs=10)
+        self._step = step
+        self._newest: dict[str, int] = {}
+        "name -> step of its newest point"
+        self._text("settings", f"<pre>{html.escape(json.dumps(settings, indent=1, default=str))}</pre>")
+
+    def _text(self, name: str, text: str) -> None:
+        self._writer.add_text(name, text, self._step)
+
+    def row(self, step: int, values: Values) -> None:
+        """Write the values that there are. An evaluation repeats some of its step's line, for wandb's axes."""
+        self._step = step
+        for name, value in values.items():
+            if value is not None and self._newest.get(name) != step:
+                self._writer.add_scalar(name, value, step)
+                self._newest[name] = step
+
+    def table(self, step: int, table: LoggedTable) -> None:
+        """Write a table as text, without the rows of earlier steps, which have texts of their own."""
+        self._step = step
+        rows = [row for row in table.rows if "step" not in table.columns or row[table.columns.index("step")] == step]
+        cells = [[html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in row] for row in rows]
+        lines = [table.columns, ["---"] * len(table.columns), *cells]
+        self._text(table.name, "\n".join(" | ".join(line) for line in lines))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write values that stand for the whole run as texts."""
+        for name, value in values.items():
+            self._text(name, html.escape(str(value)))
+
+    def alert(self, title: str, step: int, text: str, level: str) -> None:
+        """Write an alert as a text."""
+        self._step = step
+        self._text(f"alerts/{title}", f"{level}: {html.escape(text)}")
+
+    def finish(self, ending: Ending) -> None:
+        """Write how the run has ended, and close the file."""
+        self.summary(ending.summary)
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Do nothing: the thread of a writer that is stuck ends with Python."""
+
+    def where(self, *, complete: bool) -> str | None:
+        """Return nothing: the files lie in the run directory."""
+        return None
+
+
+Dashboard = Wandb | TensorBoard
 
 
 class Means:
@@ -312,7 +379,7 @@ FINISH_SECONDS = 30.0
 "Time that a dashboard has at the end, for all that waits in the queue."
 QUEUE_ROWS = 1000
 "Length of the queue."
-DashboardCall = Callable[[Wandb], None]
+DashboardCall = Callable[[Dashboard], None]
 "Sends something, on the thread of the dashboard."
 
 
@@ -365,11 +432,32 @@ def open_dashboard(
     return None
 
 
+def open_dashboards(
+    config: LogConfig, run_dir: Path, step: int, run_id: str | None, settings: Mapping[str, Any]
+) -> list[Dashboard]:
+    """Start the dashboards of log.tracker, but with a warning those that do not start.
+
+    Args:
+        step: of the checkpoint that is resumed; 0 without one.
+        run_id, settings: as in `open_dashboard`.
+    """
+    found: list[Dashboard] = []
+    if "wandb" in config.tracker:
+        run = open_dashboard(config, run_dir, run_id, identity(run_dir, settings), settings)
+        found += [] if run is None else [run]
+    if "tensorboard" in config.tracker:
+        try:
+            found.append(TensorBoard(run_dir, step, settings))
+        except Exception as error:
+            log.warning("tensorboard does not start (%s); metrics.jsonl is still written", first_line(error))
+    return found
+
+
 class DashboardWriter:
     """Send logged values to a dashboard on a thread of its own. Calls that do not fit its queue are dropped and
     counted."""
 
-    def __init__(self, dashboard: Wandb) -> None:
+    def __init__(self, dashboard: Dashboard) -> None:
         """Start the thread."""
         self.dashboard = dashboard
         self.dropped = 0
@@ -379,13 +467,13 @@ class DashboardWriter:
         self._ending: Ending | None = None
         self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
         # A daemon: a service that never returns must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name="wandb remote logger", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
         self._thread.start()
 
     def record(self, step: int, read: Callable[[], RunFile]) -> None:
         """Send a file of the run directory, read when its turn comes: its tables, and its values for the whole run."""
 
-        def send(dashboard: Wandb) -> None:
+        def send(dashboard: Dashboard) -> None:
             found = read()
             for table in found.tables:
                 dashboard.table(step, table)
@@ -404,7 +492,7 @@ class DashboardWriter:
     def _lose(self, reason: str) -> None:
         """Count a call that did not get there; warn of the first."""
         if self.dropped == 0:
-            log.warning("wandb %s; metrics.jsonl is still written", reason)
+            log.warning("%s %s; metrics.jsonl is still written", self.dashboard.name, reason)
         self.dropped += 1
 
     def _work(self) -> None:
@@ -432,7 +520,7 @@ class DashboardWriter:
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._problem is not None:
             self.dropped += self._calls.qsize()  # the end in the queue counts for the row that the thread is stuck with
-            log.warning("wandb does not finish: %s", self._problem)
+            log.warning("%s does not finish: %s", self.dashboard.name, self._problem)
             self.dashboard.abandon()
         lost = f"{self.dropped} rows were not sent; metrics.jsonl has all" if self.dropped else None
         said = [lost, self.dashboard.where(complete=self._problem is None and not self.dropped)]
