@@ -23,7 +23,7 @@ from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.weights import load_model_weights
 from sftkit.rundir.names import step_dir
-from sftkit.verify.proof import verify_checkpoint
+from sftkit.verify.round_trip import verify_checkpoint
 
 
 @pytest.fixture

@@ -86,7 +86,9 @@ def test_every_script_has_a_word() -> None:
 
 @pytest.mark.parametrize("folder", ["scripts", "docs", "accelerate_configs", "recipes"])
 def test_a_line_to_paste_names_the_program_of_the_environment(folder: str) -> None:
-    bare = re.compile(r"^(?:# +)?(?:[A-Z_]+=\S+ )*(?:python3?|accelerate|torchrun|pip) [\w-].*", re.MULTILINE)
+    bare = re.compile(
+        r"^(?:# +)?(?:[A-Z_]+=\S+ )*(?:python3?(?! -m venv)|accelerate|torchrun|pip) [\w-].*", re.MULTILINE
+    )
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")]
     files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] if folder == "docs" else []
     found = {path.name: bare.findall(path.read_text()) for path in files}

@@ -55,7 +55,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.train import assemble, several
 from sftkit.train.loop import train
 from sftkit.train.parts import LoadedModel, Run, TrainServices
-from sftkit.verify.proof import verify_checkpoint
+from sftkit.verify.round_trip import verify_checkpoint
 
 DATA = {
     name: make_examples([int(n) for n in torch.randint(4, 33, (count,), generator=torch.Generator().manual_seed(i))], i)

@@ -284,7 +284,7 @@ def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> li
     local = Path(str(files.base.path)).is_dir()
     if local:
         lines.insert(0, _local_base(out, files))
-    gguf = shlex.quote(f"{out.name}-adapter.gguf")
+    gguf = shlex.quote(f"{out.name}.gguf")
     words = [f"llama-server -m base.gguf --lora {gguf}", f"--chat-template-file {template}" * bool(template)]
     words.append(f"-c {length}" * bool(length))
     convert = f"python convert_hf_to_gguf.py {base}{'' if local else ' --remote'} --outfile base.gguf"
