@@ -240,7 +240,7 @@ def with_noise(orig_model: PreTrainedModel, batch: Batch, seed: int, alpha: floa
     inputs = dict(batch.inputs)
     embedded = structure.embedding_module(orig_model)(inputs.pop("input_ids"))
     generator = torch.Generator(embedded.device).manual_seed(seed)
-    noise = torch.empty_like(embedded, requires_grad=False).uniform_(-alpha, alpha, generator=generator)
+    noise = torch.zeros_like(embedded, requires_grad=False).uniform_(-alpha, alpha, generator=generator)
     size = (structure.document_lengths(inputs["position_ids"]) * embedded.shape[-1]).rsqrt()[..., None]
     return replace(batch, inputs={"inputs_embeds": embedded + noise * size.to(noise.dtype), **inputs})
 
