@@ -140,7 +140,7 @@ def test_several_adapters_are_side_by_side_on_console_and_dashboard(tmp_path: Pa
     of_each = [{"name": "a", "rank": 8, "lr": 1e-3, "steps": 20}, {"name": "bee", "rank": 16, "lr": 1e-4, "steps": 20}]
     (tmp_path / "preflight.json").write_text(json.dumps({"adapters": of_each}))
     tracker, dashboard = Tracker(tmp_path, LogConfig(wandb="off"), cpu_runtime(), {"adapters": of_each}).open(), Fake()
-    tracker._dashboard = DashboardWriter(dashboard)
+    tracker._dashboards = [DashboardWriter(dashboard)]
     with tracker:
         for step, loss in ((10, 1.5), (20, 1.75)):
             tracker.log_metrics(step, 20, METRICS | {"train/loss/a": 1.25, "train/loss/bee": None})
