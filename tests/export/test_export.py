@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -319,6 +320,8 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
         ({"out": "base", "push": "me/x"}, r"or publish it as it is: .*/base --push me/x$"),
         ({"out": None}, "--out DIR is missing"),
         ({"out": None, "push": "me/x", "dtype": "bf16"}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "per_expert": True}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "max_shard": "1GB"}, "--out DIR is missing"),
         ({"yes": True}, "--yes: nothing is pushed without --push ORG/NAME"),
         ({"onto": "nf4"}, "says what an adapter is merged into"),
         ({"per_expert": True}, "only an adapter alone has that form"),
@@ -349,4 +352,6 @@ def test_answers_are_compared_by_every_number(model: Path, tmp_path: Path) -> No
     assert same == {"prompts": 8, "same_prompts": True, "same_answers": 8, "logits": 0.0}
     changed = [found[0]._replace(tokens=found[0].tokens + 1), *found[1:]]
     assert reread.compare_answers(changed, tmp_path / "answers")["same_answers"] == 7
+    broken = [*found[:3], found[3]._replace(logits=found[3].logits * torch.nan), *found[4:]]
+    assert math.isnan(reread.compare_answers(broken, tmp_path / "answers")["logits"])
     json.dumps(same)

@@ -197,6 +197,8 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
     )
     if not found["same_prompts"] or not found["logits"] <= LARGEST_CHANGE[precision]:
         why = "" if found["same_prompts"] else "; the tokenizer or its template gives other tokens"
+        if found["logits"] != found["logits"]:  # NaN
+            why += "; some are no numbers: fp16 has none above 65,504, so take --dtype bf16 or fp32"
         raise ConfigError(f"the folder does not answer as the run, so nothing is exported: {text}{why}")
     return [text]
 

@@ -81,7 +81,7 @@ def compare_answers(found: Sequence[Spoken], path: Path) -> dict[str, Any]:
     """
     same = 0
     tokens = True
-    difference = 0.0
+    changes = []
     with safe_open(path, "pt") as file:
         for i, one in enumerate(found):
             own = Spoken(*(file.get_tensor(f"{i}.{name}") for name in Spoken._fields))
@@ -89,7 +89,8 @@ def compare_answers(found: Sequence[Spoken], path: Path) -> dict[str, Any]:
             same += torch.equal(one.tokens, own.tokens)
             # A vocabulary that was padded is as long in the folder.
             change = (one.logits - own.logits).abs().max() / own.logits.abs().max()
-            difference = max(difference, float(change))
+            changes.append(change)
+    difference = float(torch.stack(changes).max())  # Python's max would leave out NaN
     return {"prompts": len(found), "same_prompts": tokens, "same_answers": same, "logits": difference}
 
 
