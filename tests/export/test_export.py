@@ -303,6 +303,17 @@ def test_a_folder_that_answers_differently_is_not_exported(
     assert {file.name for file in tmp_path.iterdir()} == {"base"}
 
 
+def test_a_model_that_is_larger_than_the_gpu_is_compared_on_the_host(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ModelConfig(path=str(model))
+    orig_model = load_model(source, load_tokenizer(source), 0)
+    monkeypatch.setattr(module, "start_device", lambda: torch.device("cuda"))
+    for free, device in ((2 * orig_model.get_memory_footprint(), "cuda"), (1000, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert module._device_for(orig_model).type == device
+
+
 def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5

@@ -39,6 +39,8 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LARGEST_CHANGE = {"bf16": 0.02, "fp16": 0.02, "fp32": 1e-4}
 "Largest difference of two logits over the largest logit, by the precision of the folder: sums in another order."
+BESIDE = 1.1
+"Memory that is needed to answer, over that of the weights."
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 "What --max-lora-rank of vLLM may be."
 _OF_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER_CONFIG, "generation_config.json", "chat_template.jinja")
@@ -182,10 +184,11 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
             return [f"not compared: transformers loads an adapter with peft, which is not installed: {install('peft')}"]
     with tempfile.TemporaryDirectory() as elsewhere, working("loading it again with transformers"):
         expected = Path(elsewhere) / "answers.safetensors"
-        orig_model.to(start_device())  # type: ignore[arg-type]
+        device = _device_for(orig_model)
+        orig_model.to(device)  # type: ignore[arg-type]
         write_answers(answers(orig_model, tokenizer), expected)
         orig_model.to("cpu")  # type: ignore[arg-type]
-        words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected)]
+        words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected), device.type]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -201,6 +204,14 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
             why += "; some are no numbers: fp16 has none above 65,504, so take --dtype bf16 or fp32"
         raise ConfigError(f"the folder does not answer as the run, so nothing is exported: {text}{why}")
     return [text]
+
+
+def _device_for(orig_model: PreTrainedModel) -> torch.device:
+    """Return the GPU if it has room for the model, else the CPU."""
+    device = start_device()
+    if device.type == "cuda" and BESIDE * orig_model.get_memory_footprint() > torch.cuda.mem_get_info(device)[0]:
+        return torch.device("cpu")
+    return device
 
 
 def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: int | None) -> None:
