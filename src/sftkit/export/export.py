@@ -39,8 +39,6 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LARGEST_CHANGE = {"bf16": 0.02, "fp16": 0.02, "fp32": 1e-4}
 "Largest difference of two logits over the largest logit, by the precision of the folder: sums in another order."
-BESIDE = 1.1
-"Memory that is needed to answer, over that of the weights."
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 "What --max-lora-rank of vLLM may be."
 _OF_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER_CONFIG, "generation_config.json", "chat_template.jinja")
@@ -208,10 +206,9 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
 
 def _device_for(orig_model: PreTrainedModel) -> torch.device:
     """Return the GPU if it has room for the model, else the CPU."""
-    device = start_device()
-    if device.type == "cuda" and BESIDE * orig_model.get_memory_footprint() > torch.cuda.mem_get_info(device)[0]:
-        return torch.device("cpu")
-    return device
+    device, needed = start_device(), 1.1 * orig_model.get_memory_footprint()
+    full = device.type == "cuda" and needed > torch.cuda.mem_get_info(device)[0]
+    return torch.device("cpu") if full else device
 
 
 def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: int | None) -> None:

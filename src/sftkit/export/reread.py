@@ -88,8 +88,7 @@ def compare_answers(found: Sequence[Spoken], path: Path) -> dict[str, Any]:
             tokens &= torch.equal(one.prompt, own.prompt)
             same += torch.equal(one.tokens, own.tokens)
             # A vocabulary that was padded is as long in the folder.
-            change = (one.logits - own.logits).abs().max() / own.logits.abs().max()
-            changes.append(change)
+            changes.append((one.logits - own.logits).abs().max() / own.logits.abs().max())
     difference = float(torch.stack(changes).max())  # Python's max would leave out NaN
     return {"prompts": len(found), "same_prompts": tokens, "same_answers": same, "logits": difference}
 
