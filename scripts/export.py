@@ -17,7 +17,7 @@ def main() -> None:
 
     from sftkit.config.commands import Parser, path, path_or_id
     from sftkit.config.terminal import print_text
-    from sftkit.export import check_export
+    from sftkit.export import LARGEST_FILE, check_export
     from sftkit.export.push import check_push, push
     from sftkit.rundir.names import newest_run
     from sftkit.runtime.hub import find_model
@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--out", type=path, metavar="DIR", help="the new folder")
     parser.add_argument("--merge", action="store_true", help="add an adapter to its model, in fp32, and write that")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision of weights; default: as stored")
-    parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file of weights; default: 5GB")
+    parser.add_argument(
+        "--max-shard", default=LARGEST_FILE, metavar="SIZE", help="largest file of weights; default: %(default)s"
+    )
     parser.add_argument(
         "--onto",
         choices=("full", "nf4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -302,6 +303,17 @@ def test_a_folder_that_answers_differently_is_not_exported(
     assert {file.name for file in tmp_path.iterdir()} == {"base"}
 
 
+def test_a_model_that_is_larger_than_the_gpu_is_compared_on_the_host(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ModelConfig(path=str(model))
+    orig_model = load_model(source, load_tokenizer(source), 0)
+    monkeypatch.setattr(module, "start_device", lambda: torch.device("cuda"))
+    for free, device in ((2 * orig_model.get_memory_footprint(), "cuda"), (1000, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert module._device_for(orig_model).type == device
+
+
 def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5
@@ -319,6 +331,8 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
         ({"out": "base", "push": "me/x"}, r"or publish it as it is: .*/base --push me/x$"),
         ({"out": None}, "--out DIR is missing"),
         ({"out": None, "push": "me/x", "dtype": "bf16"}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "per_expert": True}, "--out DIR is missing"),
+        ({"out": None, "push": "me/x", "max_shard": "1GB"}, "--out DIR is missing"),
         ({"yes": True}, "--yes: nothing is pushed without --push ORG/NAME"),
         ({"onto": "nf4"}, "says what an adapter is merged into"),
         ({"per_expert": True}, "only an adapter alone has that form"),
@@ -349,4 +363,6 @@ def test_answers_are_compared_by_every_number(model: Path, tmp_path: Path) -> No
     assert same == {"prompts": 8, "same_prompts": True, "same_answers": 8, "logits": 0.0}
     changed = [found[0]._replace(tokens=found[0].tokens + 1), *found[1:]]
     assert reread.compare_answers(changed, tmp_path / "answers")["same_answers"] == 7
+    broken = [*found[:3], found[3]._replace(logits=found[3].logits * torch.nan), *found[4:]]
+    assert math.isnan(reread.compare_answers(broken, tmp_path / "answers")["logits"])
     json.dumps(same)

@@ -334,6 +334,10 @@ def test_secrets_in_the_texts_of_a_folder_are_not_pushed(hub: Hub, folder: Path)
         push(folder, "me/model", None, private=False)
     assert "0123456789" not in str(error.value)
     (folder / "README.md").write_text(card)
+    (folder / "train.log").write_text(f"Authorization: Bearer {TOKEN}")
+    with pytest.raises(ConfigError, match=r"train\.log: it holds the token that is set here"):
+        files_to_push(folder)
+    (folder / "train.log").unlink()
     (folder / "adapter_config.json").write_text(f'{{"revision": "{"0123456789" * 4}"}}')
     assert len(files_to_push(folder)) == 4, "a revision is no secret"
     (folder / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "/x/{TOKEN}"}}')

@@ -205,3 +205,13 @@ def test_models_without_one_kind_of_rotary_positions_are_not_scaled() -> None:
     ):
         with pytest.raises(ConfigError, match=f"model.rope_scaling: {told}"):
             scale_rope(config, scaling)
+
+
+def test_a_factor_that_makes_a_model_shorter_is_an_error() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {**llama3, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(**SIZES, max_position_embeddings=131072, rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"factor 4 times \S+ 8,192 is 32,768 positions, and the model has 131,072"):
+        scale_rope(config, RopeScaling(rope_type="yarn", factor=4.0))
+    scale_rope(config, RopeScaling(rope_type="yarn", factor=32.0))
+    assert config.max_position_embeddings == 262144

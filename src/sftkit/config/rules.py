@@ -501,7 +501,8 @@ def _precision(get: Get) -> Iterator[Problem]:
 
 def _loss(get: Get) -> Iterator[Problem]:
     if get("loss.dft") and get("loss.label_smoothing"):
-        yield "loss.dft", "does not go with loss.label_smoothing, which learns other tokens too: set one of them to 0"
+        why = "which learns other tokens too: set that to 0, or dft to false"
+        yield "loss.dft", f"does not go with loss.label_smoothing, {why}"
 
 
 def _optim(get: Get) -> Iterator[Problem]:

@@ -13,6 +13,9 @@ from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
 from sftkit.models.files import adapter_at, fields_of
 from sftkit.rundir.names import RECIPE
 
+LARGEST_FILE = "5GB"
+"Default of --max-shard."
+
 
 def check_export(
     path: str,
@@ -35,7 +38,7 @@ def check_export(
     if push is None and (private or yes):
         raise ConfigError(f"--{'private' if private else 'yes'}: nothing is pushed without --push ORG/NAME")
     if out is None:
-        if push is None or merge or dtype is not None:
+        if push is None or merge or dtype is not None or onto is not None or per_expert or max_shard != LARGEST_FILE:
             raise ConfigError("--out DIR is missing: the new folder. --push alone publishes a folder as it is")
         return
     if out.exists():

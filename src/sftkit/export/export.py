@@ -182,10 +182,11 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
             return [f"not compared: transformers loads an adapter with peft, which is not installed: {install('peft')}"]
     with tempfile.TemporaryDirectory() as elsewhere, working("loading it again with transformers"):
         expected = Path(elsewhere) / "answers.safetensors"
-        orig_model.to(start_device())  # type: ignore[arg-type]
+        device = _device_for(orig_model)
+        orig_model.to(device)  # type: ignore[arg-type]
         write_answers(answers(orig_model, tokenizer), expected)
         orig_model.to("cpu")  # type: ignore[arg-type]
-        words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected)]
+        words = [sys.executable, "-m", "sftkit.export.reread", str(folder), str(expected), device.type]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -197,8 +198,17 @@ def _compared(folder: Path, orig_model: PreTrainedModel, tokenizer: Any, precisi
     )
     if not found["same_prompts"] or not found["logits"] <= LARGEST_CHANGE[precision]:
         why = "" if found["same_prompts"] else "; the tokenizer or its template gives other tokens"
+        if found["logits"] != found["logits"]:  # NaN
+            why += "; some are no numbers: fp16 has none above 65,504, so take --dtype bf16 or fp32"
         raise ConfigError(f"the folder does not answer as the run, so nothing is exported: {text}{why}")
     return [text]
+
+
+def _device_for(orig_model: PreTrainedModel) -> torch.device:
+    """Return the GPU if it has room for the model, else the CPU."""
+    device, needed = start_device(), 1.1 * orig_model.get_memory_footprint()
+    full = device.type == "cuda" and needed > torch.cuda.mem_get_info(device)[0]
+    return torch.device("cpu") if full else device
 
 
 def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: int | None) -> None:

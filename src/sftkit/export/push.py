@@ -29,7 +29,7 @@ REPLACED = ("*.safetensors", "*.json", "*.jinja")
 """Files of an earlier push that are deleted if the folder lacks them: transformers would load an old model.safetensors
 rather than new shards, and the old template or generation config with new weights."""
 LARGEST_TEXT = 2**20
-"Bytes of a text file that is searched for secrets: at most. A tokenizer is larger."
+"Bytes of a text file, which has no zero byte, that is searched for secrets: at most. A tokenizer is larger."
 _REVISION = re.compile(r'"revision": "[0-9a-f]{40}"')
 
 
@@ -56,10 +56,10 @@ def files_to_push(folder: Path) -> dict[str, Path]:
     found = {name: path for name, path in found.items() if not any(part[0] == "." for part in name.split("/"))}
     token = hub.get_token()
     for path in found.values():
-        if path.suffix not in (".md", ".json", ".jinja", ".txt") or path.stat().st_size > LARGEST_TEXT:
+        if path.stat().st_size > LARGEST_TEXT or b"\0" in (content := path.read_bytes()):
             continue
         # In a card an underscore is written with a backslash, which nobody sees.
-        text = path.read_text(encoding="utf-8", errors="replace").replace("\\", "")
+        text = content.decode(errors="replace").replace("\\", "")
         kind = "the token that is set here" if token and token in text else secret_in(_REVISION.sub("", text))
         if kind is not None:
             raise ConfigError(f"{path}: it holds {kind}, which everybody could read: remove it there, then push again")

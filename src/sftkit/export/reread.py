@@ -1,7 +1,7 @@
 """What a model answers to a few prompts, and the comparison of an exported folder with it, in a separate process with
 nothing but transformers: the folder is read as a stranger reads it.
 
-python -m sftkit.export.reread FOLDER ANSWERS      ANSWERS: the file of `write_answers`; prints a JSON object
+python -m sftkit.export.reread FOLDER ANSWERS DEVICE     ANSWERS: the file of `write_answers`; prints a JSON object
 """
 
 import json
@@ -81,21 +81,21 @@ def compare_answers(found: Sequence[Spoken], path: Path) -> dict[str, Any]:
     """
     same = 0
     tokens = True
-    difference = 0.0
+    changes = []
     with safe_open(path, "pt") as file:
         for i, one in enumerate(found):
             own = Spoken(*(file.get_tensor(f"{i}.{name}") for name in Spoken._fields))
             tokens &= torch.equal(one.prompt, own.prompt)
             same += torch.equal(one.tokens, own.tokens)
             # A vocabulary that was padded is as long in the folder.
-            change = (one.logits - own.logits).abs().max() / own.logits.abs().max()
-            difference = max(difference, float(change))
+            changes.append((one.logits - own.logits).abs().max() / own.logits.abs().max())
+    difference = float(torch.stack(changes).max())  # Python's max would leave out NaN
     return {"prompts": len(found), "same_prompts": tokens, "same_answers": same, "logits": difference}
 
 
 def main() -> None:
     """Load the folder that the command line names, and print what `compare_answers` returns."""
-    folder, path = sys.argv[1:]
+    folder, path, device = sys.argv[1:]
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = Path(folder, ADAPTER_CONFIG)
@@ -103,7 +103,7 @@ def main() -> None:
     if config.is_file() and json.loads(config.read_text()).get("trainable_token_indices"):
         from peft import AutoPeftModelForCausalLM as opened  # makes room for the tokens in the model
     model = opened.from_pretrained(folder)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model.to(device).eval()
     print_text(json.dumps({"class": type(model).__name__, **compare_answers(answers(model, tokenizer), Path(path))}))
 
 

@@ -85,7 +85,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
     servers multiply it by the factor themselves. A second call changes nothing.
 
     Raises:
-        ConfigError: the model has no rotary positions, or several kinds of them.
+        ConfigError: the model has no rotary positions, several kinds of them, or more than the factor gives.
     """
     if scaling is None:
         return
@@ -100,7 +100,12 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
     rope |= {name: value for name, value in asdict(scaling).items() if value is not None}
     if scaling.rope_type in ("yarn", "llama3"):
         original = rope.setdefault(ORIGINAL, own.get(ORIGINAL) or longest)
-        text.max_position_embeddings = max(longest, int(scaling.factor * original))
+        if (reach := int(scaling.factor * original)) < longest:
+            raise ConfigError(
+                f"model.rope_scaling: factor {scaling.factor:g} times {ORIGINAL} {original:,} is {reach:,} positions, "
+                f"and the model has {longest:,} already: set a larger factor, or another {ORIGINAL}"
+            )
+        text.max_position_embeddings = reach
     text.rope_parameters = rope
     text.standardize_rope_params()
     text.validate_rope()
