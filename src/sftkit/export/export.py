@@ -106,6 +106,8 @@ def export(
             there = entries(temporary, temporary.iterdir())
             write_manifest(temporary, None, there, belongs_to(base, files.digest))
         _write_card(Path(path), temporary, files, orig_model.num_parameters() if merge else None)
+        for file in temporary.iterdir():  # safetensors lets only its owner read what it writes
+            file.chmod(0o644)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -6,6 +6,7 @@ Names alone decide it where a model is only estimated: no torch in this file, so
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -55,10 +56,20 @@ def unmatched(names: Collection[str], patterns: Iterable[str], what: str = "para
         # A prefix without its star matches nothing.
         prefix = f"{pattern.rstrip('.')}."
         inside = any(name.startswith(prefix) for name in names)
-        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
+        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5) or _respelt(pattern, names)
         hint = " or ".join(f'"{name}"' for name in near)
-        return f'"{pattern}" matches no {what} of the model' + (f": did you mean {hint}?" if hint else "")
+        such = f'; one is "{min(names)}"' if names else ""
+        return f'"{pattern}" matches no {what} of the model' + (f": did you mean {hint}?" if hint else such)
     return None
+
+
+def _respelt(pattern: str, names: Collection[str]) -> list[str]:
+    """Return a short pattern, such as "*.mpl.*", with the word that no name has spelt as the nearest one."""
+    words = {word for name in names for word in name.split(".")}
+    for word in re.findall(r"\w+", pattern):
+        if word not in words and (near := difflib.get_close_matches(word, words, 1)):
+            return [pattern.replace(word, near[0])]
+    return []
 
 
 def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | None:

@@ -515,7 +515,8 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     text = f"{description}\n{parser.format_help().strip()}"
     # The processes are only known for a launch.
     of_launch = launch_rules() if file else []
-    rules: list[Rule | OfLaunch] = [*data_rules(stage), partial(_adapter, stage=stage, made=()), *of_launch]
+    of_model = partial(_patterns, made=()), partial(_adapter, stage=stage, made=())
+    rules: list[Rule | OfLaunch] = [*data_rules(stage), *of_model, *of_launch]
     cfg = read_command_line(text, rules, launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]

@@ -219,6 +219,8 @@ def changed(settings: dict[str, Any]) -> Rows:
         # Lists of mappings are numbered in a recipe; the table of keys has one entry, N, for all of them.
         known = key_table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
         default = known.default if known is not None else None
+        if known is None and value is None:  # a section that is not set
+            continue
         if known is None or known.required or _text(value) != _text(default):
             rows.append({"key": key, "value": value, "default": default})
     return rows

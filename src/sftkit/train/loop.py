@@ -372,6 +372,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                         collect()
                     monitor.meter.paused(time.perf_counter() - pausing)
 
+        progress = monitor.meter.progress  # before work that is no training
         # Save the last checkpoint, the checks of the whole run, and logits for comparison with a loaded checkpoint.
         status.at(step, "checkpoint")
         checkpoints.finish()
@@ -384,7 +385,6 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
             end.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
-    progress = monitor.meter.progress
     trained.tokens, trained.train_seconds = progress.tokens, progress.seconds if progress.is_whole else None
     trained.start_train_seconds = monitor.meter.total_step_seconds
     return trained
