@@ -335,7 +335,7 @@ def test_weights_beyond_half_precision_are_an_error(model: Path, tmp_path: Path)
         ({"out": None, "push": "me/x", "max_shard": "1GB"}, "--out DIR is missing"),
         ({"yes": True}, "--yes: nothing is pushed without --push ORG/NAME"),
         ({"onto": "nf4"}, "says what an adapter is merged into"),
-        ({"per_expert": True}, "only an adapter alone has that form"),
+        ({"per_expert": True}, "has no adapter of experts, or --merge adds it"),
     ],
 )
 def test_options_that_do_not_go_with_a_model_are_errors(

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from sftkit.config.schema import ModelConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
 from sftkit.models.files import adapter_at, fields_of
 from sftkit.rundir.names import RECIPE
@@ -56,15 +56,9 @@ def check_export(
     if files is not None and onto == "nf4" and trained_on(files).get("base", "nf4") != "nf4":
         raise ConfigError("--onto nf4: the adapter was trained on the full model: leave --onto out")
     if per_expert and (merge or files is None or not files.experts):
-        raise ConfigError(
-            f"--per-expert: only an adapter alone has that form, and only one of experts: leave it out for {path}"
-            f"{' with --merge' * merge}"
-        )
+        raise config_error("experts alone", path=path)
     if per_expert and files is not None and (kind := model_type(files)) not in PER_EXPERT:
-        raise ConfigError(
-            f"--per-expert: the files of {kind} have no matrix for each expert (those of {', '.join(PER_EXPERT)} "
-            "have): add --merge instead"
-        )
+        raise config_error("no matrix for each expert", kind=kind, others=", ".join(PER_EXPERT))
 
 
 def model_type(files: AdapterFiles) -> str:

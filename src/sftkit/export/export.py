@@ -20,7 +20,7 @@ from sftkit.checkpoint.save import entries, write_manifest
 from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import visible
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, hint
 from sftkit.export import check_export, model_type, trained_on
 from sftkit.export.reread import answers, write_answers
 from sftkit.models import expert_adapters
@@ -235,15 +235,6 @@ def _write_card(path: Path, folder: Path, files: AdapterFiles | None, merged: in
     (folder / CARD).write_text(visible(model_card(report, licence(path / CARD))), encoding="utf-8")
 
 
-def _local_base(out: Path, files: AdapterFiles) -> str:
-    """Return what to do about a base that is a folder of this machine."""
-    return (
-        f"its base is a folder of this machine, {files.base.path} (sha256 {str(files.digest)[:16]}): elsewhere write "
-        f"the hub id of these weights as base_model_name_or_path, and their commit as revision, into "
-        f"{out}/{ADAPTER_CONFIG}; or add --merge"
-    )
-
-
 def _commands(out: Path, path: Path) -> list[str]:
     """Return the commands that serve a whole model."""
     folder = shlex.quote(str(out))
@@ -295,7 +286,8 @@ def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> li
         lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}", f"transformers: {merge}"]
     local = Path(str(files.base.path)).is_dir()
     if local:
-        lines.insert(0, _local_base(out, files))
+        told = {"base": files.base.path, "digest": str(files.digest)[:16], "settings": out / ADAPTER_CONFIG}
+        lines.insert(0, hint("local base", **told))
     gguf = shlex.quote(f"{out.name}.gguf")
     words = [f"llama-server -m base.gguf --lora {gguf}", f"--chat-template-file {template}" * bool(template)]
     words.append(f"-c {length}" * bool(length))

@@ -18,8 +18,8 @@ from huggingface_hub.utils import sha, validate_repo_id
 
 from sftkit.config.commands import invocation, program_path
 from sftkit.config.terminal import secret_in
-from sftkit.errors import ConfigError, RunError
-from sftkit.rundir.files import sha256_of
+from sftkit.errors import ConfigError, RunError, config_error
+from sftkit.rundir.files import read_object, sha256_of
 from sftkit.rundir.names import ADAPTER_CONFIG, RECIPE, STATE
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.hub import unreachable
@@ -63,6 +63,10 @@ def files_to_push(folder: Path) -> dict[str, Path]:
         kind = "the token that is set here" if token and token in text else secret_in(_REVISION.sub("", text))
         if kind is not None:
             raise ConfigError(f"{path}: it holds {kind}, which everybody could read: remove it there, then push again")
+    settings = folder / ADAPTER_CONFIG
+    base = str(read_object(settings).get("base_model_name_or_path")) if settings.is_file() else ""
+    if Path(base).is_absolute():
+        raise config_error("base of nobody else", settings=settings, base=base)
     return found
 
 
@@ -86,9 +90,9 @@ def check_push(name: str, *, private: bool) -> Repository:
             raise ConfigError(f"--push {name}: the token of {account['name']} that is set here may only read: {log_in}")
         names = [account["name"], *(one["name"] for one in account.get("orgs") or ())]
         if (owner := name.partition("/")[0]) not in names:
-            raise ConfigError(
-                f"--push {name}: {owner} is not this account: the token is of {names[0]}, which may push to "
-                f"{first_of([f'{one}/…' for one in names], most=5)}. Name one of these, or {log_in}"
+            owners = first_of([f"{one}/…" for one in names], most=5)
+            raise config_error(
+                "repository of others", name=name, owner=owner, user=names[0], owners=owners, log_in=log_in
             )
         try:
             there = api.model_info(name)
@@ -100,10 +104,7 @@ def check_push(name: str, *, private: bool) -> Repository:
     except httpx.HTTPError as error:
         raise ConfigError(f"--push {name}: {unreachable()} ({type(error).__name__}): try again later") from None
     if private and not there.private:
-        raise ConfigError(
-            f"--push {name}: that repository is public, and --private makes new ones alone: make it private in its "
-            "settings on the hub, name another one, or leave --private out"
-        )
+        raise config_error("public repository", name=name)
     return Repository(name, bool(there.private), there.sha)
 
 

@@ -563,11 +563,6 @@ class Stages:
         """Return the stages that this rank holds."""
         return range(self.pipeline_rank, len(self.layers), self.mesh.size(0))
 
-    @property
-    def share_a_weight(self) -> bool:
-        """Return whether two stages hold the same weight, tied embedding and head."""
-        return any(len(ranks) > 1 for ranks in self.holders.values())
-
     def holds(self, name: str) -> bool:
         """Return whether this rank holds the parameter of this name."""
         return self.pipeline_rank in self.holders[name]

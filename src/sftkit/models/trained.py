@@ -56,7 +56,8 @@ def unmatched(names: Collection[str], patterns: Iterable[str], what: str = "para
         # A prefix without its star matches nothing.
         prefix = f"{pattern.rstrip('.')}."
         inside = any(name.startswith(prefix) for name in names)
-        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5) or _respelt(pattern, names)
+        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
+        near = near or _respelt(pattern, names)
         hint = " or ".join(f'"{name}"' for name in near)
         such = f'; one is "{min(names)}"' if names else ""
         return f'"{pattern}" matches no {what} of the model' + (f": did you mean {hint}?" if hint else such)

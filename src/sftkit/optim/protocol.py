@@ -267,7 +267,8 @@ def build_optimizer(model: PreTrainedModel, optim: OptimConfig, seed: int = 0) -
     if spec.unshardable and any(isinstance(p, DTensor) for p in model.parameters()):
         raise config_error("unshardable optimizer", optimizer=spec.name, problem=spec.unshardable, fallback=FALLBACK)
     stages = stages_of(model)
-    if spec.unshardable and stages is not None and stages.share_a_weight:
+    # Two stages hold tied embedding and head.
+    if spec.unshardable and stages is not None and any(len(ranks) > 1 for ranks in stages.holders.values()):
         raise config_error("optimizer of a shared weight", optimizer=spec.name, fallback=FALLBACK)
     module, _, function = spec.code.partition(":")
     try:

@@ -126,14 +126,6 @@ def shapes_text(layout: Layout) -> str:
     return ", ".join(f"{rows}x{length}" for rows, length in layout.shapes)
 
 
-def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int) -> dict[str, Any]:
-    """Return steps, epochs and tokens of the run."""
-    wanted = train.epochs * steps_in_epoch if train.epochs else None
-    steps = min(n for n in (wanted, train.max_steps) if n is not None)
-    epochs = steps / steps_in_epoch
-    return {"steps": steps, "epochs": epochs, "tokens": round(tokens_in_epoch * epochs)}
-
-
 # ---- memory and disk -------------------------------------------------------------------------------------------------
 
 
@@ -353,7 +345,10 @@ def analyse(
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
-    time = time_facts(cfg.train, len(epoch), planned_tokens(epoch, lengths))
+    wanted = cfg.train.epochs * len(epoch) if cfg.train.epochs else None
+    steps = min(n for n in (wanted, cfg.train.max_steps) if n is not None)
+    epochs = steps / len(epoch)
+    time = {"steps": steps, "epochs": epochs, "tokens": round(planned_tokens(epoch, lengths) * epochs)}
     memory = memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     found: dict[str, Any] = {
         "start": start_facts(cfg.model),
@@ -372,7 +367,7 @@ def analyse(
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
         "memory": memory,
-        "disk": disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
+        "disk": disk_facts(Path(cfg.run.dir), cfg.checkpoint, steps, orig_model, plan),
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
