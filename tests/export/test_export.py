@@ -86,6 +86,7 @@ def test_a_whole_model_is_written_in_shards_and_answers_the_same(model: Path, tm
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert f"vllm serve {tmp_path / 'out'}" in lines[-4]
     assert lines[-1].startswith("llama.cpp's converter knows no tokenizer that was trained here")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -359,6 +359,15 @@ def test_a_token_that_was_written_into_a_recipe_by_hand_does_not_leave_with_the_
     assert [one for one in hub.sent() if "whoami" not in one] == []
 
 
+def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(hub: Hub, folder: Path) -> None:
+    settings = folder / "adapter_config.json"
+    settings.write_text(f'{{"base_model_name_or_path": "{folder.absolute()}"}}')
+    with pytest.raises(ConfigError, match=r"a folder that nobody else has: write the hub id of these weights there"):
+        files_to_push(folder)
+    settings.write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    assert "adapter_config.json" in files_to_push(folder)
+
+
 def test_only_the_folder_of_an_export_is_pushed(folder: Path) -> None:
     (folder / STATE).mkdir()
     with pytest.raises(ConfigError, match="a step directory, with the state of a training: add --out DIR"):

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from helpers import cpu_runtime, make_layout_of
 from looped import LENGTHS, NoCheckpoints, proof_rows, run
+from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig, EvalConfig, LossConfig, OptimConfig
 from sftkit.engine.step import TrainStep
 from sftkit.errors import RecompileError
 from sftkit.train.parts import first_evaluation_due
+from sftkit.verify import round_trip
 from sftkit.verify.counts import plain_rates
 from sftkit.verify.replicas import Replicas
 
@@ -130,6 +132,22 @@ def test_each_step_is_made_with_its_own_learning_rate(tmp_path: Path, monkeypatc
     assert used == pytest.approx(expected.tolist(), rel=1e-9)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["train/lr"] for line in lines] == [used[line["step"] - 1] for line in lines]
+
+
+def test_checks_after_the_last_step_are_no_training_time(tmp_path: Path, monkeypatch) -> None:
+    late = [0.0]
+    clock, own = time.perf_counter, round_trip.logits_of
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
+    def slow(orig_model: PreTrainedModel) -> dict[str, Any]:
+        late[0] += 100
+        return own(orig_model)
+
+    monkeypatch.setattr(round_trip, "logits_of", slow)
+    trained = run(tmp_path / "run", compile=CompileConfig(enabled=False), evaluates=False, steps=2)
+    assert late == [100]
+    assert trained.train_seconds is not None
+    assert trained.train_seconds < 100
 
 
 def test_comparing_replicas_before_a_step_is_kept_is_no_training_time(tmp_path: Path, monkeypatch) -> None:
