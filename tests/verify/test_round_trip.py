@@ -185,6 +185,20 @@ def test_an_adapter_that_lost_its_factors_fails(base: Path, tmp_path: Path) -> N
     assert live.opened().ok is False
 
 
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_an_adapter_under_other_names_fails_even_before_its_first_update(base: Path, tmp_path: Path) -> None:
+    """B is zero then, so the logits say nothing, and peft only warns."""
+    live = Live(base, tmp_path, adapter=AdapterConfig(rank=4))
+    live.write()
+    live.trip.expect(1)
+    path = live.folder / "adapter_model.safetensors"
+    renamed = {name.replace("self_attn", "attn"): p for name, p in load_file(path).items()}
+    save_file(renamed, path, metadata={"format": "pt"})
+    check = live.opened()
+    assert check.ok is False
+    assert "unexpected: base_model.model.model.layers.0.attn.k_proj.lora_A.weight" in check.found
+
+
 def test_a_checkpoint_that_is_not_opened_says_why(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = Live(base, tmp_path)
     live.trip.expect(1)

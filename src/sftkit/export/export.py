@@ -21,7 +21,7 @@ from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError, hint
-from sftkit.export import check_export, model_type, trained_on
+from sftkit.export import LARGEST_FILE, check_export, model_type, trained_on
 from sftkit.export.reread import answers, write_answers
 from sftkit.models import expert_adapters
 from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles, base_digest, belongs_to
@@ -50,7 +50,7 @@ def export(
     *,
     merge: bool = False,
     dtype: Dtype | None = None,
-    max_shard: str = "5GB",
+    max_shard: str = LARGEST_FILE,
     onto: Literal["full", "nf4"] | None = None,
     per_expert: bool = False,
 ) -> list[str]:
@@ -284,18 +284,16 @@ def _adapter_commands(out: Path, files: AdapterFiles, *, per_expert: bool) -> li
         if length:
             extra.append(f"--max-model-len {length}")
         lines = [f"vLLM:         vllm serve {base} {' '.join(extra)}", f"transformers: {merge}"]
-    local = Path(str(files.base.path)).is_dir()
-    if local:
+    if local := Path(str(files.base.path)).is_dir():
         told = {"base": files.base.path, "digest": str(files.digest)[:16], "settings": out / ADAPTER_CONFIG}
         lines.insert(0, hint("local base", **told))
     gguf = shlex.quote(f"{out.name}.gguf")
-    words = [f"llama-server -m base.gguf --lora {gguf}", f"--chat-template-file {template}" * bool(template)]
-    words.append(f"-c {length}" * bool(length))
+    words = [f"--chat-template-file {template}" * bool(template), f"-c {length}" * bool(length)]
     convert = f"python convert_hf_to_gguf.py {base}{'' if local else ' --remote'} --outfile base.gguf"
     given = f"--base{'' if local else '-model-id'} {base}"
     return [
         *lines,
         f"llama.cpp:    {convert} && python convert_lora_to_gguf.py {folder} {given} --outfile {gguf} && "
-        + " ".join(filter(None, words)),
+        + " ".join((f"llama-server -m base.gguf --lora {gguf}", *filter(None, words))),
         *_unknown_to_llama_cpp(out),
     ]

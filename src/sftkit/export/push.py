@@ -170,12 +170,11 @@ def _commit(files: Mapping[str, Path], repository: Repository, command: str) -> 
             return [f"{where} has these {len(files)} files already: nothing was sent"]
         size = sum(files[one].stat().st_size for one in changed) / 1e6
         doing = f"sending {len(changed)} files, {size:,.1f} MB"
-        message = "Upload model trained with sftkit"
-        done = api.create_commit(name, operations, commit_message=message, parent_commit=parent)
+        done = api.create_commit(name, operations, commit_message="Model trained with sftkit", parent_commit=parent)
     except Exception as error:  # of httpx, of Xet's library, of the hub's client, of the disk
         state = "The repository is as it was" if repository.commit else "The repository, if it was made, is empty"
-        again = f"This sends what is missing: {command}"
-        raise RunError(f"--push {name}: failed while {doing}: {_reason(error)}. {state}. {again}") from None
+        text = f"--push {name}: failed while {doing}: {_reason(error)}. {state}. This sends what is missing: {command}"
+        raise RunError(text) from None
     lines = [f"pushed to {where}: {len(changed)} of {len(files)} files, {size:,.1f} MB, commit {done.oid[:12]}"]
     if deleted := len(operations) - len(changed):
         lines.append(f"deleted there: {first_of([one.path_in_repo for one in operations[-deleted:]])}")

@@ -57,10 +57,9 @@ def unmatched(names: Collection[str], patterns: Iterable[str], what: str = "para
         prefix = f"{pattern.rstrip('.')}."
         inside = any(name.startswith(prefix) for name in names)
         near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
-        near = near or _respelt(pattern, names)
-        hint = " or ".join(f'"{name}"' for name in near)
-        such = f'; one is "{min(names)}"' if names else ""
-        return f'"{pattern}" matches no {what} of the model' + (f": did you mean {hint}?" if hint else such)
+        hint = " or ".join(f'"{name}"' for name in near or _respelt(pattern, names))
+        told = f": did you mean {hint}?" if hint else f"; one is {min(names, default='none')}"
+        return f'"{pattern}" matches no {what} of the model{told}'
     return None
 
 

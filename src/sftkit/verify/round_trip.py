@@ -41,13 +41,14 @@ from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import adapter_dir, step_dir
+from sftkit.rundir.names import ADAPTER_WEIGHTS, adapter_dir, step_dir
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
+from sftkit.verify.documents import WIDEST
 from sftkit.verify.gradients import limits
-from sftkit.verify.plain import APART, DRAWS, MAX_LIMIT, rounded_at_random
+from sftkit.verify.plain import APART, DRAWS, rounded_at_random
 
 PROBE_LENGTH = 64
 PROMPT = "What is 12 + 30?\n  Zwölf Äpfel, 你好."
@@ -141,10 +142,14 @@ def open_plainly(
         model, info = auto_class.from_pretrained(folder, **given)
         how = f"{name}.from_pretrained"
     elif peft and base != "nf4" and find_spec("peft") is not None:
-        from peft import AutoPeftModelForCausalLM
+        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
-        model, info = model.get_base_model(), {}
+        # peft only warns of names that it does not find, and B = 0 hides that they are not loaded.
+        held = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+            info = {"missing": held - {*file.keys()}, "unexpected": {*file.keys()} - held}
+        model = model.get_base_model()
         how = "AutoPeftModelForCausalLM.from_pretrained"
     else:
         from sftkit.models.adapters import adapters_in, add_adapters
@@ -266,7 +271,7 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     if not difference <= limit:  # a GPU and the host round otherwise in every product
         with torch.random.fork_rng(devices=[]), rounded_at_random(model):
             moved = [_relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
-        limit = max(limit, min(APART * max(moved), MAX_LIMIT))
+        limit = max(limit, min(APART * max(moved), WIDEST))
     seconds = time.perf_counter() - started
     return {
         "problems": problems,
