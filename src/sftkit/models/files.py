@@ -300,7 +300,7 @@ class ModelSize(NamedTuple):
     nf4: int = 0
     "of the frozen ones: in 4 bits"
     factors: int = 0
-    "parameters of adapters, fp32, beside `parameters`; 0 if the layers are unknown"
+    "parameters of adapters in fp32, not counted in `parameters`; 0 if the layers are unknown"
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
     of its class."""
     # Private: copy.copy shares all tables of a module (pytorch/pytorch#128272), but the full decoder must keep that of
-    # its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
+    # its children, `_modules`. A ModuleList of some layers would need a separate forward pass for each
     # architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)

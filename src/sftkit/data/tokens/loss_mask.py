@@ -242,7 +242,7 @@ class AnswerMatcher:
 
     def find(self, k: int) -> Span | None:
         """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
-        # All rendered answers of the situation must be alike: a single answer may be rendered so by chance.
+        # All rendered answers of the situation must agree: a single answer may match by chance.
         alike = self._known.get(self._situation(k), [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
         if outcome is None:
