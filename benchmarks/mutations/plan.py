@@ -32,11 +32,11 @@ M = Mutation
 MUTATIONS = [
     # ---- data
     M("data/batches/collate.py", "targets are not shifted",
-      "np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
-      "np.where(examples.is_target[source], examples.ids[source], IGNORE)", "data/test_collate.py"),
+      "np.where(is_target[source + 1], ids[source + 1], IGNORE)",
+      "np.where(is_target[source], ids[source], IGNORE)", "data/test_collate.py"),
     M("data/batches/collate.py", "every token is a target",
-      "targets[at] = np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
-      "targets[at] = examples.ids[source + 1]", "data/test_collate.py"),
+      "targets[at] = np.where(is_target[source + 1], ids[source + 1], IGNORE)",
+      "targets[at] = ids[source + 1]", "data/test_collate.py"),
     M("data/batches/collate.py", "positions run on through a row",
       "position_ids[at] = within", "position_ids[at] = at % row_length", "data/test_collate.py"),
     M("data/batches/collate.py", "documents of a row share a number",
