@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,12 @@ def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0
     is_target[offsets[1:] - 1] = True
     zeros = np.zeros(len(sizes), dtype=np.int64)
     return Examples(ids, is_target, offsets, zeros + 1, zeros.astype(np.int16), ("test",), {})
+
+
+def of_two_sources(examples: Examples) -> Examples:
+    """The same documents as those of two sources, which share rows."""
+    source = (np.arange(len(examples)) % 3 == 0).astype(np.int16)
+    return replace(examples, source=source, source_names=("often", "seldom"))
 
 
 def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTrainedModel:
