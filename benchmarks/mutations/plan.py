@@ -42,6 +42,8 @@ MUTATIONS = [
     M("data/batches/collate.py", "documents of a row share a number",
       "doc_ids[at] = np.repeat(number_in_row, lengths)", "doc_ids[at] = 0 * np.repeat(number_in_row, lengths)",
       "data/test_collate.py"),
+    M("data/batches/collate.py", "all documents are of the first source",
+      "sources[at] = np.repeat(examples.source[docs], lengths)", "sources[at] = 0", "engine/test_reference.py"),
     M("data/batches/pack.py", "worst fit instead of best fit",
       "at = bisect.bisect_left(open_rows, (length, -1))", "at = len(open_rows) - 1 if open_rows and open_rows[-1][0] >= length else len(open_rows)",
       "data/test_pack.py"),
@@ -69,7 +71,7 @@ MUTATIONS = [
       "if ids[:2] == [bos, bos]:", "if False:", "data/test_chat.py data/test_sources.py"),
     # ---- objectives and ops
     M("objectives/objective.py", "the loss is monitored with z-loss",
-      "Sums(found.loss, {\"nll\": found.nll,", "Sums(found.loss, {\"nll\": found.loss.detach(),", "ops/test_loss.py objectives"),
+      "measured = {\"nll\": found.nll,", "measured = {\"nll\": found.loss.detach(),", "ops/test_loss.py objectives"),
     M("ops/linear_cross_entropy.py", "label smoothing takes the sum of the logits",
       "objective += smoothing * (lse - x.mean(1))", "objective += smoothing * (lse - x.sum(1))", "ops/test_loss.py"),
     M("ops/linear_cross_entropy.py", "z-loss has half its gradient",

@@ -111,6 +111,12 @@ def relearned(examples: Examples, is_target: np.ndarray) -> Examples:
     return replace(examples, tokens=made.tokens, num_targets=made.num_targets)
 
 
+def of_two_sources(examples: Examples) -> Examples:
+    """The same documents as those of two sources, which share rows."""
+    source = (np.arange(len(examples)) % 3 == 0).astype(np.int16)
+    return replace(examples, source=source, source_names=("often", "seldom"))
+
+
 def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A model of a config in fp32, with two layers of width 32 unless `fields` changes that."""
     torch.manual_seed(seed)

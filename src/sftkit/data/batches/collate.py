@@ -37,6 +37,8 @@ class Batch:
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
     "int32 [B, T], number of the document within its row, -1 for padding"
+    sources: torch.Tensor
+    "int16 [B, C], number of the document's source, 0 for padding"
     cu_seqlens: torch.Tensor
     "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
     target_index: torch.Tensor
@@ -122,11 +124,14 @@ def collate(
     targets = np.full(total, IGNORE, dtype=np.int64)
     position_ids = np.zeros(total, dtype=np.int64)
     doc_ids = np.full(total, -1, dtype=np.int32)
+    sources = np.zeros(total, dtype=np.int16)
     input_ids[at] = ids[source]
     targets[at] = np.where(is_target[source + 1], ids[source + 1], IGNORE)
     position_ids[at] = within
     number_in_row = np.arange(len(docs)) - np.repeat(np.cumsum(docs_in_row) - docs_in_row, docs_in_row)
     doc_ids[at] = np.repeat(number_in_row, lengths)
+    if len(examples.source_names) > 1:
+        sources[at] = np.repeat(examples.source[docs], lengths)
 
     has_target = targets != IGNORE
     size = (len(rows), row_length)
@@ -141,6 +146,7 @@ def collate(
         },
         torch.from_numpy(targets.reshape(size)),
         torch.from_numpy(doc_ids.reshape(size)),
+        torch.from_numpy(sources.reshape(size)),
         torch.from_numpy(_cu_seqlens(starts, used, shape)),
         torch.from_numpy(_target_index(has_target)),
         max_doc_length=max_doc_length,
@@ -168,10 +174,10 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
     return found
 
 
-def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Yield (inputs, targets) of each document of a batch. Inputs are the model's [1, L] without positions, which begin
-    at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the document to a multiple
-    of `multiple`, with token 0, which is not a target."""
+def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, int]]:
+    """Yield (inputs, targets, number of its source) of each document of a batch. Inputs are the model's [1, L] without
+    positions, which begin at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the
+    document to a multiple of `multiple`, with token 0, which is not a target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
@@ -182,7 +188,7 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch
             inputs = {"input_ids": pad(batch.inputs["input_ids"][row, own], padding)[None]}
             for name, value in encoded.items():
                 inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE)
+            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE), int(batch.sources[row, own][0])
 
 
 def single_rows(batch: Batch) -> Iterator[Batch]:
@@ -190,7 +196,8 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
     for row in range(len(batch.doc_ids)):
         own = slice(row, row + 1)
         inputs = {name: value[own] for name, value in batch.inputs.items()}
-        yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
+        tensors = {"targets": batch.targets[own], "doc_ids": batch.doc_ids[own], "sources": batch.sources[own]}
+        yield replace(batch, inputs=inputs, **tensors)
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
@@ -203,6 +210,7 @@ def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
         batch,
         inputs={**batch.inputs, "input_ids": batch.inputs["input_ids"][:, columns]},
         targets=targets,
+        sources=batch.sources[:, columns],
         target_index=torch.from_numpy(_target_index(is_target)),
         num_targets=int(is_target.sum()),
     )
