@@ -17,7 +17,7 @@ from PIL import Image
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data.batches.pack import make_layout, pack
 from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
-from sftkit.data.reading import store
+from sftkit.data.reading import pictures as store
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.text import start_id, tokenize_captions

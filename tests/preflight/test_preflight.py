@@ -103,7 +103,7 @@ class Prepared:
         max_length = self.cfg.data.max_length
         assert max_length is not None
         tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
-        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
+        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize)
         self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
     def look(self, **kwargs: Any) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class TokenizedExample:
     "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
     encoder_source: str = ""
     "Input of an encoder for it: a picture's file, or a text; empty: nothing."
+    size: int = 0
+    "Tokens before anything was cut off, of a document that must not be split; 0: a text, which may be."
+    answers: tuple[tuple[int, int], ...] = ()
+    "Of each answer that is learned whole in it: its first token, and one past its last."
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     """Return what `analyse` asks of the data: the documents, tokenized as the stage's own script does, which then finds
     them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
-        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+        examples, validation = loader.load_examples(cfg.data, tokenize)
     lengths = examples.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)

@@ -1,7 +1,6 @@
 """A run with several adapters: their data, and an evaluation of each."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +29,11 @@ def load_several(
         ConfigError, DataError: the sources or the layout are invalid.
     """
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
-    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize)
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
-            found[one.train], _ = load_examples(one, tokenize, nullcontext())
+            found[one.train], _ = load_examples(one, tokenize)
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
     documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
     return lay_out_several(cfg, documents, objective, resume), validation
