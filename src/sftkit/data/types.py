@@ -130,7 +130,7 @@ class Examples:
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS, \
-and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
+and the messages of each role in conversations that are learned from, see view.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
     "source name -> why rows were skipped or dropped, and what is odd in others"
     files: dict[str, str] = field(default_factory=dict)

@@ -337,10 +337,10 @@ class Runtime:
         return int(os.environ.get("LOCAL_RANK", self.rank)) == 0
 
     @contextmanager
-    def main_first(self, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
+    def main_first(self, *, at_once: bool = False) -> Iterator[Callable[[], bool]]:
         """Let the main process enter alone and fill the cache, then one process of every other machine, whose disk may
-        be another, then all others; all leave together. Every rank calls it. Yields what raises the error of another
-        rank that failed inside.
+        be another, then all others; all leave together. Every rank calls it. Yields a function that raises the error
+        of another rank that failed inside, and returns whether the process that leads on this machine is done.
 
         Args:
             at_once: all enter at once.
@@ -352,7 +352,7 @@ class Runtime:
             Exception: what any of them raises inside, on every rank.
         """
         if self.world_size == 1:
-            yield lambda: None
+            yield lambda: False
             return
         # Private, but the only way to the store that the ranks have in common (pytorch/pytorch#46415 asks for one).
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -360,7 +360,7 @@ class Runtime:
         turn = f"sftkit/main_first/{self._turns}"
         machine = f"machine {os.environ.get('GROUP_RANK', '0')}"
 
-        def look() -> None:
+        def look() -> bool:
             if store.add(f"{turn}/failed", 0):
                 error = pickle.loads(store.get(f"{turn}/error"))
                 store.add(f"{turn}/told", 1)
@@ -369,6 +369,7 @@ class Runtime:
                 self.status.progress()
                 if gone := self.status.gone():
                     raise RunError(f"rank {gone[0]} has ended while this rank waited for it")
+            return bool(store.add(f"{turn}/{machine}", 0))
 
         def wait_for(what: str, number: int = 1) -> None:
             while store.add(f"{turn}/{what}", 0) < number:

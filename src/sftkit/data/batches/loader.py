@@ -228,7 +228,7 @@ def load_examples(
     Args:
         rt: None: this process loads them for itself.
     """
-    with nullcontext(lambda: None) if rt is None else rt.main_first(at_once=True) as look:
+    with nullcontext(lambda: False) if rt is None else rt.main_first(at_once=True) as look:
         peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
         training = load_sources(data.train, data, tokenize, peers)
         validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}

@@ -44,8 +44,9 @@ class Peers:
     "False: another process of this node makes them, and this one waits."
     alone: bool = True
     "Nobody waits for this process, so that what the disk has no room for may stay in memory."
-    look: Callable[[], None] = lambda: None
-    "Called now and then; raises the error of another process that failed."
+    look: Callable[[], bool] = lambda: False
+    """Called now and then; raises the error of another process that failed. True: the process of this node that makes
+    shards has made all, so that what cannot be seen must be made here."""
 
 
 ALONE = Peers()
@@ -100,7 +101,7 @@ def fill(
         own = False
         if shard is None and not peers.makes:
             shard = _wait(store, one, peers)
-        elif shard is None:
+        if shard is None:
             with store.claim(one) as own:
                 if own:
                     shard = store.find(one, said=True) or _make(store, source, one, reader, tokenize, peers)
@@ -183,10 +184,10 @@ def _make(
 
 
 def _wait(store: Store, span: Span, peers: Peers) -> Shard | None:
-    """Wait for a shard that another process makes; None if that process is gone and this one can make it."""
+    """Wait for a shard that another process makes; None: this one must make it."""
     while (shard := store.find(span, said=True)) is None:
-        peers.look()
-        if peers.makes and not store.is_claimed(span):
+        done = peers.look()
+        if done or (peers.makes and not store.is_claimed(span)):
             return None
         time.sleep(POLL_SECONDS)
     return shard

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -61,7 +62,7 @@ HERE = "\0"
 MANIFEST = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
-ABANDONED_SECONDS = 600.0
+ABANDONED_SECONDS = 120.0
 "Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
 log = logging.getLogger(__name__)
@@ -215,13 +216,12 @@ class Store:
         """Return the manifest by rows of the shards; a line that was torn counts as absent."""
         found = {}
         try:
-            text = (self.folder / MANIFEST).read_text()
-        except (OSError, UnicodeDecodeError):
+            content = (self.folder / MANIFEST).read_bytes()
+        except OSError:
             return {}
-        for line in text.splitlines():
-            with suppress(ValueError, LookupError, TypeError):
-                one = json.loads(line)
-                found[Span(one["first"], one["past"])] = one
+        for line in takewhile(_is_whole, content.splitlines(keepends=True)):
+            one = json.loads(line)
+            found[Span(one["first"], one["past"])] = one
         return found
 
     def find(self, span: Span, *, said: bool = False) -> Shard | None:
@@ -278,6 +278,8 @@ class Store:
         """
         if on_disk:
             make_folder(self.folder)
+            for left in self.folder.glob(f".{span}.*.tmp"):  # by a process that was killed
+                left.unlink(missing_ok=True)
         total = Part()
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
@@ -351,9 +353,9 @@ class Store:
             with suppress(OSError):  # a file system without locks: two writers write the same
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            whole = file.read().rpartition(b"\n")
-            size = len(whole[0] + whole[1])
-            if text.encode() not in whole[0] + whole[1]:
+            whole = b"".join(takewhile(_is_whole, file.read().splitlines(keepends=True)))
+            size = len(whole)
+            if text.encode() not in whole:
                 file.truncate(size)
                 try:
                     if file.write(text.encode()) < len(text.encode()):
@@ -378,11 +380,14 @@ class Store:
             if not claimed:
                 make_folder(self.folder)
                 lock.unlink(missing_ok=True)
+                temporary = own_name(lock)
+                temporary.write_text(own)
                 try:
-                    with lock.open("x") as file:
-                        file.write(own)
+                    os.link(temporary, lock)  # with its content, unless another process was faster
                 except FileExistsError:
                     claimed = True
+                finally:
+                    temporary.unlink()
         try:
             yield not claimed
         finally:
@@ -401,10 +406,8 @@ class Store:
         try:
             age = time.time() - lock.stat().st_mtime
             holder = Holder(**json.loads(lock.read_text()))
-        except OSError:
+        except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
             return False
-        except (ValueError, TypeError):  # being written, or cut off by a full disk
-            return age < ABANDONED_SECONDS
         return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
 
 
@@ -437,6 +440,12 @@ class _Sink:
             self.temporary.unlink(missing_ok=True)
 
 
+def _is_whole(line: bytes) -> bool:
+    with suppress(ValueError):
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    return False
+
+
 def _stamp(path: Path) -> list[int]:
     # The time of a file's entry changes with every write and cannot be set; device and inode are others after a mount.
     stat = path.stat()
@@ -451,10 +460,10 @@ def _freed(text: str, path: str) -> str:
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d*)?(\D*)", re.DOTALL)
 
 
-def _runs(places: Sequence[str], first: int) -> list[tuple[int, str, int | None, str]]:
-    """Return the places of rows as runs of (first row, text before its last number, number, text after it), from which
+def _runs(places: Sequence[str], first: int) -> list[list[Any]]:
+    """Return the places of rows as runs of [first row, text before its last number, number, text after it], from which
     the rows after the first count up."""
-    runs: list[tuple[int, str, int | None, str]] = []
+    runs: list[list[Any]] = []
     for row, place in enumerate(places, start=first):
         prefix, digits, suffix = _NUMBERED.fullmatch(place).groups()  # type: ignore[union-attr]  # matches any text
         number = None if digits is None else int(digits)
@@ -462,5 +471,5 @@ def _runs(places: Sequence[str], first: int) -> list[tuple[int, str, int | None,
             before = runs[-1][2]
             if number == (None if before is None else before + row - runs[-1][0]):
                 continue
-        runs.append((row, prefix, number, suffix))
+        runs.append([row, prefix, number, suffix])
     return runs

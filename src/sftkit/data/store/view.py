@@ -97,9 +97,10 @@ def make_examples(
     shards = list(chain.from_iterable(source.shards for source in sources))
     found = load(folder, shards, "making it again" if peers.makes else "")
     while found is None and not peers.makes:
-        peers.look()
+        done = peers.look()
+        if (found := load(folder, shards, "")) is None and done:
+            break
         time.sleep(POLL_SECONDS)
-        found = load(folder, shards, "")
     if found is not None:
         return found
     documents = partial(_documents, sources, limits, count_bytes)
