@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
+import pickle
 import shutil
 import tracemalloc
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +312,36 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, mo
         tracemalloc.stop()
         assert int(examples.lengths.sum()) == 800 * rows_
     assert peaks[1] - peaks[0] < 100e6, peaks
+
+
+@pytest.mark.slow
+def test_a_process_that_tokenizes_imports_neither_torch_nor_datasets(tokenizer: Any) -> None:
+    work = partial(sources._tokenize_chunk, RowTokenizer(text.tokenize, tokenizer, 20), "error", "<u2")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=sources._start_worker, initargs=(pickle.dumps(work),)) as executor:
+        assert executor.submit(sources._work, (0, [("a:1", {"text": "Some text"})])).result().docs
+        assert executor.submit(eval, "{'torch', 'datasets'} & {*__import__('sys').modules}").result() == set()
+
+
+def test_few_rows_are_tokenized_without_other_processes(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "available_processes", lambda: 2)
+    monkeypatch.setattr(
+        sources, "_in_processes", lambda executor, number, chunks: (pytest.fail("started") for _ in chunks)
+    )
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    assert load(path).counts["a"]["rows"] == 12
+    monkeypatch.setattr(sources, "FEW_ROWS", 8)
+    write(path, TEXTS[1:])
+    with pytest.raises(pytest.fail.Exception, match="started"):
+        load(path)
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(100))
+    found = []
+    for ranks in ("1", "8", "200"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(sources.available_processes())
+    assert found == [32, 12, 1]

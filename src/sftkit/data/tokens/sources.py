@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import pickle
 import runpy
 import signal
 from collections import Counter, deque
@@ -55,6 +57,10 @@ NOT_IN_TOKENS = (
     *("weight", "max_epochs", "order"),
 )
 "Settings of a source that decide which of its files and documents are used, and how often; `identity` has its content."
+FEW_ROWS = 20_000
+FEW_BYTES = 30_000_000
+"With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
+MOST_PROCESSES = 32
 COMPARED_ROWS = 64
 "Rows that are tokenized again if libraries have another version than those that a store was made with."
 
@@ -330,18 +336,47 @@ _worker: dict[str, Callable[[tuple[int, list[RawRow]]], Part]] = {}
 def _chunk_tokenizer(
     tokenize: RowTokenizer, data: DataConfig, num_bytes: int | None, dtype: str
 ) -> Iterator[making.TokenizeChunks]:
-    """Yield what tokenizes chunks in order: in this process, or in others, which end with the block."""
+    """Yield what tokenizes chunks in order: in this process, or in others, which end with the block.
+
+    Args:
+        num_bytes: of the source's files, if that is known.
+        dtype: of ids in the store.
+    """
     tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row, dtype)
-    if data.num_proc == 1:
+    processes = data.num_proc or available_processes()
+    if processes == 1:
         yield partial(map, tokenize_chunk)
         return
-    # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
-    spawn = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(data.num_proc, spawn, initializer=_start_worker, initargs=(tokenize_chunk,))
+    executor: ProcessPoolExecutor | None = None
+    # A process imports for seconds, in which one tokenizes thousands of rows.
+    alone = 0 if data.num_proc or (num_bytes or 0) > FEW_BYTES else FEW_ROWS
+
+    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[Part]:
+        nonlocal alone, executor
+        iterator = iter(chunks)
+        while alone > 0:
+            if (chunk := next(iterator, None)) is None:
+                return
+            alone -= len(chunk[1])
+            yield tokenize_chunk(chunk)
+        if executor is None:
+            # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
+            spawn = multiprocessing.get_context("spawn")
+            handed_over = (pickle.dumps(tokenize_chunk),)
+            executor = ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=handed_over)
+        yield from _in_processes(executor, processes, iterator)
+
     try:
-        yield partial(_in_processes, executor, data.num_proc)
+        yield tokenize_chunks
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        if executor is not None:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def available_processes() -> int:
+    """Return the cores of this machine for each process of the run on it, at most MOST_PROCESSES."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), MOST_PROCESSES)
 
 
 def _in_processes(
@@ -369,9 +404,15 @@ def _in_processes(
         raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
 
 
-def _start_worker(tokenize_chunk: Callable[[tuple[int, list[RawRow]]], Part]) -> None:
+def _start_worker(tokenize_chunk: bytes) -> None:
+    """Make ready for tokenizing. `tokenize_chunk` is pickled."""
+    import transformers.utils
+    from transformers.utils import import_utils
+
     ignore_signals()  # the main process decides
-    _worker["tokenize"] = tokenize_chunk
+    # A tokenizer of transformers would import torch, to read weights in GGUF files: seconds, and memory, for nothing.
+    transformers.utils.is_torch_available = import_utils.is_torch_available = lambda: False
+    _worker["tokenize"] = pickle.loads(tokenize_chunk)
 
 
 def _work(chunk: tuple[int, list[RawRow]]) -> Part:
