@@ -1,15 +1,25 @@
-"""Decide which documents are used: copies, evaluation questions, shares of a source held back for validation.
+"""Decide which documents are used: limits of size, samples, copies, evaluation questions, and the share of a source
+that is held out for validation.
 
-Rows are hashed once, when they are tokenized, and documents carry the hashes. No torch.
+Rows are hashed once, when they are tokenized, and documents carry the hashes. Functions on document columns take a
+whole source or a shard of it, which must hold all documents of its rows. No torch.
 """
 
 import json
+import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain, repeat
+from typing import NamedTuple
 
+import numpy as np
+
+from sftkit.config.commands import install
 from sftkit.data.reading.columns import MARKS, REASONING
 from sftkit.data.types import Row
+from sftkit.errors import ConfigError
 
 HEAD_CHARACTERS = 1000
 "Beginning of a text that decides on which side of data.val_fraction its documents fall."
@@ -69,3 +79,205 @@ _LOWER = bytes(32 if chr(i).isspace() and i < 128 else ord(chr(i).lower()) if i 
 def _hash(parts: Iterable[str]) -> int:
     # Not Python's own hash, which differs between processes. White space around the borders of parts is none.
     return int.from_bytes(blake2b(_normal(" \0 ".join(parts)), digest_size=8).digest(), "little")
+
+
+# ---- which documents are used, by their columns ----------------------------------------------------------------------
+
+
+@dataclass
+class Chosen:
+    """Which of some documents are used, and why others are not."""
+
+    used: np.ndarray
+    "bool [D]"
+    left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
+    "reason -> how many documents, and the first of them"
+
+    def leave_out(self, reason: str, which: np.ndarray) -> None:
+        """Leave out documents, bool [D]. A document counts for the first reason that is given."""
+        which = which & self.used
+        if which.any():
+            self.left_out[reason] = int(which.sum()), int(which.argmax())
+            self.used = self.used & ~which
+
+
+def within_limits(limits: Mapping[str, int], lengths: np.ndarray, turns: np.ndarray) -> Chosen:
+    """Select the documents within min_tokens, max_tokens, min_turns and max_turns, each of which may be missing.
+
+    Args:
+        lengths: tokens of the documents, int [D].
+        turns: messages of their rows, int [D]; 0: a text.
+    """
+    found = Chosen(np.ones(len(lengths), bool))
+    for name, limit in limits.items():
+        values = lengths if name.endswith("tokens") else turns
+        found.leave_out(f"where.{name}: {limit}", values < limit if name.startswith("min") else values > limit)
+    return found
+
+
+def sample_bound(shards: Iterable[np.ndarray], rows: int, seed: int) -> int:
+    """Return the largest number that `drawn` gives to one of the `rows` rows that are drawn from all shards.
+
+    Args:
+        shards: the rows of the documents that a sample may have, by number.
+    """
+    lowest = np.zeros(0, np.uint64)
+    for shard in shards:
+        lowest = np.concatenate([lowest, drawn(np.unique(shard), seed)])
+        if len(lowest) > rows:
+            lowest = np.partition(lowest, rows - 1)[:rows]
+    return int(lowest.max(initial=0))
+
+
+def drawn(row: np.ndarray, seed: int) -> np.ndarray:
+    """Return a random number for each row, uint64, no two alike. Those of the first rows stay if rows are added."""
+    # SplitMix64, one to one: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    z = row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def held_out(head: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which documents are held out for validation, bool [D]: by their head alone, so that copies, trees and
+    documents of one row fall on one side, and stay there if rows are added."""
+    return head < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
+
+
+class Copies:
+    """Find documents whose row has the content of an earlier row. What it has seen takes 8 bytes a row."""
+
+    def __init__(self) -> None:
+        """Start without any content."""
+        self._seen = np.zeros(0, np.uint64)
+
+    def among(self, content: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Return which documents are copies, bool [D], of earlier ones here or in earlier calls.
+
+        Args:
+            content: content_hash of their rows, uint64 [D].
+            row: the numbers of these rows, int [D].
+        """
+        contents, first, of_each = np.unique(content, return_index=True, return_inverse=True)
+        known = _is_in(contents, self._seen)
+        self._seen = np.union1d(self._seen, contents[~known])
+        # All documents of the first row with a content stay.
+        return known[of_each] | (row != row[first][of_each])
+
+
+def _is_in(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    if not len(ascending):
+        return np.zeros(len(values), bool)
+    return ascending[np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)] == values
+
+
+# ---- which documents are used, by their texts ------------------------------------------------------------------------
+
+
+LONG_QUESTION = 39
+"Words from which a question has enough long n-grams: one changed word leaves more than half of them."
+LONG_GRAM = 13
+SHORT_GRAM = 8
+_WORD = re.compile(r"\w+")
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text by which it is compared: composed, in lower case, without punctuation."""
+    return _WORD.findall(text.lower() if text.isascii() else unicodedata.normalize("NFC", text.casefold()))
+
+
+class Match(NamedTuple):
+    """A text with more than half of the n-grams of an evaluation text."""
+
+    text: int
+    "index of the text"
+    question: int
+    "index of the evaluation text"
+    share: float
+    "of its n-grams, above 0.5"
+
+
+class Questions:
+    """N-grams of the texts of evaluation tasks: 13 words, or 8 in texts of fewer than 39 words."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Index the n-grams of all texts."""
+        words = [words_of(text) for text in texts]
+        self._numbers = {word: i for i, word in enumerate(dict.fromkeys(chain.from_iterable(words)), 1)}
+        # A random number for each word; 0 is a word that no question has, or the border of a text.
+        self._values = np.concatenate([[np.uint64(0)], drawn(np.arange(1, len(self._numbers) + 1), seed=0)])
+        sizes = [LONG_GRAM if len(one) >= LONG_QUESTION else SHORT_GRAM for one in words]
+        grams = [np.unique(_grams(self._of_words(one), size)) for one, size in zip(words, sizes, strict=True)]
+        self.totals = np.array([len(one) for one in grams], np.int64)
+        """Number of different n-grams of each text; 0: it is too short to be found."""
+        owners = np.repeat(np.arange(len(grams)), self.totals)
+        every = np.concatenate([np.zeros(0, np.uint64), *grams])
+        order = np.argsort(every, kind="stable")
+        self._owners = owners[order]
+        self._grams, self._starts = np.unique(every[order], return_index=True)
+        self._ends = np.append(self._starts[1:], len(every))
+        # Most n-grams of a document are in no question: one bit says so without a search.
+        self._maybe = np.zeros(2**_BITS, bool)
+        self._maybe[self._grams >> np.uint64(64 - _BITS)] = True
+
+    def find(self, texts: Sequence[str]) -> Iterator[Match]:
+        """Yield the matches of some texts, in order."""
+        words = [words_of(text) for text in texts]
+        numbers = self._of_words(chain.from_iterable((*one, "") for one in words))
+        text_of = np.repeat(np.arange(len(words)), np.array([len(one) + 1 for one in words], np.int64))
+        found = []
+        for size in (LONG_GRAM, SHORT_GRAM):
+            grams = _grams(numbers, size)
+            at = np.flatnonzero(self._maybe[grams >> np.uint64(64 - _BITS)])
+            at = at[_is_in(grams[at], self._grams)]
+            found.append(np.stack([text_of[at], np.searchsorted(self._grams, grams[at])]))
+        # Each n-gram of a text once, for each question that has it.
+        text, gram = np.unique(np.concatenate(found, axis=1), axis=1)
+        times = self._ends[gram] - self._starts[gram]
+        place = np.arange(times.sum()) + np.repeat(self._starts[gram] - (np.cumsum(times) - times), times)
+        pairs = np.stack([np.repeat(text, times), self._owners[place]])
+        (text, question), counts = np.unique(pairs, axis=1, return_counts=True)
+        share = counts / self.totals[question]
+        yield from map(Match._make, zip(*(one[share > 0.5].tolist() for one in (text, question, share)), strict=True))
+
+    def _of_words(self, words: Iterable[str]) -> np.ndarray:
+        return self._values[np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64)]
+
+
+_BITS = 24
+
+
+def _grams(numbers: np.ndarray, size: int) -> np.ndarray:
+    """Return a hash of each `size` neighbouring numbers, uint64 [N - size + 1]."""
+    count = max(len(numbers) - size + 1, 0)
+    total = np.zeros(count, np.uint64)
+    for k in range(size):
+        total = total * np.uint64(0x9E3779B97F4A7C15) + numbers[k : k + count]
+    return total
+
+
+SHINGLE = 5
+"Words that are compared together."
+SIMILAR = 0.8
+"Share of the shingles of two texts together that both have (Jaccard), from which one is a near copy."
+
+
+def near_copies(texts: Iterable[str]) -> np.ndarray:
+    """Return which texts are nearly an earlier one that is no near copy itself, bool [D]. Keeps 0.5 kB a text.
+
+    Raises:
+        ConfigError: the package for it is not installed.
+    """
+    try:
+        from rensa import RMinHashDeduplicator  # an extra
+    except ImportError:
+        raise ConfigError(f"data.dedup: near needs the package rensa: {install('sftkit[dedup]')}") from None
+
+    def shingles(text: str) -> list[str]:
+        words = words_of(text)
+        return [" ".join(words[k : k + SHINGLE]) for k in range(max(len(words) - SHINGLE + 1, 1))]
+
+    # 16 bands of 8 find 95 % of the pairs at the limit; each pair found is then compared by the whole signature.
+    known = RMinHashDeduplicator(SIMILAR, 128, use_lsh=True, num_bands=16, seed=0)
+    added = known.add_pairs((str(i), shingles(text)) for i, text in enumerate(texts))
+    return ~np.array(added, bool)
