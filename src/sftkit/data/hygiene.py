@@ -6,20 +6,30 @@ whole source or a shard of it, which must hold all documents of its rows. No tor
 """
 
 import json
+import logging
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain, repeat
-from typing import NamedTuple
+from itertools import chain, islice, pairwise, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sftkit.config.commands import install
-from sftkit.data.reading.columns import MARKS, REASONING
-from sftkit.data.types import Row
-from sftkit.errors import ConfigError
+from sftkit.config.schema import DataConfig, source_label, where_counts
+from sftkit.data.reading.columns import MARKS, REASONING, finding_text
+from sftkit.data.reading.origin import find_source
+from sftkit.data.types import Examples, Finding, Row
+from sftkit.errors import ConfigError, DataError, hint
+from sftkit.rundir.files import read_object, replace_shared
+from sftkit.runtime.script import working
+
+log = logging.getLogger(__name__)
 
 HEAD_CHARACTERS = 1000
 "Beginning of a text that decides on which side of data.val_fraction its documents fall."
@@ -81,52 +91,7 @@ def _hash(parts: Iterable[str]) -> int:
     return int.from_bytes(blake2b(_normal(" \0 ".join(parts)), digest_size=8).digest(), "little")
 
 
-# ---- which documents are used, by their columns ----------------------------------------------------------------------
-
-
-@dataclass
-class Chosen:
-    """Which of some documents are used, and why others are not."""
-
-    used: np.ndarray
-    "bool [D]"
-    left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
-    "reason -> how many documents, and the first of them"
-
-    def leave_out(self, reason: str, which: np.ndarray) -> None:
-        """Leave out documents, bool [D]. A document counts for the first reason that is given."""
-        which = which & self.used
-        if which.any():
-            self.left_out[reason] = int(which.sum()), int(which.argmax())
-            self.used = self.used & ~which
-
-
-def within_limits(limits: Mapping[str, int], lengths: np.ndarray, turns: np.ndarray) -> Chosen:
-    """Select the documents within min_tokens, max_tokens, min_turns and max_turns, each of which may be missing.
-
-    Args:
-        lengths: tokens of the documents, int [D].
-        turns: messages of their rows, int [D]; 0: a text.
-    """
-    found = Chosen(np.ones(len(lengths), bool))
-    for name, limit in limits.items():
-        values = lengths if name.endswith("tokens") else turns
-        found.leave_out(f"where.{name}: {limit}", values < limit if name.startswith("min") else values > limit)
-    return found
-
-
-def sample_bound(shards: Iterable[np.ndarray], rows: int, seed: int) -> int:
-    """Return the largest number that `drawn` gives to one of the `rows` rows that are drawn from all shards.
-
-    Args:
-        shards: the rows of the documents that a sample may have, by number.
-    """
-    lowest = np.zeros(0, np.uint64)
-    for shard in shards:
-        lowest = np.concatenate([lowest, drawn(np.unique(shard), seed)])
-        if len(lowest) > rows:
-            lowest = np.partition(lowest, rows - 1)[:rows]
-    return int(lowest.max(initial=0))
+# ---- documents by their columns --------------------------------------------------------------------------------------
 
 
 def drawn(row: np.ndarray, seed: int) -> np.ndarray:
@@ -171,7 +136,7 @@ def _is_in(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
     return ascending[np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)] == values
 
 
-# ---- which documents are used, by their texts ------------------------------------------------------------------------
+# ---- documents by their texts ----------------------------------------------------------------------------------------
 
 
 LONG_QUESTION = 39
@@ -281,3 +246,197 @@ def near_copies(texts: Iterable[str]) -> np.ndarray:
     known = RMinHashDeduplicator(SIMILAR, 128, use_lsh=True, num_bands=16, seed=0)
     added = known.add_pairs((str(i), shingles(text)) for i, text in enumerate(texts))
     return ~np.array(added, bool)
+
+
+# ---- choosing the documents of a run ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """Texts of evaluation tasks, which documents are compared with."""
+
+    texts: Mapping[str, Sequence[str]]
+    "mmlu, or mmlu answers -> the questions or answers of its examples"
+    missing: Mapping[str, str] = field(default_factory=dict)
+    "task -> why its examples cannot be read"
+
+
+Decode = Callable[[list[list[int]]], list[str]]
+"Returns the texts of documents by their ids, without special tokens."
+VERSION = 1
+"Of what is found in texts: raised whenever the same documents lead to other findings."
+COPY = "copy of an earlier or a validation row"
+QUESTION = "evaluation question or answer (data.decontaminate)"
+
+
+def choose(
+    training: Examples,
+    validation: dict[str, Examples],
+    data: DataConfig,
+    decode: Decode,
+    benchmarks: Benchmarks | None = None,
+) -> tuple[Examples, dict[str, Examples]]:
+    """Return (training, validation by source) as data.train, val_fraction, dedup and decontaminate choose them.
+
+    Args:
+        training: the documents of data.train with their columns. Validation documents are never left out.
+        decode: makes texts of tokens.
+        benchmarks: what documents are compared with; they are left out if data.decontaminate asks for it.
+
+    Raises:
+        DataError: nothing is left of a source.
+    """
+    limited = any(source.sample or where_counts(source) for source in data.train)
+    if not (limited or data.val_fraction or data.dedup or benchmarks):
+        return training, validation
+    assert training.columns is not None
+    # `repeat` has stored its passes one after the other; all are chosen as the first.
+    owner = np.asarray(training.source)
+    passes = [np.flatnonzero(owner == i).reshape(source.repeat, -1) for i, source in enumerate(data.train)]
+    docs = np.concatenate([each[0] for each in passes])
+    owner = owner[docs]
+    row, turns, content, head = (column[docs] for column in training.columns)
+    left_out: dict[str, np.ndarray] = {}
+    used = np.ones(len(docs), bool)
+
+    def leave_out(reason: str, which: np.ndarray) -> None:
+        left_out[reason] = used & which
+        used[which] = False
+
+    for i, source in enumerate(data.train):
+        own = owner == i
+        for name, limit in where_counts(source).items():
+            values = training.lengths[docs] + 1 if name.endswith("tokens") else turns
+            outside = values < limit if name.startswith("min") else values > limit
+            leave_out(f"where.{name}: {limit}", own & outside)
+        if (sample := source.sample) is not None and (own & used).any():
+            numbers = drawn(row, sample.seed)
+            in_order = np.unique(numbers[own & used])
+            leave_out(f"not among {sample.rows:,} rows", own & (numbers > in_order[: sample.rows][-1]))
+    if data.dedup:
+        copies = Copies()
+        for one in validation.values():
+            assert one.columns is not None
+            copies.among(one.columns.content, one.columns.row)
+        which = used.copy()
+        which[used] = copies.among(content[used], owner[used] * np.int64(2**32) + row[used])
+        leave_out(COPY, which)
+    if benchmarks is not None:
+        facts = contamination(training, docs, data, decode, benchmarks)
+        training = replace(training, contamination=facts)
+        if data.decontaminate:
+            leave_out(QUESTION, np.isin(docs, [one["document"] for one in facts["found"]]))
+    if data.dedup == "near":
+        leave_out(f"near {COPY}", np.isin(docs, _near(training, docs[used], validation, data, decode)))
+
+    # What is left of each source, on its side, and counts of the rest.
+    aside = used & held_out(head, data.val_fraction or 0.0)
+    kept, counts, findings = [], dict(training.counts), dict(training.findings)
+    validation = dict(validation)
+    for i, source in enumerate(data.train):
+        name, own = source_label(source), owner == i
+        left = {reason: np.flatnonzero(which & own) for reason, which in left_out.items()}
+        findings[name] = (
+            *(
+                Finding("left out", r, len(n), f"{source.path}: row {row[n[0]] + 1:,}")
+                for r, n in left.items()
+                if len(n)
+            ),
+            *findings.get(name, ()),
+        )
+        if not (own & used & ~aside).any():
+            reasons = "".join(f"; {finding_text(one)}" for one in findings[name] if one.kind == "left out")
+            raise DataError(f"data source {source.path}: no document is left to train on{reasons}")
+        kept.append(passes[i][:, (used & ~aside)[own]].ravel())
+        numbers = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
+        counts[name] = counts[name] | numbers | {"documents": kept[-1].size}
+        if numbers["held_out"]:
+            own &= aside
+            its_counts = {"rows": len(np.unique(row[own])), "documents": numbers["held_out"]}
+            alone = {"source": np.zeros(own.sum(), np.int16), "source_names": (name,), "counts": {name: its_counts}}
+            validation[name] = training.take(docs[own], findings={}, contamination=None, **alone)
+        elif data.val_fraction:
+            log.warning(hint("nothing held out", name=name, fraction=data.val_fraction))
+    return training.take(np.concatenate(kept), counts=counts, findings=findings), validation
+
+
+def contamination(
+    examples: Examples, documents: np.ndarray, data: DataConfig, decode: Decode, benchmarks: Benchmarks
+) -> dict[str, Any]:
+    """Return which documents hold more than half of the n-grams of an evaluation text, from the cache if it is there.
+
+    Returns:
+        found: of each match document, row, where, task, example (from 0) and share; documents: how many were compared;
+        tasks: name -> examples, and those too short to be found; missing: as in Benchmarks.
+    """
+    names = [(task, i) for task, texts in benchmarks.texts.items() for i in range(len(texts))]
+    columns = examples.columns
+    assert columns is not None
+
+    def compare() -> dict[str, Any]:
+        questions = Questions(list(chain.from_iterable(benchmarks.texts.values())))
+        short = Counter(task for (task, _), total in zip(names, questions.totals, strict=True) if not total)
+        found: list[dict[str, Any]] = []
+        for some, texts in _texts(examples, documents, decode):
+            for match in questions.find(texts):
+                i = int(some[match.text])
+                task, example = names[match.question]
+                found.append({"document": i, "row": int(columns.row[i]), "task": task, "example": example})
+                found[-1] |= {"share": round(match.share, 3)}
+        # The files are read again for the places of these rows.
+        for number, source in enumerate(data.train):
+            of_source = [one for one in found if examples.source[one["document"]] == number]
+            rows = {one["row"] for one in of_source}
+            read = enumerate(islice(find_source(source).rows(), max(rows, default=-1) + 1))
+            places = {i: raw[0] for i, raw in read if i in rows}
+            for one in of_source:
+                one["where"] = places[one["row"]]
+        tasks = {task: {"examples": len(texts), "short": short[task]} for task, texts in benchmarks.texts.items()}
+        return {"tasks": tasks, "documents": len(documents), "found": found}
+
+    with working("looking for evaluation questions in the training data"):
+        texts = {task: list(own) for task, own in benchmarks.texts.items()}
+        found = _kept(data, [examples.key, texts], compare)
+    return {**found, "missing": dict(benchmarks.missing), "left_out": bool(data.decontaminate)}
+
+
+def _near(
+    examples: Examples, documents: np.ndarray, validation: Mapping[str, Examples], data: DataConfig, decode: Decode
+) -> list[int]:
+    """Return the documents of rows that are near copies of an earlier or a validation row."""
+    assert examples.columns is not None
+    # The longest document stands for its row: others may repeat its prompts.
+    _, row = np.unique(np.stack([examples.source, examples.columns.row])[:, documents], axis=1, return_inverse=True)
+    order = np.lexsort((-examples.lengths[documents], row))
+    longest = documents[order[np.unique(row[order], return_index=True)[1]]]
+
+    def compare() -> dict[str, Any]:
+        before = [(one, np.arange(len(one))) for one in validation.values()]
+        every = chain.from_iterable(
+            t for one, some in (*before, (examples, longest)) for _, t in _texts(one, some, decode)
+        )
+        copies = near_copies(every)[-len(longest) :]
+        return {"documents": documents[copies[row]].tolist()}
+
+    keys = [examples.key, *(one.key for one in validation.values())]
+    with working("looking for near copies in the training data"):
+        found = _kept(data, [*keys, blake2b(documents.tobytes()).hexdigest()], compare)
+    return list(found["documents"])
+
+
+def _texts(examples: Examples, documents: np.ndarray, decode: Decode) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Yield (some documents, their texts)."""
+    for some, offsets, ids, _ in examples.pieces(documents):
+        yield some, decode([ids[a:b].tolist() for a, b in pairwise(offsets.tolist())])
+
+
+def _kept(data: DataConfig, follows_from: Sequence[object], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what was computed earlier from the same, next to the tokens; nothing is kept if a key is empty."""
+    digest = blake2b(json.dumps([VERSION, *follows_from]).encode(), digest_size=16).hexdigest()
+    path = Path(data.cache_dir) / f"chosen-{digest}.json"
+    if found := all(follows_from) and read_object(path):
+        return found
+    found = compute()
+    with suppress(OSError):  # then it is computed again at the next start
+        replace_shared(path, json.dumps(found))
+    return found
