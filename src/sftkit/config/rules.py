@@ -433,7 +433,8 @@ def _sources(get: Get) -> Iterator[Problem]:
 
 
 def _chosen(get: Get) -> Iterator[Problem]:
-    for task in get("data.decontaminate"):
+    given = get("data.decontaminate")
+    for task in [given] if isinstance(given, str) else given:
         if task not in (*TASKS, "all"):
             near = difflib.get_close_matches(task, TASKS, n=1)
             meant = f' Did you mean "{near[0]}"?' if near else ""

@@ -145,6 +145,11 @@ class ModelConfig:
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 
 
+def one_or_several(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 @settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
@@ -157,7 +162,7 @@ class DataConfig:
     "Share of each training source that is held out for validation, under the name of the source: by the first user message or the beginning of the text, so that copies and answers to one question stay together, and stay where they are when rows are added."
     dedup: Literal["exact", "near"] | None = None
     "exact: documents whose row has the text of an earlier or a validation row are left out; near: also rows that share most of their words with an earlier one (extra dedup); null: copies are only counted."
-    decontaminate: Annotated[tuple[str, ...], BeforeValidator(lambda given: [given] if given == "all" else given)] = ()
+    decontaminate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
     "Evaluation tasks whose questions and answers are looked for in the training data: documents that hold one are left out and listed. A list, or all: every task whose rows can be read (eval.data, else the hub). Empty: sftkit inspect only counts those of eval.tasks."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
@@ -283,11 +288,6 @@ class TrainConfig:
 def num_stages(train: TrainConfig) -> int | None:
     """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
-
-
-def one_or_several(value: Any) -> Any:
-    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @settings

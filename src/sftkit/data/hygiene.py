@@ -346,6 +346,7 @@ def choose(
         )
         if not (own & used & ~aside).any():
             reasons = "".join(f"; {finding_text(one)}" for one in findings[name] if one.kind == "left out")
+            reasons += f"; {int((own & aside).sum()):,} held out (data.val_fraction)" if data.val_fraction else ""
             raise DataError(f"data source {source.path}: no document is left to train on{reasons}")
         kept.append(passes[i][:, (used & ~aside)[own]].ravel())
         numbers = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
@@ -357,6 +358,8 @@ def choose(
             validation[name] = training.take(docs[own], findings={}, contamination=None, **alone)
         elif data.val_fraction:
             log.warning(hint("nothing held out", name=name, fraction=data.val_fraction))
+    if data.val_fraction and not any(counts[name]["held_out"] for name in training.source_names):
+        raise DataError(f"data.val_fraction: {data.val_fraction} holds out no document: raise it, or set data.val")
     return training.take(np.concatenate(kept), counts=counts, findings=findings), validation
 
 
