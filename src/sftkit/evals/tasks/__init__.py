@@ -6,7 +6,7 @@ from typing import Any
 
 from sftkit.config import rules, tables
 from sftkit.config.schema import DataConfig, EvalConfig
-from sftkit.data.hygiene import Benchmarks
+from sftkit.data.hygiene import LONG_GRAM, Benchmarks, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
@@ -85,7 +85,9 @@ def benchmarks(data: DataConfig, config: EvalConfig, *, always: bool = False) ->
                 raise
             missing[name] = str(error)
         else:
-            texts |= {name: [question for question, _ in pairs], f"{name} answers": [answer for _, answer in pairs]}
+            # Shorter answers stand in many texts that have nothing to do with their question.
+            answers = [answer if len(words_of(answer)) >= LONG_GRAM else "" for _, answer in pairs]
+            texts |= {name: [question for question, _ in pairs], f"{name} answers": answers}
     if data.decontaminate and not texts:
         raise DataError(f"data.decontaminate: no task can be read: {'; '.join(missing.values())}")
     return Benchmarks(texts, missing) if texts or missing else None
