@@ -43,7 +43,7 @@ ROOMS = {
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "engine", "evals"),
     ),
-    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
+    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory", "evals"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),

@@ -48,6 +48,20 @@ class RunConfig:
     "The same limit for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
+COUNTED = ("min_tokens", "max_tokens", "min_turns", "max_turns")
+"Names of `where` that are limits of a document's size; all others are columns."
+
+
+@settings
+class SampleConfig:
+    """Rows of a source that are drawn by chance."""
+
+    rows: Positive
+    "Number of rows; all of a source that has fewer."
+    seed: NonNegative = 0
+    "Another seed draws other rows."
+
+
 @settings
 class SourceConfig:
     """One source of rows: a builtin, a local file or folder, or a hub dataset."""
@@ -64,6 +78,10 @@ class SourceConfig:
     "Passes over this source in an epoch."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
+    sample: SampleConfig | None = None
+    "Use only rows that are drawn by chance; null: all."
+    where: dict[str, Any] | None = None
+    "Use only rows whose columns have a value, or one of several: {lang: en, meta.grade: [a, b]}; and documents within min_tokens, max_tokens, min_turns, max_turns."
 
 
 @settings
@@ -127,6 +145,11 @@ class ModelConfig:
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 
 
+def one_or_several(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 @settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
@@ -135,6 +158,12 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    "Share of each training source that is held out for validation, under the name of the source: by the first user message or the beginning of the text, so that copies and answers to one question stay together, and stay where they are when rows are added."
+    dedup: Literal["exact", "near"] | None = None
+    "exact: documents whose row has the text of an earlier or a validation row are left out; near: also rows that share most of their words with an earlier one (extra dedup); null: copies are only counted."
+    decontaminate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
+    "Evaluation tasks whose questions and answers are looked for in the training data: documents that hold one are left out and listed. A list, or all: every task whose rows can be read (eval.data, else the hub). Empty: sftkit inspect only counts those of eval.tasks."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
@@ -259,11 +288,6 @@ class TrainConfig:
 def num_stages(train: TrainConfig) -> int | None:
     """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
-
-
-def one_or_several(value: Any) -> Any:
-    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @settings
@@ -445,6 +469,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+def where_counts(source: SourceConfig) -> dict[str, int]:
+    """Return the limits of `where` on the size of documents: min_tokens, max_tokens, min_turns, max_turns."""
+    return {name: value for name, value in (source.where or {}).items() if name in COUNTED}
 
 
 def source_label(source: SourceConfig) -> str:

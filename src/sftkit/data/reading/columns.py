@@ -61,7 +61,8 @@ def finding_text(finding: Finding) -> str:
     if finding.kind == "unused":
         rows = f"{counted(finding.rows, 'row')} {'has' if finding.rows == 1 else 'have'}"
         return f"{rows} a {finding.reason}, which is not used; the first: {finding.first}"
-    rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
+    nouns = {"skipped": "bad row", "left out": "document"}
+    rows = counted(finding.rows, nouns.get(finding.kind, "row"))
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 
 
