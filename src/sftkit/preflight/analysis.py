@@ -482,6 +482,7 @@ def source_text(source: dict[str, Any]) -> str:
         "truncated": "truncated",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
+        "dropped_where": "left out by where",
         "skipped_bad": "skipped as bad",
     }
     happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])

@@ -71,6 +71,10 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
+    if row.is_tokenized:
+        if row.ids is not None and row.is_target is None and learning.targets != "all":
+            raise fault(row.where, "tokenized row / no mask")
+        return take(row, tokenizer, max_length=max_length, too_long=too_long)
     checked = rows.require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     loss_mask.check_reasoning(messages, row.where)
@@ -107,6 +111,55 @@ def tokenize(
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned", unused=keys)
+
+
+UNASKED = "targets after no header of the chat template"
+"Data warning about a row that was tokenized elsewhere."
+_HEADER_TOKENS = 64
+"Tokens before a run of targets that may be the header."
+
+
+def take(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str | None) -> Tokenized:
+    """Return the documents of a row that was tokenized elsewhere, or of its segments, which are tokenized apart as they
+    are written, special tokens included. Nothing is added.
+
+    Args:
+        too_long: what happens to a row that is too long; None: it is cut into documents, as a text is.
+
+    Raises:
+        DataError: a token that the tokenizer does not have, or a row that is too long.
+    """
+    ids = row.ids
+    is_target = row.is_target
+    if ids is None:
+        parts = [(encode(tokenizer, text).ids, learned) for text, learned in row.segments or ()]
+        ids = np.concatenate([part for part, _ in parts])
+        is_target = np.concatenate([np.full(len(part), learned) for part, learned in parts])
+    if not row.learned or not len(ids):
+        why = "a row without tokens" if row.learned else "the row is marked as not to be learned"
+        return Tokenized([], "dropped_no_target", details=why)
+    if (largest := int(ids.max())) >= len(tokenizer):
+        raise fault(row.where, "tokenized row / vocabulary", token=largest, size=len(tokenizer))
+    odd = {} if is_target is None else _unasked(row, ids, is_target, tokenizer)
+    is_target = np.ones(len(ids), dtype=bool) if is_target is None else is_target
+    if too_long is not None:
+        return replace(fit(row, Text(ids, is_target), tokenizer, max_length, too_long), odd=odd)
+    pieces = [slice(i, i + max_length + 1) for i in range(0, max(len(ids) - 1, 1), max_length)]
+    documents = [one for piece in pieces if (one := document(ids[piece], is_target[piece], tokenizer))]
+    if not documents:
+        return Tokenized([], "dropped_no_target", details="no token of it is to be learned")
+    return Tokenized(documents, odd=odd)
+
+
+def _unasked(row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the warning about runs of targets that do not begin after a header of the chat template, if any do not."""
+    if row.ids is None or not tokenizer.chat_template:
+        return {}
+    headers = tuple(header for header in template_of(tokenizer).headers if header.strip())
+    begins = np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0) == 1)
+    before = (tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist()) for begin in begins)
+    unasked = sum(not text.endswith(headers) for text in before)
+    return {UNASKED: f"{row.where}: {unasked} of {len(begins)} runs of targets"} if unasked else {}
 
 
 class Text(NamedTuple):
