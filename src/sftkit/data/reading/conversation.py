@@ -1,7 +1,7 @@
 """Check conversations before a template renders them: roles, content, tool calls, special tokens in texts.
 
-docs/data.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns of
-other shapes are converted to messages here too: of ShareGPT (from, value), pairs, texts with speakers.
+docs/data_formats.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns
+of other shapes are converted to messages here too: of ShareGPT (from, value), pairs, texts with speakers.
 """
 
 import json
