@@ -104,8 +104,10 @@ FLAG_MARKS = ("loss_mask", "step_loss_mask")
 "Marks that are 0, 1, true or false."
 MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
 "True or 1: it is learned; false or 0: it is not."
-MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
-"Marks that no rule of sftkit honours: of characters, of tokens, or with the opposite meaning."
+PARTS = "train_detail"
+"Key of an answer that says which of its characters are learned (Axolotl)."
+MARKS_OF_PARTS = (PARTS, "assistant_masks", "assistant_mask", "completion_mask", "masked")
+"Marks next to a row that are not honoured: of characters, of tokens, or with the opposite meaning."
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 "Columns of rows that show more than text."
 PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages")
@@ -341,6 +343,8 @@ def check_keys(message: JsonObject, where: str) -> None:
     if message.keys().isdisjoint(REJECTED_KEYS):
         return
     for key, advice in REJECTED_KEYS.items():
+        if key == PARTS and message["role"] == "assistant":
+            continue
         if not is_empty(message.get(key)) and message[key] is not False:
             raise DataError(f"{where}: {key} is not supported in a message: {advice}", reason="unsupported message key")
 

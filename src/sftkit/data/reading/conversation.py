@@ -281,7 +281,7 @@ def _of_turn(turn: JsonObject, where: str, names: Mapping[str, str]) -> JsonObje
     role = names.get(speaker.strip().casefold()) if isinstance(speaker, str) else None
     if role is None:
         raise fault(where, "unknown role / turn", given=speaker, roles=", ".join(names))
-    said = {"role": role, "content": turn["value"]}
+    said = {"role": speaker if role == "tool_call" else role, "content": turn["value"]}
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     for key, value in said.items():
         if rest.get(key) not in (None, "", value, speaker):

@@ -25,8 +25,8 @@ ACCEPTED = """messages | conversations, conversation or chat (from, value; pairs
 instruction, output [input] [history] | instruction, response [context] [history] | prompt, completion [history] |
 prompt, response [history] | query, response [history] | query, answers | question, choices, answer or answerKey |
 question, answer or response [context] [history] | input, output [history] | input_ids with labels or a mask |
-segments | image or file_name with caption, captions or text | text | content; next to any conversation: system or system_prompt,
-tools or functions, documents, chat_template_kwargs"""
+segments | image or file_name with caption, captions or text | text | content; next to any conversation: system or
+system_prompt, tools or functions, documents, chat_template_kwargs"""
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
@@ -127,7 +127,7 @@ def as_read(row: Row, decode: Callable[[Sequence[int]], str]) -> str:
     if row.segments is not None:
         return " | ".join(f"{'learned' if learned else 'context'}: {_short(text)}" for text, learned in row.segments)
     if row.messages is None:
-        return _short(row.text or f"{row.image}: {row.captions[0]}")
+        return _short(row.text if row.image is None else f"{row.image}: {row.captions[0]}")
     said = []
     for message in row.messages if isinstance(row.messages, list) else ():
         if isinstance(message, dict):
@@ -249,8 +249,9 @@ def _completed(row: Row, raw: Raw, shape: RowShape, source: SourceConfig | None)
     names: Mapping[str, str] = conversation.ROLE_NAMES
     if source and source.roles:
         names = {**names, **{name.strip().casefold(): role for name, role in source.roles.items()}}
+    column = "messages" if len(shape.columns) > 1 else shape.columns[0]
     messages: list[Any] = [
-        conversation.current_message(message, f"{where}: messages[{i}]", names)
+        conversation.current_message(message, f"{where}: {column}[{i}]", names)
         for i, message in enumerate(row.messages)
     ]
     context = row.context_messages
@@ -319,7 +320,7 @@ def _messages(raw: Raw, where: str, column: str) -> Row:
     messages = raw[column]
     if conversation.is_transcript(messages):
         messages = conversation.transcript_messages(messages, where)
-    elif isinstance(messages, str):
+    elif isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"{where}: {column}")
     return Row(where, messages=messages)
 
