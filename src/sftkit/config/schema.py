@@ -48,6 +48,8 @@ class RunConfig:
     "The same limit for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "tool_call"]
+"Roles of messages; tool_call: an answer whose text is the JSON of its calls."
 COUNTED = ("min_tokens", "max_tokens", "min_turns", "max_turns")
 "Names of `where` that are limits of a document's size; all others are columns."
 
@@ -80,8 +82,16 @@ class SourceConfig:
     "Use only this many rows, from the beginning; null: all."
     sample: SampleConfig | None = None
     "Use only rows that are drawn by chance; null: all."
+    columns: dict[str, str] | None = None
+    "Where columns with a meaning are: {messages: data.turns, system: persona}. A point goes into an object. {completion: chosen} learns the chosen answer of preference rows."
+    roles: dict[str, Role] | None = None
+    "Further names of roles, in any case: {bot: assistant, customer: user}."
+    system: str | None = None
+    "System text of conversations that have none."
     where: dict[str, Any] | None = None
     "Use only rows whose columns have a value, or one of several: {lang: en, meta.grade: [a, b]}; and documents within min_tokens, max_tokens, min_turns, max_turns."
+    tree: Literal["best", "all"] | None = None
+    "Trees of answers (OASST): best: the path of the best answers; all: every path, an answer is learned in the first path that has it; null: rejected."
 
 
 @settings
@@ -184,6 +194,8 @@ class DataConfig:
     "auto: an answer without reasoning counts as given with thinking turned off, so an empty thinking block of the template is context; learn_empty: the empty block is learned; off: reasoning in the data is dropped."
     split_turns: bool = True
     "Answers that the chat template renders differently as history (Qwen3 drops their reasoning) each end a separate document, after the prompt that a server would send; false: they are context only. Costs tokens, see sftkit inspect."
+    special_tokens_in_text: Literal["split", "parse", "error"] = "split"
+    "The tokenizer's special tokens in plain texts: split: ordinary characters, counted; parse: special tokens; error: a bad row. Conversations never hold one."
     on_bad_row: Literal["error", "skip"] = "error"
     "If a row cannot be used: error stops and names file and line; skip skips and counts it."
     num_proc: Positive = 1
@@ -469,6 +481,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+def where_columns(source: SourceConfig) -> dict[str, Any]:
+    """Return the conditions of `where` on columns of rows."""
+    return {name: value for name, value in (source.where or {}).items() if name not in COUNTED}
 
 
 def where_counts(source: SourceConfig) -> dict[str, int]:

@@ -113,7 +113,7 @@ def usable_rows(source: SourceConfig, tokenize: RowTokenizer, share: float = 1.0
             continue
         if not tokenized.examples or tokenized.note is not None:
             continue
-        if row.messages is None:
+        if row.text is not None:
             yield row
         elif row.messages and row.messages[0]["role"] != "assistant":
             yield chat.as_trained(row, _first_answer(row), tokenize.tokenizer, learning.thinking)

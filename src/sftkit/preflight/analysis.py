@@ -488,6 +488,7 @@ def source_text(source: dict[str, Any]) -> str:
         "truncated": "truncated",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
+        "dropped_where": "left out by where",
         "skipped_bad": "skipped as bad",
         "left_out": "of its documents left out",
         "held_out": "held out for validation",

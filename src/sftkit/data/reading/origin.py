@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers
+from sftkit.data.reading import readers, settings
 from sftkit.data.reading.readers import SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
@@ -446,8 +446,18 @@ class Origin:
 def find_source(source: SourceConfig) -> Origin:
     """Find a source and the rows of it that are asked for, or raise a ConfigError that lists the places where it
     was looked for. Reads no rows."""
-    found = find_here(source) or _on_hub(source)
+    found = find_here(source) or _with_settings(_on_hub(source), source)
     return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
+
+
+def _with_settings(found: Origin, source: SourceConfig) -> Origin:
+    """Return an origin whose rows are those that the source's settings ask for."""
+    settings.check(source)
+    return replace(
+        found,
+        rows=lambda: settings.with_settings(found.rows(), source),
+        beginning=lambda: settings.with_settings(found.beginning(), source),
+    )
 
 
 def _on_hub(source: SourceConfig) -> Origin:
@@ -461,10 +471,10 @@ def _on_hub(source: SourceConfig) -> Origin:
 def find_here(source: SourceConfig) -> Origin | None:
     """Find a source without the hub; None if a hub dataset may be meant."""
     if source.path.startswith("builtin:"):
-        return _builtin(source)
+        return _with_settings(_builtin(source), source)
     path = Path(source.path)
     if path.exists():
-        return _local(source, path)
+        return _with_settings(_local(source, path), source)
     if readers.looks_local(source.path):
         meant = similar_paths(source.path)
         raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){meant}")
