@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.config.schema import DataConfig, EvalConfig, SourceConfig
 from sftkit.config.tables import CODE, WITHOUT_SHOTS
 from sftkit.data.batches.collate import collate
 from sftkit.data.batches.epoch import plan_epoch, row_shard
@@ -87,18 +87,18 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
 # ---- sample answers --------------------------------------------------------------------------------------------------
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: RowTokenizer, num_samples: int) -> list[Row]:
+def sample_rows(data: DataConfig, tokenize: RowTokenizer, num_samples: int) -> list[Row]:
     """Return the first rows of the validation sources, in turn, that can be learned from as a whole; asked as they are
     trained."""
-    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
+    heads = [list(islice(usable_rows(source, data, tokenize), num_samples)) for source in data.val]
     in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
     return in_turn[:num_samples]
 
 
-def usable_rows(source: SourceConfig, tokenize: RowTokenizer) -> Iterator[Row]:
+def usable_rows(source: SourceConfig, data: DataConfig, tokenize: RowTokenizer) -> Iterator[Row]:
     """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained."""
     learning = tokenize.learning or chat.ANSWERS
-    for row in read_source(source, "skip"):
+    for row in read_source(source, "skip", data):
         try:
             # Tokenized only to learn whether it is usable; the prompt is made of the row itself.
             tokenized = tokenize(row)

@@ -220,7 +220,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
+    return Data(batches, validation, sample_rows(cfg.data, tokenize, shown), prompted)
 
 
 def lay_out(
