@@ -84,7 +84,8 @@ TORCH_FREE = (
         "export/push.py",
         "evals/flags.py",
     ),
-    *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
+    *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading"),
+    *("data/hygiene.py", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
@@ -214,10 +215,11 @@ def test_what_a_refused_recipe_touches_loads_no_torch() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    parts = ["types", "demo", "reading", "tokens", "batches"]
+    parts = ["types", "demo", "reading", "hygiene", "tokens", "batches"]
     assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
     for index, part in enumerate(parts):
-        files = [SRC / "data" / "types.py"] if part == "types" else sorted((SRC / "data" / part).glob("*.py"))
+        folder = SRC / "data" / part
+        files = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
         found = {name.split(".")[2] for path in files for name in imported(path) if name.startswith("sftkit.data.")}
         assert found <= set(parts[: index + 1]), part
 

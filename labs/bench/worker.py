@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,7 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
     number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
     is_target = number_from_end <= np.repeat(targets, lengths + 1)
-    zeros = np.zeros(len(lengths), dtype=np.int64)
-    return Examples(ids, is_target, offsets, zeros, zeros.astype(np.int16), (SYNTHETIC,), {})
+    return replace(Examples.of(ids, lengths, is_target=is_target), source_names=(SYNTHETIC,))
 
 
 def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

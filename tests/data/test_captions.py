@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import SHARED_DATA
+from helpers import SHARED_DATA, flat
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
@@ -106,7 +106,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     assert list(examples.encoder_sources) == [a, b, b]
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
     assert list(again.encoder_sources) == [a, b, b]  # from the cache
-    assert isinstance(again.ids, np.memmap)
+    assert isinstance(flat(again).ids, np.memmap)
     found = store.load_images(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)
@@ -246,7 +246,7 @@ def test_a_question_and_its_answer_are_a_text_to_read_and_one_to_write(tmp_path:
         tmp_path, tokenizer, caption_folder(tmp_path / "data", [{"prompt": "Capital?", "completion": "Paris."}])
     )
     assert list(examples.encoder_sources) == ["Capital?"]
-    assert tokenizer.decode(examples.ids[1:-1]) == "Paris."
+    assert tokenizer.decode(examples[0].ids[1:-1]) == "Paris."
 
 
 def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> None:

@@ -301,7 +301,7 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         *columns.DROPPED.values(),
         *(key.partition(" / ")[0] for key in texts("data/reading/faults.yaml")["rows"]),
     }
-    docs = (ROOT / "docs" / "data.md").read_text()
+    docs = (ROOT / "docs" / "data_formats.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
 
 

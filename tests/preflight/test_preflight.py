@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
+from helpers import ROOT, cpu_runtime, flat, make_examples, make_layout_of
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config
@@ -180,7 +180,8 @@ def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
 
 def test_the_same_caption_of_another_picture_is_no_copy() -> None:
     training = replace(make_examples([4, 4, 4]), encoder_sources=["a.png", "b.png", "a.png"])
-    training.ids[:] = np.tile(training.ids[:5], 3)
+    ids = flat(training).ids
+    ids[:] = np.tile(ids[:5], 3)
     held_out = replace(training, encoder_sources=["c.png", "a.png", "d.png"])
     found = duplicate_facts(training, {"held_out": held_out}, [SourceConfig(path="a")])
     assert found["duplicate_pct"] == pytest.approx(100 / 3)
@@ -430,7 +431,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.6, 0.9, 100_000), 4, 2048).astype(int)
     examples = make_examples(lengths.tolist())
-    prepared.examples = Examples(**{**vars(examples), "source_names": ("data",)})
+    prepared.examples = replace(examples, source_names=("data",))
     prepared.layout = make_layout(prepared.cfg.data, prepared.cfg.train, prepared.examples.lengths, 2048)
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()

@@ -138,7 +138,7 @@ def end_of_turn_pct(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> f
     chosen = np.asarray(flags)[np.asarray(examples.source)]
     if not chosen.any():
         return None
-    last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
+    last, _ = examples.last_tokens(np.flatnonzero(chosen))
     return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
 
 
@@ -173,8 +173,10 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     Args:
         documents: int [D'], indices.
     """
-    ids = np.asarray(examples.ids)
-    offsets = examples.offsets.tolist()
-    names = examples.encoder_sources or [""] * len(examples)
+    names = examples.encoder_sources
     # Python's own hash differs between processes: hashes are compared within one, and never stored.
-    return [hash((ids[offsets[i] : offsets[i + 1]].tobytes(), names[i])) for i in documents.tolist()]
+    return [
+        hash((ids[begin:end].tobytes(), names[i] if names else ""))
+        for some, offsets, ids, _ in examples.pieces(documents)
+        for i, begin, end in zip(some.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from sftkit.models.adapter_files import adapter_words
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
-from sftkit.objectives.objective import Objective
+from sftkit.objectives.objective import NextToken, Objective
 from sftkit.rundir import files, names, status
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -265,6 +265,8 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
 
         members = Members(run.cfg.adapters, run.cfg.optim, run.cfg.numerics, objective, run.rt.device)
         objective = members.objective
+    elif isinstance(objective, NextToken) and len(names := data.batches.examples.source_names) > 1:
+        objective = replace(objective, num_sources=len(names))
     training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder, members)
     return make_engine(run.cfg, run.rt, Path(run.cfg.run.dir), training, record)
 

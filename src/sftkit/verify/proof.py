@@ -67,14 +67,14 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
         eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
-    last = examples.offsets[1:] - 1  # the text after the last target was cut off
     masked = examples.num_targets < examples.lengths
-    tokens, targets = int(examples.lengths.sum()), int(np.count_nonzero(examples.is_target))
+    tokens, targets = int(examples.lengths.sum()), int(examples.num_targets.sum())
     share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     if not masked.any():
         return Check(name, None, share, "-", how)
-    ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
-    percent = 100.0 * float(ended[masked].mean())
+    # The text after the last target was cut off.
+    last, is_target = examples.last_tokens(np.flatnonzero(masked))
+    percent = 100.0 * float((is_target & np.isin(last, list(eos_token_ids))).mean())
     return Check(name, percent >= 99.0, f"{percent:.1f} % of documents with a mask; {share}", "99 % or more", how)
 
 

@@ -55,6 +55,8 @@ class StepBatches:
     "how many of these documents each micro-batch has"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
+    source_targets: tuple[int, ...] = (0,)
+    "target tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
     adapters: tuple[AdapterStep | None, ...] = ()
@@ -105,7 +107,10 @@ class StepDataset(Dataset[StepBatches]):
         lengths = self.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
-        source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
+        targets = self.num_targets[docs]
+        sources = self.examples.source[docs]
+        of_sources = [np.bincount(sources, weights=counts, minlength=len(names)) for counts in (lengths, targets)]
+        source_tokens, source_targets = (tuple(counts.astype(np.int64).tolist()) for counts in of_sources)
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
@@ -113,14 +118,15 @@ class StepDataset(Dataset[StepBatches]):
             micro_batches=[
                 self._with_noise(step, rows, self._collated(number, rows, shape)) for number, rows in enumerate(mine)
             ],
-            num_targets=int(self.num_targets[docs].sum()),
+            num_targets=int(targets.sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
             documents_per_micro_batch=tuple(sum(map(len, rows)) for rows in mine),
-            source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
+            source_tokens=source_tokens,
+            source_targets=source_targets,
             document_lengths=tuple(lengths.tolist()),
         )
 

@@ -1,7 +1,7 @@
 """Check conversations before a template renders them: roles, content, tool calls, special tokens in texts.
 
-docs/data.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns in the
-shape of ShareGPT (from, value) are converted to messages here too.
+docs/data_formats.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected.
+Turns in the shape of ShareGPT (from, value) are converted to messages here too.
 """
 
 import json

@@ -33,7 +33,7 @@ from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
-from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
+from sftkit.data.types import Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
@@ -69,21 +69,24 @@ def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> 
 
     def build(arrays: dict[str, Any]) -> Examples:
         meta = json.loads((folder / "meta.json").read_text())
-        examples = Examples(
-            **arrays,
+        tokens = FlatTokens(arrays["ids"], arrays["is_target"], arrays["offsets"])
+        # The arrays must fit together.
+        sizes = {"ids": tokens.offsets[-1], "is_target": tokens.offsets[-1], "offsets": len(tokens.offsets)}
+        for name, dtype in ARRAYS.items():
+            size = sizes.get(name, len(tokens.offsets) - 1)
+            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
+                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
+        return Examples(
+            tokens,
+            np.diff(tokens.offsets) - 1,
+            tokens.num_targets(),
+            num_bytes=arrays["num_bytes"],
+            source=arrays["source"],
             source_names=tuple(meta["source_names"]),
             counts=meta["counts"],
             findings={name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()},
             encoder_sources=meta["given"],
         )
-        # The arrays must fit together.
-        tokens = int(examples.offsets[-1])
-        sizes = {"ids": tokens, "is_target": tokens, "offsets": len(examples) + 1}
-        for name, dtype in ARRAYS.items():
-            size = sizes.get(name, len(examples))
-            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
-                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
-        return examples
 
     return store.load(folder, ARRAYS, build, instead=instead)
 
@@ -92,8 +95,11 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     """Write examples to a folder. Return the memory-mapped copy, or `examples` on a full disk."""
 
     def write(temporary: Path) -> None:
+        flat = examples.tokens
+        assert isinstance(flat, FlatTokens)
+        arrays = {**vars(flat), "num_bytes": examples.num_bytes, "source": examples.source}
         for name, dtype in ARRAYS.items():
-            array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
+            array: np.ndarray = np.asarray(arrays[name], dtype=dtype)
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
         meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
@@ -326,10 +332,11 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
     by_name = list(zip(names, parts, sources, strict=True))
     columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
     ids, is_target, lengths, num_bytes = map(np.concatenate, columns)
+    tokens = FlatTokens(ids, is_target, np.concatenate([[0], np.cumsum(lengths)]))
     return Examples(
-        ids=ids,
-        is_target=is_target,
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        tokens,
+        lengths - 1,
+        tokens.num_targets(),
         num_bytes=num_bytes,
         source=np.concatenate([np.full(part.counts["documents"], i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
