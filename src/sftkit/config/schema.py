@@ -3,6 +3,7 @@ in a second."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -66,16 +67,20 @@ class SampleConfig:
 
 @settings
 class SourceConfig:
-    """One source of rows: a builtin, a local file or folder, or a hub dataset."""
+    """One source of rows: a builtin, local files, files at a URL, or a hub dataset."""
 
     path: FilePath
-    "builtin:docs, builtin:tasks, builtin:pictures (with captions), a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
+    "builtin:docs, builtin:tasks, builtin:pictures (with captions), a .jsonl/.json/.parquet/.arrow/.csv/.txt/.tar file (also .gz, .bz2, .xz, .zst), a folder of them, a pattern with wildcards, a URL of these (s3://, hf://, https://), or a hub dataset id."
+    files: tuple[str, ...] | None = None
+    "Names or patterns of the files to read from a folder, a URL or a hub dataset; null: all. A file that is named without a wildcard is of the split that is asked for."
     name: str | None = None
     "Label in metrics; null: the last part of the path."
     subset: str | None = None
     "Configuration name of a hub dataset (GSM8K: main)."
+    revision: str | None = None
+    "Branch, tag or commit of a hub dataset; its commit is in the log, preflight.json and the report."
     split: str = "train"
-    "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
+    "Split or slice in the notation of datasets: train, train[:1000], train[90%:], train+test. builtin: train or heldout."
     repeat: Positive = 1
     "Passes over this source in an epoch."
     max_rows: Positive | None = None
@@ -203,7 +208,9 @@ class DataConfig:
     num_workers: NonNegative | None = None
     "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
     cache_dir: FilePath = ".cache/sftkit"
-    "Tokenized data, keyed by source, tokenizer, template and settings; safe to delete."
+    "Tokenized data, keyed by source, tokenizer, template and settings, and copies of files at URLs; safe to delete."
+    local_gb: Annotated[float, Field(gt=0)] = 50.0
+    "GB of copies of files at URLs that stay in cache_dir; the least used ones go first."
 
 
 @settings
@@ -497,10 +504,10 @@ def source_label(source: SourceConfig) -> str:
     """Return the name of a source in metrics: its `name`, else the last part of its path without data file suffixes."""
     if source.name is not None:
         return source.name
-    label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]
-    while label.endswith((".gz", ".jsonl", ".ndjson", ".csv", ".tsv", ".json", ".parquet", ".txt")):
-        label = label.rpartition(".")[0]
-    return label
+    whole = source.path.rstrip("/").replace(":", "/")
+    # A URL may end with a query; a pattern has the name of the folder that it is for, if there is one.
+    label = (re.sub(r"[?].*|/[^/]*[*].*", "", whole) or whole).rpartition("/")[2]
+    return re.sub(r"(\.(jsonl|ndjson|csv|tsv|json|parquet|arrow|txt|tar|gz|bz2|xz|zst))+$", "", label)
 
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:

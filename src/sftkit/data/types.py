@@ -97,8 +97,8 @@ class Finding:
     """Rows of a source that are read alike, or have the same fault or oddity, or the same column that is not used."""
 
     kind: Kind
-    """read: how; skipped as bad; dropped although valid; accepted although odd; with a column or key that is unused; or,
-    of documents, left out as the recipe asks"""
+    """read: how; skipped as bad; dropped although valid; accepted although odd; with an unused column or key; or, of
+    documents, left out as the recipe asks"""
     reason: str
     "a short text, the same for all of them; of an unused one what it is: column quality; of those read Row.shape"
     rows: int

@@ -211,7 +211,7 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
         return load_tokenizer(model)
     # The rows of data.train are tokenized next.
     with columns.without_logging() if training.sources is None else nullcontext():
-        return new_tokenizer(model, training, data.train, data.on_bad_row)
+        return new_tokenizer(model, training, data)
 
 
 def meta_model(

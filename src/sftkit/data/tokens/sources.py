@@ -196,11 +196,15 @@ ROWS_PER_CHUNK = 128
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: DataConfig | None = None) -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
-    reported at the end."""
+    reported at the end.
+
+    Args:
+        data: as for find_source.
+    """
     tally: findings.Tally = {}
-    for raw in find_source(source).rows():
+    for raw in find_source(source, data).rows():
         try:
             row = rows.parse(raw)
         except LeftOut as out:
@@ -246,7 +250,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    origins = [find_source(source) for source in sources]
+    origins = [find_source(source, data) for source in sources]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
