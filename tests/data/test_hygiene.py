@@ -15,7 +15,7 @@ from sftkit.data.hygiene import (
     Benchmarks,
     Copies,
     Questions,
-    choose,
+    choose_documents,
     content_hash,
     head_hash,
     held_out,
@@ -171,7 +171,7 @@ class TestQuestions:
 
 
 class Corpus:
-    """Documents as load_sources returns them: a token a word, the files of their rows, and what choose makes of them."""
+    """Documents as load_sources returns them: a token a word, the files of their rows, and what choose_documents makes of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -212,7 +212,7 @@ class Corpus:
     ) -> tuple[Examples, dict[str, Examples]]:
         data = DataConfig(train=train, cache_dir=str(self.folder), **settings)
         validation = {source_label(source): self.load([source], key and f"{key} val") for source in data.val}
-        return choose(self.load(train, key), validation, data, self.decode, benchmarks)
+        return choose_documents(self.load(train, key), validation, data, self.decode, benchmarks)
 
     def texts(self, examples: Examples) -> list[str]:
         return self.decode([examples[i].ids[1:].tolist() for i in range(len(examples))])

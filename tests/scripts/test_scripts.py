@@ -237,7 +237,9 @@ def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, toke
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "  ", "Some text.")))
     (row,) = sample_rows(
-        DataConfig(train=(), val=(SourceConfig(path=str(texts)),)), RowTokenizer(text.tokenize, tokenizer, max_length=64), 3
+        DataConfig(train=(), val=(SourceConfig(path=str(texts)),)),
+        RowTokenizer(text.tokenize, tokenizer, max_length=64),
+        3,
     )
     assert row.text == "Some text."
 

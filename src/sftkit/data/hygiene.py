@@ -278,7 +278,7 @@ COPY = "copy of an earlier or a validation row"
 QUESTION = "evaluation question or answer (data.decontaminate)"
 
 
-def choose(
+def choose_documents(
     training: Examples,
     validation: dict[str, Examples],
     data: DataConfig,

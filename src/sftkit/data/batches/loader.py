@@ -258,7 +258,7 @@ def load_examples(
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
         decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
-        return hygiene.choose(training, validation, data, decode, benchmarks)
+        return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

@@ -115,7 +115,7 @@ PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "re
 "Columns of a good and a bad answer to one question."
 MASKS = ("assistant_masks", "assistant_mask", "completion_mask")
 "Columns next to input_ids that are 1 for each token that is learned."
-OF_TOKENS = (*MASKS, "labels", "attention_mask", "position_ids")
+NEXT_TO_IDS = (*MASKS, "labels", "attention_mask", "position_ids")
 "Columns that are read next to input_ids."
 ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 "Names of the role that is learned, in a column mask."

@@ -25,7 +25,7 @@ from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.demo import builtin
 from sftkit.data.reading import readers, remote, settings
-from sftkit.data.reading.readers import KINDS, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
+from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
@@ -162,7 +162,7 @@ def _check_alone(source: SourceConfig, path: PurePath) -> None:
     if source.files:
         raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
     if suffix_of(path) is None:
-        raise ConfigError(f"data source {source.path}: not one of {KINDS}")
+        raise ConfigError(f"data source {source.path}: not one of {KINDS_OF_FILES}")
     if split not in ("train", split_of(PurePath(path.name))):
         problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
         raise ConfigError(problem)
@@ -317,7 +317,7 @@ def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
     advice = ""
     if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
         advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    return f"no file{of} of the kinds {KINDS} in this folder{advice}"
+    return f"no file{of} of the kinds {KINDS_OF_FILES} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------

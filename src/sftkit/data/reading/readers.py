@@ -91,7 +91,7 @@ def _zstd(path: Path) -> IO[bytes]:
 # Any: each of them returns a type of its own.
 COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
 "Suffix after that of the kind -> the function that opens such a file for what was compressed."
-KINDS = f"{', '.join(SUFFIXES)} (also {', '.join(COMPRESSED)})"
+KINDS_OF_FILES = f"{', '.join(SUFFIXES)} (also {', '.join(COMPRESSED)})"
 
 
 def suffix_of(path: PurePath) -> str | None:

@@ -29,7 +29,7 @@ from sftkit.runtime.script import first_of
 DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
 "Names that file systems give a digest of a file, or a mark that changes with its content."
 TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
-AHEAD = 2
+FILES_AHEAD = 2
 "Files that are fetched before they are asked for."
 TRIES = 3
 FOLDER = "remote"
@@ -135,7 +135,7 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
                 # A file alone may be larger than the limit.
                 while (
                     todo
-                    and len(ahead) <= AHEAD
+                    and len(ahead) <= FILES_AHEAD
                     and (not ahead or sum(one.size for one, _ in ahead) + todo[0].size <= most)
                 ):
                     one = todo.popleft()

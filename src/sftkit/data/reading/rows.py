@@ -521,7 +521,7 @@ _QA = (*columns.CONTEXT_COLUMNS, "history")
 FORMATS = (
     *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
     RowShape("pictures", ("image", "text"), _picture),
-    RowShape(ELSEWHERE, ("input_ids",), _tokens, columns.OF_TOKENS),
+    RowShape(ELSEWHERE, ("input_ids",), _tokens, columns.NEXT_TO_IDS),
     RowShape("a path of a tree", (settings.TREE,), _conversations),
     RowShape("messages", ("messages",), _messages),
     *(RowShape("turns", (column,), _conversations) for column in ("conversations", *_IF_TURNS)),
