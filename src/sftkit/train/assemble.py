@@ -201,6 +201,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
+    from sftkit.evals import tasks
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
@@ -209,7 +210,9 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
 
         batches, validation = load_several(cfg, tokenize, objective, run.resume)
     else:
-        examples, validation = loader.load_examples(cfg.data, tokenize, run.rt)
+        with run.rt.main_first():  # it may download
+            compared = tasks.benchmarks(cfg.data, cfg.eval)
+        examples, validation = loader.load_examples(cfg.data, tokenize, run.rt, compared)
         # The main rank fills the cache of an encoder's inputs, which the others then read.
         with run.rt.main_first() if examples.encoder_sources else nullcontext():
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
@@ -220,7 +223,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
+    return Data(batches, validation, sample_rows(cfg.data, tokenize, shown), prompted)
 
 
 def lay_out(

@@ -26,25 +26,27 @@ from sftkit.data.store import folders
 from sftkit.data.store.making import POLL_SECONDS, Peers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
 from sftkit.data.tokens import chat
-from sftkit.data.types import Examples, Finding
+from sftkit.data.types import DocumentColumns, Examples, Finding
 from sftkit.errors import ConfigError, DataError, fault, hint
 from sftkit.runtime.script import counted
 
-COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
+COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad")
 BECAME = {
     "truncated": "truncated",
     "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
     "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be "
     "learned",
+    "dropped_where": "left out by where",
     "skipped_bad": "skipped as bad",
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in ROLES}
 "Role -> name of the count of its messages, in conversations that are learned from."
 COLUMNS = {
-    **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard"), np.dtype(np.int32)),
+    **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard", "row", "turns"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
+    **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
 }
-"Arrays of a view: the columns of Examples, and of each document its shard and its first token there."
+"Arrays of a view: the columns of Examples and of DocumentColumns, and of each document its shard and first token."
 CountBytes = Callable[[np.ndarray, np.ndarray], int]
 "Takes ids and is_target; returns the UTF-8 bytes of the targets."
 
@@ -113,7 +115,7 @@ def make_examples(
         raise ConfigError(hint("full data cache", folder=str(folder), error="no view could be written"))
     about: dict[str, Any] = {}
     parts = list(documents(about))
-    return _examples({name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, about, shards)
+    return _examples({name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, about, shards, "")
 
 
 def load(folder: Path, shards: Sequence[Shard], instead: str) -> Examples | None:
@@ -124,13 +126,15 @@ def load(folder: Path, shards: Sequence[Shard], instead: str) -> Examples | None
         for name, dtype in COLUMNS.items():
             if arrays[name].dtype != dtype or arrays[name].shape != arrays["start"].shape:
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}")
-        return _examples(arrays, about, shards)
+        return _examples(arrays, about, shards, folder.name)
 
     return folders.load(folder, COLUMNS, build, instead=instead)
 
 
-def _examples(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards: Sequence[Shard]) -> Examples:
-    own = {name: array for name, array in arrays.items() if name not in ("shard", "start")}
+def _examples(
+    arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards: Sequence[Shard], key: str
+) -> Examples:
+    own = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
         StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,
@@ -138,6 +142,8 @@ def _examples(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards
         counts=about["counts"],
         findings={name: tuple(Finding(**one) for one in found) for name, found in about["findings"].items()},
         encoder_sources=about["encoder_sources"],
+        columns=DocumentColumns(*(arrays[name] for name in DocumentColumns._fields)),
+        key=key,
     )
 
 
@@ -200,7 +206,8 @@ def _check(source: SourceConfig, counts: Counter[str], tally: findings.Tally) ->
         raise readers.no_rows(source)
     if not counts["documents"]:
         became = ", ".join(f"{counts[c]} {words}" for c, words in BECAME.items() if counts[c])
-        found = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(tally))
+        said = (one for one in findings.sort_findings(tally) if one.kind != "read")
+        found = "".join(f". {findings.finding_text(finding)}" for finding in said)
         rows_read = counted(counts["rows"], "row")
         raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
 
@@ -235,7 +242,7 @@ def _of_shard(
     pieces = np.ones(len(docs), np.int64)
     targets = docs["targets"].astype(np.int64)
     num_bytes = docs["bytes"].astype(np.int64)
-    within = np.zeros(len(docs), np.int64)
+    entry = np.arange(len(docs))
     if limits is not None:
         most = limits.max_length + 1
         is_text = docs["size"] == 0
@@ -261,15 +268,23 @@ def _of_shard(
         starts = starts[entry] + within * limits.max_length
         is_split = (pieces > 1)[entry]
         length = np.where(is_split, np.minimum(length[entry] - within * limits.max_length, most), length[entry])
-        targets = np.where(is_split, length - 1, targets[entry])
+        targets = targets[entry]
         num_bytes = num_bytes[entry]
         for i in np.flatnonzero(is_split).tolist():
-            num_bytes[i] = count_bytes(*shard.tokens(int(starts[i]), int(length[i])))
+            ids, is_target = shard.tokens(int(starts[i]), int(length[i]))
+            # Of a text that was tokenized elsewhere, some tokens may be no targets.
+            length[i] = np.flatnonzero(is_target)[-1] + 1 if is_target.any() else 0
+            targets[i] = np.count_nonzero(is_target)
+            num_bytes[i] = count_bytes(ids[: length[i]], is_target[: length[i]]) if length[i] else 0
+        there = length > 0
+        entry, starts, length, targets, num_bytes = (a[there] for a in (entry, starts, length, targets, num_bytes))
     counts["documents"] += len(starts)
     for one in found.values():
         if one.rows:
             findings.add(tally, one.kind, one.reason, one.first, one.rows)
-    return {"lengths": length - 1, "num_targets": targets, "num_bytes": num_bytes, "start": starts}
+    of_rows = {"row": docs["row"], "turns": docs["roles"].sum(1), "content": docs["content"], "head": docs["head"]}
+    own = {"lengths": length - 1, "num_targets": targets, "num_bytes": num_bytes, "start": starts}
+    return {**own, **{name: array[entry] for name, array in of_rows.items()}}
 
 
 def _count_cut(

@@ -30,7 +30,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.commands import ROOT, is_ours
-from sftkit.config.schema import DataConfig, SourceConfig, source_label
+from sftkit.config.schema import DataConfig, SourceConfig, source_label, where_columns
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.hygiene import content_hash, head_hash
 from sftkit.data.reading import columns as findings
@@ -42,11 +42,11 @@ from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Part, Shard, Store
 from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError, hint
+from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import likely_cause
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
-MASK_VERSION = 1
+MASK_VERSION = 2
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 WHOLE = 2**20
@@ -95,6 +95,8 @@ class RowTokenizer:
     "data.too_long; None: the rule cuts a text into documents that fit"
     learning: chat.Learning | None = None
     "which tokens of a conversation are learned; None: the rule's own choice"
+    special_tokens: str | None = None
+    "data.special_tokens_in_text; None: the rule takes no plain texts"
 
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
@@ -103,7 +105,12 @@ class RowTokenizer:
     @property
     def settings(self) -> dict[str, object]:
         """Return the keyword arguments of the rule."""
-        given = {"learning": self.learning, "max_length": self.max_length, "too_long": self.too_long}
+        given = {
+            "learning": self.learning,
+            "max_length": self.max_length,
+            "too_long": self.too_long,
+            "special_tokens": self.special_tokens,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -149,13 +156,19 @@ def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: DataConfig | None = None) -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
-    reported at the end."""
+    reported at the end.
+
+    Args:
+        data: as for find_source.
+    """
     tally: findings.Tally = {}
-    for raw in find_source(source).part():
+    for raw in find_source(source, data).part():
         try:
             row = rows.parse(raw)
+        except LeftOut as out:
+            findings.add(tally, "dropped", out.reason, str(out))
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
@@ -176,7 +189,7 @@ def load_sources(
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    origins = [find_source(source) for source in sources]
+    origins = [find_source(source, data) for source in sources]
     stored = [
         view.StoredSource(source, prepare(source, origin, data, tokenize, peers))
         for source, origin in zip(sources, origins, strict=True)
@@ -225,6 +238,7 @@ def _store_of(
 ) -> tuple[Store, dict[str, Any]]:
     """Return the store of a source, which may be empty, and what decides its tokens."""
     kept = {name: value for name, value in asdict(source).items() if name not in NOT_IN_TOKENS}
+    kept["where"] = where_columns(source)
     about = {
         **tokenize.whole.identity,
         "converter": kept,
@@ -285,12 +299,19 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, ch
         try:
             row = rows.parse(raw)
             result = tokenize(row)
+        except LeftOut as out:
+            part.counts["dropped_where"] += 1
+            findings.add(part.tally, "dropped", out.reason, str(out))
+            continue
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue
+        is_first = ("read", row.shape) not in part.tally
+        said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
+        findings.add(part.tally, "read", row.shape, said)
         for name in (*row.unused, *result.unused):
             findings.add(part.tally, "unused", name, row.where)
         # The outcome of the row: learned from, dropped, or learned from with data warnings.
