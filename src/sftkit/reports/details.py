@@ -7,7 +7,7 @@ from sftkit.reports import values
 
 SOURCES = (
     *("name", "rows", "documents", "tokens", "targets", "truncated"),
-    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+    *("dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")
 LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")

@@ -15,7 +15,7 @@ import numpy as np
 
 from sftkit.data.reading import columns
 from sftkit.data.reading.conversation import SPEAKER, TREE, pairs_to_messages
-from sftkit.data.reading.readers import RawRow, parse_json, parsed
+from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
 
@@ -31,7 +31,7 @@ def conversations(rows: Iterable[RawRow], tree: Literal["best", "all"]) -> Itera
     flat: list[tuple[str, JsonObject]] = []
     for raw in rows:
         try:
-            row = parsed(raw)
+            row: Any = parsed(raw)
         except DataError as error:
             row = error  # a bad row where it is parsed
         is_flat = isinstance(row, dict) and {"message_id", "message_tree_id", "text", "role"} <= row.keys()
@@ -77,9 +77,12 @@ def _paths(where: str, root: JsonObject, about: JsonObject, tree: Literal["best"
     waiting = [[root]]
     while waiting:
         path = waiting.pop()
-        replies = [reply for reply in path[-1].get("replies") or () if isinstance(reply, dict)]
+        given: Any = path[-1].get("replies") or []
+        if not isinstance(given, list) or not all(isinstance(reply, dict) for reply in given):
+            yield where, wrong_kind(f"{where}: replies", given, "a list of messages", reason="broken tree")
+            return
         # The best is first, and replies without a rank, such as questions, stay in their order.
-        replies.sort(key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else len(replies))
+        replies = sorted(given, key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else len(given))
         waiting += [[*path, reply] for reply in reversed(replies[:1] if tree == "best" else replies)]
         if replies:
             continue
@@ -207,7 +210,7 @@ def _numbers(
 def segments(raw: JsonObject, where: str, column: str) -> Row:
     """Convert texts that are tokenized apart, as they are written (input_output of Axolotl): label says whether it
     is learned."""
-    given = raw[column] if isinstance(raw[column], list) else [None]
+    given: list[Any] = (raw[column] if isinstance(raw[column], list) else []) or [None]
     for one in given:
         if not (isinstance(one, dict) and isinstance(one.get("text"), str) and isinstance(one.get("label"), bool)):
             raise fault(where, "malformed segments")

@@ -115,7 +115,7 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     return replace(row, **fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
-def as_read(row: Row, decode: Callable[[Sequence[int]], str]) -> str:
+def as_read(row: Row, decode: Callable[..., object]) -> str:
     """Return a row in one line, as inspection shows the first one of each shape. `decode`: the tokenizer's."""
     if row.ids is not None:
         return f"{len(row.ids):,} tokens: {_short(decode(row.ids[:200].tolist()))}"
@@ -150,8 +150,8 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
     if "choices" in shape.columns and "choices" not in other.columns:
         return set()  # a question and its answer, which the choices belong to
     try:
-        second = other.make(raw, where).messages or []
-        second = [conversation.current_message(message, where) for message in second]
+        again = other.make(raw, where).messages or []
+        second = [conversation.current_message(message, where) for message in again]
     except DataError:
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
@@ -274,7 +274,7 @@ def _system_text(raw: Raw, where: str) -> str:
     return different[0] if different else ""
 
 
-def _history(history: object, where: str) -> list[JsonObject]:
+def _history(history: Any, where: str) -> list[JsonObject]:
     """Return the turns of a column history: pairs of a question and its answer, as LLaMA-Factory and ms-swift have."""
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):

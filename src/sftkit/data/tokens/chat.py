@@ -159,7 +159,7 @@ def _unasked(row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTra
         return {}
     headers = tuple(header for header in template_of(tokenizer).headers if header.strip())
     begins = np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0) == 1)
-    before = (tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist()) for begin in begins)
+    before = (str(tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist())) for begin in begins)
     unasked = sum(not text.endswith(headers) for text in before)
     return {UNASKED: f"{row.where}: {unasked} of {len(begins)} runs of targets"} if unasked else {}
 
