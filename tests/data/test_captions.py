@@ -77,7 +77,7 @@ def test_a_tokenizer_of_1024_has_a_token_for_each_word() -> None:
     for text in rows[:100]:
         found = tokenize_captions(Row("x", image="builtin:x", captions=(text,)), tokenizer, max_length=256)
         assert len(found.examples[0].ids) == len(text.split()) + 2  # the first token and the end
-    texts = list(training_texts([SourceConfig(path="builtin:pictures", max_rows=2)], "error"))
+    texts = list(training_texts([SourceConfig(path="builtin:pictures", max_rows=2)], DataConfig(train=())))
     assert texts == rows[:2]
 
 

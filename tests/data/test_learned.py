@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sftkit.config.schema import SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import rows
 from sftkit.data.reading.readers import without_fill
 from sftkit.data.tokens import chat, sources
@@ -235,7 +235,7 @@ def test_a_row_whose_answer_is_a_call_can_be_a_sample(tmp_path: Path, tokenizer)
     written = [{"messages": [ASK, call, {"role": "tool", "content": "seen"}, A]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
     tokenize = sources.RowTokenizer(chat.tokenize, tokenizer, max_length=500)
-    (row,) = sample_rows([SourceConfig(path=str(tmp_path / "calls.parquet"))], tokenize, 1)
+    (row,) = sample_rows(DataConfig(train=(), val=(SourceConfig(path=str(tmp_path / "calls.parquet")),)), tokenize, 1)
     assert sample_prompt(row, tokenizer)[1] == "user: And?"
 
 

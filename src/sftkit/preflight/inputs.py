@@ -54,7 +54,7 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     no best checkpoint."""
     wanted = get("checkpoint.best")
     tasks = get("eval.tasks")
-    validation = get("data.val")
+    validation = [*get("data.val"), *(get("data.train") if get("data.val_fraction") else ())]
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
     # The names that evals.suite.validate gives values of validation sources, those of all together first.

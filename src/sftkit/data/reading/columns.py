@@ -63,7 +63,8 @@ def finding_text(finding: Finding) -> str:
     if finding.kind == "unused":
         rows = f"{counted(finding.rows, 'row')} {'has' if finding.rows == 1 else 'have'}"
         return f"{rows} a {finding.reason}, which is not used; the first: {finding.first}"
-    rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
+    nouns = {"skipped": "bad row", "left out": "document"}
+    rows = counted(finding.rows, nouns.get(finding.kind, "row"))
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 
 
@@ -115,7 +116,7 @@ PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "re
 "Columns of a good and a bad answer to one question."
 MASKS = ("assistant_masks", "assistant_mask", "completion_mask")
 "Columns next to input_ids that are 1 for each token that is learned."
-BESIDE_IDS = (*MASKS, "labels", "attention_mask", "position_ids")
+NEXT_TO_IDS = (*MASKS, "labels", "attention_mask", "position_ids")
 "Columns that are read next to input_ids."
 ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 "Names of the role that is learned, in a column mask."

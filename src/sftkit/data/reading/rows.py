@@ -457,7 +457,7 @@ _QA = (*columns.CONTEXT_COLUMNS, "history")
 FORMATS = (
     *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
     RowShape("pictures", ("image", "text"), _picture),
-    RowShape(ELSEWHERE, ("input_ids",), _rare("tokens"), columns.BESIDE_IDS),
+    RowShape(ELSEWHERE, ("input_ids",), _rare("tokens"), columns.NEXT_TO_IDS),
     RowShape("a path of a tree", (conversation.TREE,), _conversations),
     RowShape("messages", ("messages",), _messages),
     RowShape("turns", ("conversations",), _conversations),

@@ -28,22 +28,24 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
+from sftkit.data import hygiene
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
-from sftkit.data.types import Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
+from sftkit.data.types import DocumentColumns, Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
-FORMAT = 4
+FORMAT = 5
 "The version of the files of a cache entry."
 MASK_VERSION = 2
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
+ARRAYS |= {"row": np.int32, "turns": np.int32, "content": np.uint64, "head": np.uint64}
 "Arrays of a cache entry, each in a file of its own."
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> 
             counts=meta["counts"],
             findings={name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()},
             encoder_sources=meta["given"],
+            columns=DocumentColumns(**{name: arrays[name] for name in DocumentColumns._fields}),
+            key=folder.name,
         )
 
     return store.load(folder, ARRAYS, build, instead=instead)
@@ -97,7 +101,9 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     def write(temporary: Path) -> None:
         flat = examples.tokens
         assert isinstance(flat, FlatTokens)
+        assert examples.columns is not None
         arrays = {**vars(flat), "num_bytes": examples.num_bytes, "source": examples.source}
+        arrays |= examples.columns._asdict()
         for name, dtype in ARRAYS.items():
             array: np.ndarray = np.asarray(arrays[name], dtype=dtype)
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
@@ -185,11 +191,15 @@ ROWS_PER_CHUNK = 128
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: DataConfig | None = None) -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
-    reported at the end."""
+    reported at the end.
+
+    Args:
+        data: as for find_source.
+    """
     tally: findings.Tally = {}
-    for raw in find_source(source).rows():
+    for raw in find_source(source, data).rows():
         try:
             row = rows.parse(raw)
         except LeftOut as out:
@@ -211,14 +221,15 @@ class _TokenizedRows:
     """The outcome of some rows: arrays of their documents, and counts."""
 
     documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    "of each chunk that has any: ids, is_target, lengths and bytes of its documents"
+    "of each chunk that has any: ids, is_target, lengths and bytes of its documents, and DocumentColumns"
     encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
-        self.documents += other.documents
+        rows_before = self.counts["rows"]
+        self.documents += [(*d[:4], d[4] + rows_before, *d[5:]) for d in other.documents]
         self.encoder_sources += other.encoder_sources
         self.counts += other.counts
         for one in other.tally.values():
@@ -234,7 +245,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    origins = [find_source(source) for source in sources]
+    origins = [find_source(source, data) for source in sources]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
@@ -285,7 +296,8 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
     """Tokenize some rows, and count what became of each."""
     part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     documents: list[TokenizedExample] = []
-    for raw in chunk:
+    of_rows: list[tuple[int, ...]] = []
+    for number, raw in enumerate(chunk):
         # A bad row ends the run, or is counted and left out.
         try:
             row = rows.parse(raw)
@@ -316,11 +328,15 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             for reason, where in result.odd.items():
                 findings.add(part.tally, "accepted", reason, where)
         documents += result.examples
+        of_row = number, len(row.messages or ()), hygiene.content_hash(row), hygiene.head_hash(row)
+        of_rows += [of_row] * len(result.examples)
     # One array for the chunk: a worker hands it over at once.
     if documents:
         part.counts["documents"] = len(documents)
         columns = zip(*((d.ids, d.is_target, [len(d.ids)], [d.num_bytes]) for d in documents), strict=True)
-        part.documents = [tuple(map(np.concatenate, columns))]
+        of_documents = zip(DocumentColumns._fields, zip(*of_rows, strict=True), strict=True)
+        chosen_by = (np.array(values, ARRAYS[name]) for name, values in of_documents)
+        part.documents = [(*map(np.concatenate, columns), *chosen_by)]
         part.encoder_sources = [d.encoder_source for d in documents if d.encoder_source]
     return part
 
@@ -340,7 +356,7 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
     columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
-    ids, is_target, lengths, num_bytes = map(np.concatenate, columns)
+    ids, is_target, lengths, num_bytes, *chosen_by = map(np.concatenate, columns)
     tokens = FlatTokens(ids, is_target, np.concatenate([[0], np.cumsum(lengths)]))
     return Examples(
         tokens,
@@ -352,6 +368,7 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
         counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
         findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},
         encoder_sources=[name for _, part in repeated for name in part.encoder_sources],
+        columns=DocumentColumns(*chosen_by),
     )
 
 
