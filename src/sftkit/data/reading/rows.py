@@ -458,7 +458,7 @@ FORMATS = (
     *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
     RowShape("pictures", ("image", "text"), _picture),
     RowShape(ELSEWHERE, ("input_ids",), _rare("tokens"), columns.NEXT_TO_IDS),
-    RowShape("a path of a tree", (conversation.TREE,), _conversations),
+    RowShape(conversation.TREE, (conversation.TREE,), _conversations),
     RowShape("messages", ("messages",), _messages),
     RowShape("turns", ("conversations",), _conversations),
     RowShape("alpaca", ("instruction", "output"), _question, _QA),
