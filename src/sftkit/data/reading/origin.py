@@ -8,6 +8,7 @@ and so are joined splits: train+test. Without network the hub's cache is used, o
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import os
@@ -22,9 +23,9 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
-from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers, remote, settings
+from sftkit.data.reading import columns, readers, remote
 from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.rundir.files import kept_sha256_of, sha256_of
@@ -518,13 +519,30 @@ def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
 
 
 def _with_settings(found: Origin, source: SourceConfig) -> Origin:
-    """Return an origin whose rows are those that the source's settings ask for."""
-    settings.check(source)
-    return replace(
-        found,
-        rows=lambda: settings.with_settings(found.rows(), source),
-        beginning=lambda: settings.with_settings(found.beginning(), source),
-    )
+    """Return an origin with trees as conversations, whose rows come with the source if its settings say how rows are
+    parsed.
+
+    Raises:
+        ConfigError: a name in `columns` that no row has a meaning for.
+    """
+    for name in source.columns or ():
+        if columns.standard_name(name) not in columns.KNOWN:
+            near = difflib.get_close_matches(name, columns.KNOWN, n=1)
+            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
+            raise ConfigError(problem)
+
+    def read(rows: Callable[[], Iterator[RawRow]]) -> Iterator[RawRow]:
+        raw_rows = rows()
+        if source.tree is not None:
+            from sftkit.data.reading import rare
+
+            raw_rows = rare.conversations(raw_rows, source.tree)
+        if not (source.columns or source.roles or source.system or where_columns(source)):
+            return raw_rows
+        return ((raw[0], raw[1], source) for raw in raw_rows)
+
+    return replace(found, rows=partial(read, found.rows), beginning=partial(read, found.beginning))
 
 
 def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None]) -> Origin | None:
