@@ -15,7 +15,7 @@ def row_tokenizer(data, tokenizer, max_length):
     text.check_targets(
         data, "base_train.py learns every token of texts; remove the setting, or run mid_train.py or chat_sft.py"
     )
-    return RowTokenizer(text.tokenize, tokenizer, max_length)
+    return RowTokenizer(text.tokenize, tokenizer, max_length, special_tokens=data.special_tokens_in_text)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ ROOMS = {
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "engine", "evals"),
     ),
-    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
+    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory", "evals"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
@@ -63,6 +63,7 @@ SHARED_NAMES = {
     "log": "the logger of a module",
     "main": "what a command starts",
     "T": "a type variable",
+    "question_texts": "questions and answers that data.decontaminate compares, of each file of tasks",
     "build": "what a file of an optimizer or a task makes",
     "parse": "flags, YAML, rows: the module says of what",
     "tokenize": "of conversations and of texts, one of which a stage binds",

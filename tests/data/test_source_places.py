@@ -307,7 +307,7 @@ def test_copies_are_fetched_two_ahead_and_what_stays_has_a_limit(
     for text in rows:
         seen.append(text[0])
         assert kept() <= 3500
-        assert len(fetched) <= len(seen) + remote.AHEAD
+        assert len(fetched) <= len(seen) + remote.FILES_AHEAD
     assert seen == list("012345")
     assert len(fetched) == 6
     assert len(list(remote_texts(tmp_path, local_gb=1e-9))) == 6  # a file may be larger than the limit
@@ -316,7 +316,7 @@ def test_copies_are_fetched_two_ahead_and_what_stays_has_a_limit(
     rows = remote_texts(tmp_path)
     next(rows)
     rows.close()
-    assert len(fetched) <= 1 + remote.AHEAD  # what nobody reads is not fetched
+    assert len(fetched) <= 1 + remote.FILES_AHEAD  # what nobody reads is not fetched
     assert len(list(remote_texts(tmp_path))) == 6
     fetched.clear()
     assert len(list(remote_texts(tmp_path))) == 6

@@ -49,6 +49,22 @@ class RunConfig:
     "The same limit for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "tool_call"]
+"Roles of messages; tool_call: an answer whose text is the JSON of its calls."
+COUNTED = ("min_tokens", "max_tokens", "min_turns", "max_turns")
+"Names of `where` that are limits of a document's size; all others are columns."
+
+
+@settings
+class SampleConfig:
+    """Rows of a source that are drawn by chance."""
+
+    rows: Positive
+    "Number of rows; all of a source that has fewer."
+    seed: NonNegative = 0
+    "Another seed draws other rows."
+
+
 @settings
 class SourceConfig:
     """One source of rows: a builtin, local files, files at a URL, or a hub dataset."""
@@ -69,6 +85,18 @@ class SourceConfig:
     "Passes over this source in an epoch."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
+    sample: SampleConfig | None = None
+    "Use only rows that are drawn by chance; null: all."
+    columns: dict[str, str] | None = None
+    "Where columns with a meaning are: {messages: data.turns, system: persona}. A point goes into an object. {completion: chosen} learns the chosen answer of preference rows."
+    roles: dict[str, Role] | None = None
+    "Further names of roles, in any case: {bot: assistant, customer: user}."
+    system: str | None = None
+    "System text of conversations that have none."
+    where: dict[str, Any] | None = None
+    "Use only rows whose columns have a value, or one of several: {lang: en, meta.grade: [a, b]}; and documents within min_tokens, max_tokens, min_turns, max_turns."
+    tree: Literal["best", "all"] | None = None
+    "Trees of answers (OASST): best: the path of the best answers; all: every path, an answer is learned in the first path that has it; null: rejected."
 
 
 @settings
@@ -132,6 +160,11 @@ class ModelConfig:
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 
 
+def one_or_several(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 @settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
@@ -140,6 +173,12 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    "Share of each training source that is held out for validation, under the name of the source: by the first user message or the beginning of the text, so that copies and answers to one question stay together, and stay where they are when rows are added."
+    dedup: Literal["exact", "near"] | None = None
+    "exact: documents whose row has the text of an earlier or a validation row are left out; near: also rows that share most of their words with an earlier one (extra dedup); null: copies are only counted."
+    decontaminate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
+    "Evaluation tasks whose questions and answers are looked for in the training data: documents that hold one are left out and listed. A list, or all: every task whose rows can be read (eval.data, else the hub). Empty: sftkit inspect only counts those of eval.tasks."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
@@ -160,6 +199,8 @@ class DataConfig:
     "auto: an answer without reasoning counts as given with thinking turned off, so an empty thinking block of the template is context; learn_empty: the empty block is learned; off: reasoning in the data is dropped."
     split_turns: bool = True
     "Answers that the chat template renders differently as history (Qwen3 drops their reasoning) each end a separate document, after the prompt that a server would send; false: they are context only. Costs tokens, see sftkit inspect."
+    special_tokens_in_text: Literal["split", "parse", "error"] = "split"
+    "The tokenizer's special tokens in plain texts: split: ordinary characters, counted; parse: special tokens; error: a bad row. Conversations never hold one."
     on_bad_row: Literal["error", "skip"] = "error"
     "If a row cannot be used: error stops and names file and line; skip skips and counts it."
     num_proc: Positive = 1
@@ -266,11 +307,6 @@ class TrainConfig:
 def num_stages(train: TrainConfig) -> int | None:
     """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
-
-
-def one_or_several(value: Any) -> Any:
-    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @settings
@@ -452,6 +488,16 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+def where_columns(source: SourceConfig) -> dict[str, Any]:
+    """Return the conditions of `where` on columns of rows."""
+    return {name: value for name, value in (source.where or {}).items() if name not in COUNTED}
+
+
+def where_counts(source: SourceConfig) -> dict[str, int]:
+    """Return the limits of `where` on the size of documents: min_tokens, max_tokens, min_turns, max_turns."""
+    return {name: value for name, value in (source.where or {}).items() if name in COUNTED}
 
 
 def source_label(source: SourceConfig) -> str:

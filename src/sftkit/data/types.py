@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ are read, and most of it is the chat template's to know."""
 @dataclass(frozen=True)
 class Row:
     """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with
-    what it shows."""
+    what it shows, or what is tokenized elsewhere or as it is written: `ids` or `segments`."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -40,6 +40,19 @@ class Row:
     "The role that the row excludes from learning (NeMo's column mask)."
     unused: tuple[str, ...] = ()
     "Columns that nothing reads, each as findings name it: column quality."
+    ids: np.ndarray | None = None
+    "int32 [n]: the tokens of a row that was tokenized elsewhere."
+    is_target: np.ndarray | None = None
+    "bool [n]: which of them are learned; None: the row does not say it."
+    segments: tuple[tuple[str, bool], ...] | None = None
+    "Texts that are tokenized apart, and whether each is learned."
+    shape: str = ""
+    "The kind of row that it was read as: alpaca (instruction, output, input)."
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Return whether its tokens are given, or what each text of it becomes, so that no template or rule decides."""
+        return self.ids is not None or self.segments is not None
 
 
 @dataclass(frozen=True)
@@ -76,20 +89,21 @@ class Tokenized:
     "keys of its messages that nothing reads, each as findings name it: message key mood"
 
 
-Kind = Literal["skipped", "dropped", "accepted", "unused"]
+Kind = Literal["read", "skipped", "dropped", "accepted", "unused", "left out"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Rows of a source with the same fault or oddity, or with the same column that is not used."""
+    """Rows of a source that are read alike, or have the same fault or oddity, or the same column that is not used."""
 
     kind: Kind
-    "skipped as bad; dropped although valid; accepted although odd; or with a column or key that is unused"
+    """read: how; skipped as bad; dropped although valid; accepted although odd; with an unused column or key; or, of
+    documents, left out as the recipe asks"""
     reason: str
-    "a short text, the same for all of them; of an unused one what it is: column quality"
+    "a short text, the same for all of them; of an unused one what it is: column quality; of those read Row.shape"
     rows: int
     first: str
-    "file:line of the first one, and what is wrong there"
+    "file:line of the first one, and what is wrong there, or what it says"
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,19 @@ class EncoderInputs:
     "by argument name, [I, ...], memory-mapped where they are large"
     index: np.ndarray
     "int64 [D]; document i is given entry index[i]"
+
+
+class DocumentColumns(NamedTuple):
+    """What documents are chosen by (hygiene.py), arrays [D]."""
+
+    row: np.ndarray
+    "int, number of its row in the source"
+    turns: np.ndarray
+    "int, messages of its row; 0: a text"
+    content: np.ndarray
+    "uint64, hygiene.content_hash of its row"
+    head: np.ndarray
+    "uint64, hygiene.head_hash of its row"
 
 
 class Tokens(Protocol):
@@ -135,6 +162,12 @@ and the messages of each role in conversations that are learned from, see source
     "of each document what an encoder reads for it, by name; empty: the data is for models without one"
     encoder_inputs: EncoderInputs | None = None
     "the same as arrays; None: there is no encoder"
+    columns: DocumentColumns | None = None
+    "None: made-up documents, or such as were chosen already"
+    key: str = ""
+    "names all that the documents follow from, as load_sources has loaded them; empty: made-up documents"
+    contamination: Mapping[str, Any] | None = None
+    "the evaluation questions that were found in the documents, as hygiene.contamination; None: none were looked for"
 
     @classmethod
     def of(
@@ -191,6 +224,15 @@ and the messages of each role in conversations that are learned from, see source
         ids, learned = map(np.concatenate, zip(*found, strict=True))
         return ids, learned
 
+    def take(self, documents: np.ndarray, **others: Any) -> Examples:
+        """Return some documents in this order, without their columns. `others`: fields with another value."""
+        names = ("lengths", "num_targets", "num_bytes", "source")
+        taken: dict[str, Any] = {name: getattr(self, name)[documents] for name in names}
+        if self.encoder_sources:
+            taken["encoder_sources"] = [self.encoder_sources[i] for i in documents.tolist()]
+        tokens = _Taken(self.tokens, documents)
+        return replace(self, **{**taken, "tokens": tokens, "columns": None, "key": "", **others})
+
     def name(self, i: int) -> str:
         """Return the name of document i in messages."""
         return f"{self.source_names[int(self.source[i])]} #{i}"
@@ -199,6 +241,17 @@ and the messages of each role in conversations that are learned from, see source
     def encoded(self) -> bool:
         """Return whether each document has something for an encoder."""
         return bool(self.encoder_sources) or self.encoder_inputs is not None
+
+
+class _Taken(NamedTuple):
+    """Tokens of some of the documents of others."""
+
+    tokens: Tokens
+    documents: np.ndarray
+    "int [D]"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens.gather(self.documents[documents])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from sftkit.config.tables import CHAT_TEMPLATES
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.models.files import adapter_at, reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
@@ -243,8 +243,11 @@ def training_texts(tokenizer_sources: Iterable[SourceConfig], data: DataConfig) 
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
         for row in sources.read_source(source, data.on_bad_row, data):
+            if row.ids is not None:
+                raise DataError(f"{row.where}: tokens (input_ids), but a tokenizer is trained on texts: give its text")
             if row.text is not None:
                 yield row.text
             else:
+                yield from (text for text, _ in row.segments or ())
                 yield from row.captions
                 yield from (str(message.get("content") or "") for message in row.messages or ())

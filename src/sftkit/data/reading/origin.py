@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers, remote
-from sftkit.data.reading.readers import KINDS, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
+from sftkit.data.reading import readers, remote, settings
+from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
@@ -162,7 +162,7 @@ def _check_alone(source: SourceConfig, path: PurePath) -> None:
     if source.files:
         raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
     if suffix_of(path) is None:
-        raise ConfigError(f"data source {source.path}: not one of {KINDS}")
+        raise ConfigError(f"data source {source.path}: not one of {KINDS_OF_FILES}")
     if split not in ("train", split_of(PurePath(path.name))):
         problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
         raise ConfigError(problem)
@@ -317,7 +317,7 @@ def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
     advice = ""
     if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
         advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    return f"no file{of} of the kinds {KINDS} in this folder{advice}"
+    return f"no file{of} of the kinds {KINDS_OF_FILES} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
@@ -515,9 +515,19 @@ def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
     Args:
         data: says where copies of files at URLs are kept, and how many; None: its defaults.
     """
-    found = _joined(source, lambda part: find_here(part, data) or _on_hub(part, data))
+    found = _joined(source, lambda part: find_here(part, data) or _with_settings(_on_hub(part, data), part))
     assert found is not None
     return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
+
+
+def _with_settings(found: Origin, source: SourceConfig) -> Origin:
+    """Return an origin whose rows are those that the source's settings ask for."""
+    settings.check(source)
+    return replace(
+        found,
+        rows=lambda: settings.with_settings(found.rows(), source),
+        beginning=lambda: settings.with_settings(found.beginning(), source),
+    )
 
 
 def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None]) -> Origin | None:
@@ -565,13 +575,13 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
     if known and source.revision is not None:
         raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
     if source.path.startswith("builtin:"):
-        return _builtin(source)
+        return _with_settings(_builtin(source), source)
     if is_url:
-        return _remote(source, data)
+        return _with_settings(_remote(source, data), source)
     if path.exists():
-        return _local(source, path)
+        return _with_settings(_local(source, path), source)
     if WILDCARD.search(source.path):
-        return _of_files(source, *files_of(source, *_wildcard(source)))
+        return _with_settings(_of_files(source, *files_of(source, *_wildcard(source))), source)
     if readers.looks_local(source.path):
         meant = similar_paths(source.path)
         raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){meant}")

@@ -49,9 +49,9 @@ def without_fill(value: object, feature: object = None) -> object:
     return value
 
 
-RawRow = tuple[str, object]
+RawRow = tuple[str, object] | tuple[str, object, SourceConfig]
 """(place of the row, the row): an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or
-the DataError to raise for it."""
+the DataError to raise for it; and its source, if settings of that say how the row is parsed."""
 LONGEST_RECORD = 32 * 2**20
 "The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
@@ -91,7 +91,7 @@ def _zstd(path: Path) -> IO[bytes]:
 # Any: each of them returns a type of its own.
 COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
 "Suffix after that of the kind -> the function that opens such a file for what was compressed."
-KINDS = f"{', '.join(SUFFIXES)} (also {', '.join(COMPRESSED)})"
+KINDS_OF_FILES = f"{', '.join(SUFFIXES)} (also {', '.join(COMPRESSED)})"
 
 
 def suffix_of(path: PurePath) -> str | None:
@@ -128,7 +128,7 @@ def parsed(raw: RawRow) -> object:
     Raises:
         DataError: it is not JSON, or the error of a row that could not be read.
     """
-    where, value = raw
+    where, value = raw[:2]
     if isinstance(value, DataError):
         raise value
     return parse_json(value, where) if isinstance(value, bytes) else value

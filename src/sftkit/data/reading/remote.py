@@ -28,7 +28,7 @@ from sftkit.runtime.hub import hub_answers, unreachable
 DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
 "Names that file systems give a digest of a file, or a mark that changes with its content."
 TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
-AHEAD = 2
+FILES_AHEAD = 2
 "Files that are fetched before they are asked for."
 TRIES = 3
 FOLDER = "remote"
@@ -127,7 +127,7 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
             while todo or ahead:
                 # The first of them may be larger than the limit.
                 room = most - sum(size for size, _ in ahead)
-                if todo and len(ahead) <= AHEAD and (not ahead or todo[0].size <= room):
+                if todo and len(ahead) <= FILES_AHEAD and (not ahead or todo[0].size <= room):
                     ahead.append((todo[0].size, thread.submit(_fetch, todo.popleft(), folder, most, stop)))
                     continue
                 path, lock = ahead[0][1].result()
