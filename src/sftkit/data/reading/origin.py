@@ -119,12 +119,13 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     split = base_split(source.split)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
-    saved = {folder: _saved_files(folder) for folder in {path.parent for path in present} if isinstance(folder, Path)}
+    folders = {path.parent for path in present}
+    saved: dict[PurePath, set[str] | None] = {one: _saved_files(one) for one in folders if isinstance(one, Path)}
     files = [
         path
         for path in present
         if _is_data(path, relative[path], named=path in named)
-        and (saved.get(path.parent) is None or path.name in (saved[path.parent] or ()))
+        and ((names := saved.get(path.parent)) is None or path.name in names)
     ]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
