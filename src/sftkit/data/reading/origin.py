@@ -119,12 +119,13 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     split = base_split(source.split)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
-    saved = {folder: _saved_files(folder) for folder in {path.parent for path in present} if isinstance(folder, Path)}
+    folders = {path.parent for path in present}
+    saved: dict[PurePath, set[str] | None] = {one: _saved_files(one) for one in folders if isinstance(one, Path)}
     files = [
         path
         for path in present
         if _is_data(path, relative[path], named=path in named)
-        and (saved.get(path.parent) is None or path.name in (saved[path.parent] or ()))
+        and ((names := saved.get(path.parent)) is None or path.name in names)
     ]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
@@ -420,12 +421,13 @@ def check_dataset(source: SourceConfig) -> None:
 
 
 def _in_snapshot(source: SourceConfig) -> Origin | None:
-    """Find a source in a downloaded snapshot with configurations if the hub does not answer: datasets would take the
-    configuration that its own cache has."""
+    """Find a source in a downloaded snapshot if the hub does not answer, and its revision, its files or a configuration
+    are asked for: datasets would take those that its own cache has."""
     folder = None if hub_answers() else _cached_snapshot(source)
-    if folder is None or source.files or not has_configurations(folder):
+    if folder is None or not (source.revision or source.files or has_configurations(folder)):
         return None
-    return replace(_by_configuration(source, folder), said=f"commit {folder.name}")
+    found = _local(source, folder)
+    return replace(found, said="; ".join(filter(None, (f"commit {folder.name}", found.said))))
 
 
 def _cached_snapshot(source: SourceConfig) -> Path | None:
@@ -571,11 +573,7 @@ def _on_hub(source: SourceConfig, data: DataConfig | None) -> Origin:
             found = _remote(replace(source, path=f"hf://datasets/{source.path}@{source.revision or 'main'}"), data)
             return replace(found, said=f"commit {source.revision}; {found.said}")
     elif source.revision or source.files:
-        folder = _cached_snapshot(source)
-        if folder is None:
-            raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
-        found = _local(source, folder)
-        return replace(found, said=f"commit {folder.name}; {found.said}")
+        raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
     dataset = load_from_hub(source)
     return _local(source, dataset) if isinstance(dataset, Path) else _of_datasets(source, lambda: dataset)
 
