@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
+from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
+from sftkit.data.batches.order import Cursor, Order, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
@@ -101,7 +102,7 @@ class StepDataset(Dataset[StepBatches]):
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
-        docs = list(chain.from_iterable(batch.rows))
+        docs = batch.documents
         lengths = self.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
@@ -164,15 +165,14 @@ class Batches:
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.segments = with_segment(earlier, first_step, self.layout, seed)
-        order = Order(dataset.lengths, self.layout, self.segments)
-        self.plan = order.plan
-        self.num_steps = order.num_steps
-        self._items = order.batches
+        self.segments = segments_of(earlier, first_step, self.layout, seed)
+        self.order = Order(dataset.lengths, self.layout, self.segments)
+        self.num_steps = self.order.num_steps
+        self._items = self.order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
-        return sum(len(row) for _, _, batch in self._items(first_step, last_step) for row in batch.rows)
+        return sum(len(batch.documents) for _, _, batch in self._items(first_step, last_step))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""

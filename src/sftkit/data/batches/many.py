@@ -14,8 +14,9 @@ import numpy as np
 
 from sftkit.config.schema import TrainConfig
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import GlobalBatch, Order, row_pairs
+from sftkit.data.batches.epoch import GlobalBatch, row_pairs
 from sftkit.data.batches.loader import AdapterStep, Batches, StepBatches, StepDataset
+from sftkit.data.batches.order import Order
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment, largest_divisor
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -75,7 +76,7 @@ def joined(parts: Sequence[tuple[str, Examples]]) -> Examples:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JointBatch(GlobalBatch):
     """The rows of a step of all adapters, in the order of the micro-batches."""
 
@@ -158,7 +159,7 @@ class ManyBatches(Batches):
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:
         """Return the batches of an epoch of the most data; adapters with less repeat theirs, up to train.epochs."""
-        size = max(len(order.plan(0)) for order in self._orders)
+        size = max(order.num_steps(1) for order in self._orders)
         last = (epoch + 1) * size
         ends = [last if self._epochs is None else min(last, o.num_steps(self._epochs)) for o in self._orders]
         of_each = [order.batches(epoch * size, end) for order, end in zip(self._orders, ends, strict=True)]
@@ -180,10 +181,11 @@ class ManyBatches(Batches):
     def _joint(self, batches: Sequence[GlobalBatch | None], steps: tuple[tuple[int, int] | None, ...]) -> JointBatch:
         """Return the rows of all adapters in the order of the micro-batches."""
         layout, size = self.layout, self._sources[0].layout.global_batch_size
-        own: list[list[tuple[int, ...]]] = []
+        none = np.zeros(0, np.int64)
+        own: list[list[np.ndarray]] = []
         for source, batch in zip(self._sources, batches, strict=True):
-            rows = [] if batch is None else [tuple(i + source.first for i in row) for row in batch.rows]
-            own.append([*rows, *[()] * (size - len(rows))])
+            rows = [] if batch is None else np.split(batch.documents + source.first, batch.borders[1:-1])
+            own.append([*rows, *[none] * (size - len(rows))])
         each = layout.micro_batch_size // layout.shares
         in_order = [
             row
@@ -193,5 +195,7 @@ class ManyBatches(Batches):
             for row in own[k][start : start + each]
         ]
         length = layout.row_lengths[-1]
-        pairs = row_pairs(self._dataset.lengths, in_order, length, layout.max_doc_length)
-        return JointBatch(length, tuple(in_order), tuple(pairs.tolist()), steps)
+        counts = np.array([len(row) for row in in_order])
+        documents = np.concatenate(in_order)
+        pairs = row_pairs(self._dataset.lengths[documents], counts, length, layout.max_doc_length)
+        return JointBatch(length, documents, np.concatenate([[0], np.cumsum(counts)]), pairs, steps)
