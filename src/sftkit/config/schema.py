@@ -60,8 +60,14 @@ class SourceConfig:
     "Configuration name of a hub dataset (GSM8K: main)."
     split: str = "train"
     "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
-    repeat: Positive = 1
-    "Passes over this source in an epoch."
+    repeat: Positive | Annotated[float, Field(gt=0.0, le=1e6)] = 1
+    "Passes over this source in an epoch; of a last pass that is not whole (2.5), each epoch takes other documents. Not with weights."
+    weight: Annotated[float, Field(ge=0.0)] | None = None
+    "Share of this source in the tokens of rows, over the sum of all weights; a source that ends begins again in another order. null: no source has a weight, and an epoch takes each document once."
+    max_epochs: Positive | None = None
+    "With weights: passes over this source in the whole run, after which the others take its share; null: no limit."
+    order: Literal["shuffled", "given"] = "shuffled"
+    "given: documents as they stand in the source. Alone or with weights, and rows are not shuffled either."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
 
@@ -128,6 +134,16 @@ class ModelConfig:
 
 
 @settings
+class StageConfig:
+    """Weights of the sources from a share of the run on."""
+
+    at: Annotated[float, Field(gt=0.0, lt=1.0)]
+    "Share of the steps after which these weights replace those before."
+    weights: dict[str, Annotated[float, Field(ge=0.0)]]
+    "Weight by name of the source; a source that is not named has 0."
+
+
+@settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
 
@@ -135,6 +151,12 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
+    tokens: Annotated[float, Field(gt=0.0, le=1e18)] | None = None
+    "Length of the run in positions of packed rows, 100e9 for example: instead of train.max_steps, which follows; null: as train says."
+    stages: tuple[StageConfig, ...] = ()
+    "Other weights from a share of the run on, in order; the last stages of a base run, for example."
+    shuffle: Literal["global", "window"] | None = None
+    "global: any document of a source may follow any other; window: documents are shuffled in windows of 4,194,304, which keeps reads of a large source together; null: window above 16,777,216 documents."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
@@ -253,7 +275,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters; and data.train, for other weights, longer or new sources."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -250,6 +250,11 @@ class Meter:
             rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
+        tokens = np.bincount(self._examples.source, self._examples.lengths, len(self._examples.source_names))
+        passes = {source.name: math.ceil(source.repeat) for source in batches.mixture.sources}
+        self._pass_tokens = [max(n, 1.0) / passes.get(name, 1) for name, n in zip(self.sources, tokens, strict=True)]
+        self._run_tokens = np.zeros(len(tokens), np.int64)
+        "tokens of each source in the logged steps of the run"
         self._before = Progress()
         "progress before this window"
         self.total_step_seconds = 0.0
@@ -344,8 +349,13 @@ class Meter:
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
-        counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
-        shares = {f"data/share/{name}": count / total for name, count in counts}
+        self._run_tokens += self._source_tokens
+        each = zip(self.sources, self._source_tokens, self._run_tokens, self._pass_tokens, strict=True)
+        shares = {}
+        for name, count, of_run, of_pass in each:
+            shares[f"data/share/{name}"] = count / total
+            shares[f"data/tokens/{name}"] = int(of_run)
+            shares[f"data/epochs/{name}"] = of_run / of_pass
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
@@ -364,7 +374,7 @@ class Meter:
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(encoded if self._encoder_positions else {}),
-            **(shares if len(shares) > 1 else {}),
+            **(shares if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
@@ -380,7 +390,8 @@ class Meter:
     def counts(self) -> RunCounts:
         """Return the counts since the start of the run, next to `progress`, for a checkpoint."""
         shapes = [[*shape, count] for shape, count in sorted(self.shapes.seen.items())]
-        return {"shapes": shapes, "undeclared": self.shapes.undeclared}
+        tokens = dict(zip(self.sources, self._run_tokens.tolist(), strict=True))
+        return {"shapes": shapes, "undeclared": self.shapes.undeclared, "source_tokens": tokens}
 
     def resume(self, resumed: Mapping[str, Any]) -> None:
         """Take over progress and counts of a checkpoint, before the first step. What was declared then may not be now:
@@ -395,6 +406,8 @@ class Meter:
         for rows, length, count in counts.get("shapes", ()):
             self.shapes.seen[rows, length] += count
         self.shapes.undeclared += counts.get("undeclared", 0)
+        known = counts.get("source_tokens", {})
+        self._run_tokens += [known.get(name, 0) for name in self.sources]
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
-from sftkit.data.batches.order import Cursor, Order, segments_of
+from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, Order, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
@@ -150,6 +150,8 @@ class Batches:
         num_workers: int | None = 0,
         earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
+        known: Sequence[Cursor] = (),
+        mixture: Mixture = NO_MIXTURE,
     ) -> None:
         """Continue the plan segments of earlier starts; no batch is built yet.
 
@@ -157,7 +159,8 @@ class Batches:
             dataset: builds the batches of this process.
             seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
-            earlier, first_step: the segments of the checkpoint that is resumed, and its step.
+            earlier, first_step, known: segments, step and cursors of the checkpoint that is resumed.
+            mixture: of the sources of the documents.
         """
         self.examples = dataset.examples
         self.layout = dataset.layout
@@ -165,10 +168,23 @@ class Batches:
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.segments = segments_of(earlier, first_step, self.layout, seed)
-        self.order = Order(dataset.lengths, self.layout, self.segments)
-        self.num_steps = self.order.num_steps
+        self.segments = segments_of(earlier, first_step, self.layout, seed, mixture)
+        self.order = Order(dataset.lengths, self.layout, self.segments, known=known)
+        self.mixture = mixture
         self._items = self.order.batches
+
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Return the optimizer steps of a run: those of n epochs, but at most max_steps, or those of data.tokens. None
+        is no limit."""
+        return self.order.num_steps(epochs, self.mixture.max_steps if max_steps is None else max_steps)
+
+    def first_epoch(self) -> tuple[list[GlobalBatch], int]:
+        """Return the batches of the first epoch, or of its first block, as the settings of now make them, and the
+        steps of an epoch."""
+        if len(self.segments) == 1:
+            return self.order.first_batches()
+        now = segments_of((), 0, self.layout, self.seed, self.mixture)
+        return Order(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""

@@ -7,7 +7,6 @@ An adapter whose data has ended has padding there; a group whose adapters have a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -143,9 +142,7 @@ class ManyBatches(Batches):
             self._orders.append(Order(own, source.layout, [segment]))
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
         "number of steps of each adapter"
-        self.num_steps = lambda epochs, max_steps=None: max(self.totals)
         self._epochs = train.epochs
-        self.plan = lru_cache(maxsize=2)(self._plan)
         self._items = self._joint_items
 
     def of_each(self) -> list[dict[str, int]]:
@@ -157,14 +154,17 @@ class ManyBatches(Batches):
             found.append({"steps": steps, "documents": source.documents, "tokens": tokens, "targets": targets})
         return found
 
-    def _plan(self, epoch: int) -> list[GlobalBatch]:
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Return the steps of the adapter with the most; the recipe says how many."""
+        return max(self.totals)
+
+    def first_epoch(self) -> tuple[list[GlobalBatch], int]:
         """Return the batches of an epoch of the most data; adapters with less repeat theirs, up to train.epochs."""
         size = max(order.num_steps(1) for order in self._orders)
-        last = (epoch + 1) * size
-        ends = [last if self._epochs is None else min(last, o.num_steps(self._epochs)) for o in self._orders]
-        of_each = [order.batches(epoch * size, end) for order, end in zip(self._orders, ends, strict=True)]
+        ends = [size if self._epochs is None else min(size, o.num_steps(self._epochs)) for o in self._orders]
+        of_each = [order.batches(0, end) for order, end in zip(self._orders, ends, strict=True)]
         none = (None,) * len(ends)
-        return [self._joint([one and one[2] for one in found], none) for found in zip_longest(*of_each)]
+        return [self._joint([one and one[2] for one in found], none) for found in zip_longest(*of_each)], size
 
     def _joint_items(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, largest epoch of an adapter, global batch) of steps first_step + 1 .. last_step."""

@@ -1,7 +1,7 @@
 """The order of documents over a run: which are planned together, when a source begins again, and from where a resume
 plans on.
 
-A plan is a pure function of lengths, layout and plan segments, equal on every rank, whatever it is asked first. A run is
+A plan is a pure function of lengths, layout and plan segments, equal on every rank, whatever is asked first. A run is
 planned in *parts*, the steps of one segment and, without weights, of one epoch; a part in *blocks* of documents whose
 rows follow one another. No array is as long as the data: a place in the order is a number, and a permutation by rounds
 of a Feistel network says which document stands there. A block depends only on its `Cursor`, a few integers, so a resume
@@ -19,8 +19,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from sftkit.config.schema import LARGEST, DataConfig, TrainConfig, source_label
 from sftkit.data.batches.epoch import GlobalBatch, global_batches, plan_epoch, plan_rows
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
+from sftkit.data.types import Examples
 from sftkit.errors import config_error
 
 log = logging.getLogger(__name__)
@@ -117,7 +119,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Stream:
+class DocumentOrder:
     """The endless order of a source's documents, or without weights of all documents, from a place on."""
 
     number: int
@@ -132,7 +134,7 @@ class Stream:
     "of the epochs after this one"
 
     @classmethod
-    def begun(cls, number: int, epoch: int, seed: int, order: str, ranges: Ranges) -> "Stream":
+    def begun(cls, number: int, epoch: int, seed: int, order: str, ranges: Ranges) -> "DocumentOrder":
         """Return a stream at the beginning of an epoch."""
         layer = _Layer(0, sum(count for _, count in ranges), seed, order)
         return cls(number, epoch, 0, (layer,), ranges, (layer, ranges))
@@ -142,12 +144,12 @@ class Stream:
         """Return the number of documents until the epoch ends."""
         return self.layers[-1].size - self.position
 
-    def next_epoch(self) -> "Stream":
+    def next_epoch(self) -> "DocumentOrder":
         """Return the stream at the beginning of the next epoch."""
         layer, ranges = self.later
         return replace(self, epoch=self.epoch + 1, position=0, layers=(layer,), ranges=ranges)
 
-    def passed(self, count: int) -> "Stream":
+    def passed(self, count: int) -> "DocumentOrder":
         """Return the stream `count` documents further."""
         if count < self.left:
             return replace(self, position=self.position + count)
@@ -155,7 +157,7 @@ class Stream:
         stream = self.next_epoch()
         return replace(stream, epoch=stream.epoch + epochs, position=position)
 
-    def changed(self, layer: _Layer, ranges: Ranges) -> "Stream":
+    def changed(self, layer: _Layer, ranges: Ranges) -> "DocumentOrder":
         """Return the stream with another seed or more documents from here on, in the rest of this epoch too. `layer`
         and `ranges`: of later epochs."""
         if (layer, ranges) == self.later:
@@ -174,7 +176,7 @@ class Stream:
         return found if here == stop else np.concatenate([found, self.documents(here, stop)])
 
     @staticmethod
-    def _of_epochs(stream: "Stream", start: int, stop: int) -> np.ndarray:
+    def _of_epochs(stream: "DocumentOrder", start: int, stop: int) -> np.ndarray:
         """Return documents of this epoch or, if it has just begun, of several epochs."""
         epoch, places = np.divmod(np.arange(start, stop) + stream.position, max(stream.layers[-1].size, 1))
         for layer in reversed(stream.layers):
@@ -207,7 +209,7 @@ class _Part:
     segment: int
     first: int
     "it begins after this step"
-    streams: tuple[Stream, ...]
+    streams: tuple[DocumentOrder, ...]
     pending: tuple[np.ndarray, ...]
     "by stream: documents that the part before has drawn and not taken; they come first"
     work: int
@@ -228,21 +230,61 @@ class _Block(NamedTuple):
     after: Cursor
 
 
+class Mixture(NamedTuple):
+    """The settings of a run from which its order of documents follows."""
+
+    sources: tuple[SourcePlan, ...] = ()
+    "of all documents; (): one"
+    max_steps: int | None = None
+    "length of the run, by train.max_steps or data.tokens; None: by train.epochs"
+    stages: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    "step after which each stage begins, ascending, and the weights of all sources from there on"
+
+
+NO_MIXTURE = Mixture()
+
+
+def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples, layout: Layout) -> Mixture:
+    """Return the mixture that a recipe describes, for documents of its sources, or for others without weights."""
+    named = {source_label(source): source for source in data.train}
+    names = examples.source_names
+    # Documents are numbered source after source.
+    ends = np.searchsorted(examples.source, np.arange(1, len(names) + 1, dtype=examples.source.dtype))
+    counts = np.diff(ends, prepend=0).tolist()
+    found = []
+    for name, count in zip(names, counts, strict=True):
+        source = named.get(name)
+        size = len(examples) if source is None or source.weight is None else count
+        order = data.shuffle or ("window" if size > LARGEST_GLOBAL else "global")
+        if source is None:
+            found.append(SourcePlan(name, count, order=order))
+            continue
+        order = "given" if source.order == "given" else order
+        found.append(SourcePlan(name, count, source.weight, source.max_epochs, source.repeat, order))
+    steps = train.max_steps
+    if data.tokens is not None:
+        steps = math.ceil(data.tokens / layout.positions(layout.row_lengths[-1]))
+    assert steps is not None or not data.stages, "checked with the recipe"
+    stages = [
+        (round(one.at * (steps or 0)), tuple(one.weights.get(name, 0.0) for name in names)) for one in data.stages
+    ]
+    return Mixture(tuple(found), steps, tuple(stages))
+
+
 def segments_of(
     earlier: Sequence[PlanSegment],
     step: int,
     layout: Layout,
     seed: int,
-    sources: Sequence[SourcePlan] = (),
-    stages: Sequence[tuple[int, Sequence[float]]] = (),
+    mixture: Mixture = NO_MIXTURE,
 ) -> tuple[PlanSegment, ...]:
     """Return the segments of a run that continues at `step`, with a new segment only if batches are made differently
     from there on, and with those of its later stages.
 
     Args:
         earlier: the segments before `step`, of the checkpoint that is resumed; empty: one segment from the beginning.
-        stages: step after which each begins, ascending, and the weights of all sources from there on.
     """
+    sources, _, stages = mixture
     weighted = bool(sources) and sources[0].weight is not None
     if earlier and earlier[-1].sources and weighted != (earlier[-1].sources[0].weight is not None):
         raise config_error("weights from a step on", step=step)
@@ -305,7 +347,7 @@ class Order:
 
     # ---- parts ----
 
-    def _streams(self, segment: PlanSegment, epoch: int) -> tuple[Stream, ...]:
+    def _streams(self, segment: PlanSegment, epoch: int) -> tuple[DocumentOrder, ...]:
         """Return the streams of a segment at the beginning of an epoch: of each source, or without weights one."""
         named = {source.name: source for source in segment.sources}
         found = [named.get(name, SourcePlan(name, 0)) for name in self._starts]
@@ -313,7 +355,7 @@ class Order:
         by_stream = [(one,) for one in ranges] if self._weighted else [tuple(ranges)]
         orders = [source.order for source in found]
         return tuple(
-            Stream.begun(number, epoch, segment.seed, order, own)
+            DocumentOrder.begun(number, epoch, segment.seed, order, own)
             for number, (order, own) in enumerate(zip(orders, by_stream, strict=False))
         )
 
@@ -326,7 +368,7 @@ class Order:
         return self._part_of(index, first, streams, pending, self._work_of_an_epoch(segment))
 
     def _part_of(
-        self, index: int, first: int, streams: tuple[Stream, ...], pending: tuple[np.ndarray, ...], work: int
+        self, index: int, first: int, streams: tuple[DocumentOrder, ...], pending: tuple[np.ndarray, ...], work: int
     ) -> _Part:
         part = _Part(index, first, streams, pending, work, [])
         known = self._known.get(first)
@@ -436,7 +478,7 @@ class Order:
                         "%d documents of epoch %d come first in the next: its rows hold less", len(late), stream.epoch
                     )
                 return self._begun(end, stream.epoch + 1, late)
-            streams: tuple[Stream, ...] = (stream,)
+            streams: tuple[DocumentOrder, ...] = (stream,)
         else:
             streams = tuple(stream.passed(count) for stream, count in zip(part.streams, counts, strict=True))
         index = part.segment + 1
@@ -639,6 +681,52 @@ class Order:
             documents = documents[used:]
             counts = counts[rows:]
             cursor = block.after
+
+    def first_batches(self) -> tuple[list[GlobalBatch], int]:
+        """Return the batches of the first epoch, or of its first block, and the steps of an epoch: with weights those
+        that would take each document once."""
+        part = self._begun(0, 0)
+        if self._blocks(part) == 1:
+            return self._planned(part), len(self._planned(part))
+        steps = (
+            math.ceil(sum(self.tokens) * self.rows_of_work / self._rows(part)) if self._weighted else self._steps(part)
+        )
+        first = next(chunk for chunk in self._chunks_of(part, 0, LARGEST) if chunk)
+        return [batch for _, _, batch in first], steps
+
+    def forecast(self, steps: int) -> list[tuple[float, int | None]]:
+        """Return for each source its passes in a run of so many steps, and after which step it has reached its
+        max_epochs; None: it does not.
+
+        Raises:
+            ConfigError: all sources end before.
+        """
+        tokens = np.maximum(np.array(self.tokens, float), 1.0)
+        if not self._weighted:
+            _, of_epoch = self.first_batches()
+            return [(steps / of_epoch * source.repeat, None) for source in self._segments[-1].sources]
+        taken = np.zeros(len(tokens))
+        ended: list[int | None] = [None] * len(tokens)
+        step = 0.0
+        starts = [segment.after_step for segment in self._segments[1:]]
+        for i, end in enumerate([*starts, steps]):
+            named = {source.name: source for source in self._segments[i].sources}
+            sources = [named.get(name, SourcePlan(name, 0)) for name in self._starts]
+            most = tokens * [source.max_epochs or math.inf for source in sources]
+            weights = np.array([source.weight or 0.0 for source in sources])
+            per_step = self._layouts[i].rows(self._row_length) / self.rows_of_work
+            while step < min(end, steps):
+                weights[taken >= most * (1 - 1e-9)] = 0.0
+                if not weights.any():
+                    raise config_error("sources end", step=round(step))
+                rates = weights / weights.sum() * per_step
+                times = (most - taken)[weights > 0] / rates[weights > 0]
+                span = min(min(end, steps) - step, times.min())
+                taken += rates * span
+                step += span
+                for k in np.flatnonzero((weights > 0) & (taken >= most * (1 - 1e-9))):
+                    ended[k] = round(step)
+        return list(zip((taken / tokens).tolist(), ended, strict=True))
 
     def state(self, step: int) -> list[Cursor]:
         """Return from where a resume after this step plans on: a cursor of each part that it depends on."""

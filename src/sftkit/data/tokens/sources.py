@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import runpy
 import signal
@@ -217,6 +218,10 @@ class _TokenizedRows:
 TokenizeChunks = Callable[[Iterable[list[RawRow]]], Iterator[_TokenizedRows]]
 
 
+OF_ORDER = ("weight", "max_epochs", "order")
+"Settings of a source that decide when its documents come."
+
+
 def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer) -> Examples:
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
@@ -226,7 +231,10 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
     origins = [find_source(source) for source in sources]
     # All that the tokenized data depends on, besides the code.
     description = {
-        "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
+        "sources": [
+            [{k: v for k, v in asdict(source).items() if k not in OF_ORDER}, one.identity()]
+            for source, one in zip(sources, origins, strict=True)
+        ],
         **tokenize.identity,
         "max_length": data.max_length,
         "too_long": data.too_long,
@@ -315,7 +323,7 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     # `repeat` stores real copies: later stages treat each copy as an independent document.
-    repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
+    repeated = [(i, part) for i, part in enumerate(parts) for _ in range(math.ceil(sources[i].repeat))]
     # Every source has every count, zeros too.
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     names = tuple(map(source_label, sources))
@@ -329,8 +337,10 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
         num_bytes=num_bytes,
         source=np.concatenate([np.full(part.counts["documents"], i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
-        counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
-        findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},
+        counts={
+            n: {count: part.counts[count] * math.ceil(one.repeat) for count in count_names} for n, part, one in by_name
+        },
+        findings={name: findings.sort_findings(part.tally, math.ceil(source.repeat)) for name, part, source in by_name},
         encoder_sources=[name for _, part in repeated for name in part.encoder_sources],
     )
 
