@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
-from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, Order, segments_of
+from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, Order, aligned, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
@@ -169,7 +169,7 @@ class Batches:
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
         self.segments = segments_of(earlier, first_step, self.layout, seed, mixture)
-        self.order = Order(dataset.lengths, self.layout, self.segments, known=known)
+        self.order = Order(dataset.lengths, self.layout, self.segments, known=aligned(known, earlier, mixture))
         self.mixture = mixture
         self._items = self.order.batches
 

@@ -10,6 +10,7 @@ plans one block. Data that fits one block is planned an epoch at a time (`epoch.
 
 import logging
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from sftkit.config.schema import LARGEST, DataConfig, TrainConfig, source_label
 from sftkit.data.batches.epoch import GlobalBatch, global_batches, plan_epoch, plan_rows
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.data.types import Examples
-from sftkit.errors import config_error
+from sftkit.errors import config_error, hint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,9 +35,11 @@ WINDOW = 2**22
 "Documents of a source that are shuffled among themselves in the order window."
 LARGEST_GLOBAL = 2**24
 "Documents of a source above which data.shuffle is window, unless the recipe sets it."
-SPARE_ROWS = 2**-11
-"""Empty rows for each row of an epoch of several packed blocks, so that its number of steps is known before all are
-planned: more than blocks of shuffled documents differ in how full their rows are."""
+SPARE_ROWS = 2**-10
+"""Empty rows for each row of an epoch of several packed blocks, and one a block, so that its number of steps is known
+before all are planned. How full the rows of such blocks are differs by 0.01 to 0.02 %."""
+_FEWEST = 256
+"Documents of a block with weights if all data has less."
 _ROUNDS = 4
 _U = np.uint64
 
@@ -151,7 +154,7 @@ class DocumentOrder:
 
     def passed(self, count: int) -> "DocumentOrder":
         """Return the stream `count` documents further."""
-        if count < self.left:
+        if count < self.left or not count:
             return replace(self, position=self.position + count)
         epochs, position = divmod(count - self.left, self.later[0].size)
         stream = self.next_epoch()
@@ -271,6 +274,21 @@ def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples, layout:
     return Mixture(tuple(found), steps, tuple(stages))
 
 
+def aligned(known: Sequence[Cursor], earlier: Sequence[PlanSegment], mixture: Mixture) -> list[Cursor]:
+    """Return the cursors of a checkpoint with an entry for each source of this run, if there are weights."""
+    then = [source.name for source in earlier[-1].sources] if earlier else []
+    now = [source.name for source in mixture.sources]
+    if then == now or not now or mixture.sources[0].weight is None:
+        return list(known)
+    return [
+        cursor._replace(
+            documents=tuple(dict(zip(then, cursor.documents, strict=True)).get(name, 0) for name in now),
+            tokens=tuple(dict(zip(then, cursor.tokens, strict=True)).get(name, 0) for name in now),
+        )
+        for cursor in known
+    ]
+
+
 def segments_of(
     earlier: Sequence[PlanSegment],
     step: int,
@@ -331,13 +349,14 @@ class Order:
         now = self._segments[-1].sources
         self._weighted = now[0].weight is not None
         # Each bucket is filled for itself, and without packing a whole epoch is planned quickly.
-        self._block = block if layout.kind != "bucketed" else len(lengths)
+        self._block = LARGEST if layout.kind == "bucketed" else block
         starts = np.cumsum([0, *(source.documents for source in now)])
         assert starts[-1] == len(lengths), f"{starts[-1]} documents of sources, {len(lengths)} in the data"
         self._starts = {source.name: int(start) for source, start in zip(now, starts, strict=False)}
         self._ends = starts[1:]
         self.tokens = [int(lengths[a:b].sum()) for a, b in pairwise(starts.tolist())]
         "positions of each source"
+        self._means = [self._mean_lengths(segment) for segment in self._segments]
         self._known = {cursor.first: cursor for cursor in known}
         # With weights the first part is that of the run, and no source has begun.
         first, epoch = (0, 0) if self._weighted or not known else known[0][:2]
@@ -353,11 +372,18 @@ class Order:
         found = [named.get(name, SourcePlan(name, 0)) for name in self._starts]
         ranges = [(self._starts[source.name], source.documents) for source in found]
         by_stream = [(one,) for one in ranges] if self._weighted else [tuple(ranges)]
-        orders = [source.order for source in found]
         return tuple(
-            DocumentOrder.begun(number, epoch, segment.seed, order, own)
-            for number, (order, own) in enumerate(zip(orders, by_stream, strict=False))
+            DocumentOrder.begun(_number(source.name) if self._weighted else 0, epoch, segment.seed, source.order, own)
+            for source, own in zip(found, by_stream, strict=False)
         )
+
+    def _mean_lengths(self, segment: PlanSegment) -> list[float]:
+        """Return the mean length of each source's documents in a segment; without weights nothing."""
+        if not self._weighted:
+            return []
+        counts = {source.name: source.documents for source in segment.sources}
+        sizes = [(start, counts.get(name, 0)) for name, start in self._starts.items()]
+        return [float(self._lengths[start : start + n].mean()) if n else 1.0 for start, n in sizes]
 
     def _begun(self, first: int, epoch: int, late: np.ndarray | None = None) -> _Part:
         """Return a part that begins an epoch, or the run. late: documents of the epoch before, which come first."""
@@ -393,8 +419,11 @@ class Order:
             # Epochs take different documents of a last pass that is not whole: their positions are a mean.
             last, share = _last_pass(source)
             if share < last:
-                of_last = self._work(slice(start + source.documents - last, start + source.documents))
-                work -= round(of_last * (1 - share / last))
+                of_last = slice(start + source.documents - last, start + source.documents)
+                left_out = self._work(of_last) * (1 - share / last)
+                spread = self._lengths[of_last][:: -(-last // BLOCK)].std() if self._packed else 0.0
+                # Four standard deviations of their sum, so that they have room in nearly every epoch.
+                work -= round(left_out - 4 * float(spread) * math.sqrt(share * (1 - share / last)))
         return work
 
     def _blocks(self, part: _Part) -> int:
@@ -418,8 +447,13 @@ class Order:
 
     def _steps(self, part: _Part) -> int:
         """Return the steps of a part of several blocks: as many as if all had rows as full as the first of the run."""
-        rows = math.ceil(part.work * self.rows_of_work * (1 + SPARE_ROWS)) if self._packed else part.work
-        return -(-rows // self._rows(part))
+        return -(-self._room(part) // self._rows(part))
+
+    def _room(self, part: _Part) -> int:
+        """Return the rows of a part of several blocks, those that stay empty included."""
+        if not self._packed:
+            return part.work
+        return math.ceil(part.work * self.rows_of_work * (1 + SPARE_ROWS)) + self._blocks(part)
 
     def _rows(self, part: _Part) -> int:
         return self._layouts[part.segment].rows(self._row_length)
@@ -435,7 +469,7 @@ class Order:
             assert block is not None
             documents, counts = block.documents, block.counts
         else:
-            documents = self._documents(part, 0, min(self._block, part.streams[0].left))
+            documents = self._documents(part, 0, -(-part.streams[0].left // self._blocks(part)))
             order = np.random.default_rng(self._segments[0].seed).permutation(documents)
             _, counts = plan_rows(self._lengths, self._layouts[0], self._row_length, order, None)
         return float(len(counts) / self._lengths[documents].sum())
@@ -459,24 +493,20 @@ class Order:
             drawn = [self._left(part)]
             work = self._work(left)
         else:
-            left, after = self._untaken(part, end)
+            left, before, after = self._untaken(part, end)
             drawn = [*after.documents]
             work = part.work - (after.tokens[0] if self._packed else after.rows) + self._work(left)
-        stream_of = np.searchsorted(self._ends, left, "right") if self._weighted else np.zeros(len(left), int)
-        pending = tuple(
-            np.concatenate([left[stream_of == k], waiting[count:]])
-            for k, (waiting, count) in enumerate(zip(part.pending, drawn, strict=True))
-        )
+        untaken = [left]
+        if self._weighted:
+            untaken, drawn = self._given_back(part, left, before, after)
+        both = zip(untaken, part.pending, drawn, strict=True)
+        pending = tuple(np.concatenate([own, waiting[count:]]) for own, waiting, count in both)
         counts = [max(0, count - len(waiting)) for waiting, count in zip(part.pending, drawn, strict=True)]
         if not self._weighted:
             # All that is left of this epoch comes before another begins.
             stream = replace(part.streams[0], position=part.streams[0].position + counts[0])
             if end == epoch_end:
                 late = np.concatenate([pending[0], stream.documents(0, stream.left)])
-                if len(late):
-                    log.info(
-                        "%d documents of epoch %d come first in the next: its rows hold less", len(late), stream.epoch
-                    )
                 return self._begun(end, stream.epoch + 1, late)
             streams: tuple[DocumentOrder, ...] = (stream,)
         else:
@@ -488,16 +518,39 @@ class Order:
         work += self._work_of_an_epoch(segment) - self._work_of_an_epoch(self._segments[part.segment])
         return self._part_of(index, end, streams, pending, work)
 
-    def _untaken(self, part: _Part, end: int) -> tuple[np.ndarray, Cursor]:
-        """Return the documents of a part that stand in its blocks behind the rows of its last step, and the cursor
-        behind these blocks."""
+    def _untaken(self, part: _Part, end: int) -> tuple[np.ndarray, Cursor, Cursor]:
+        """Return the documents behind the rows of a part's last step that stand in the same block, and the cursors of
+        this block and of the next."""
         rows = (end - part.first) * self._rows(part)
         cursor = _last(part.cursors, rows)
         while cursor.rows < rows and (block := self._block_at(part, cursor)) is not None:
             if block.after.rows >= rows:
-                return block.documents[block.counts[: rows - cursor.rows].sum() :], block.after
+                return block.documents[block.counts[: rows - cursor.rows].sum() :], cursor, block.after
             cursor = block.after
-        return np.zeros(0, np.int64), cursor
+        return np.zeros(0, np.int64), cursor, cursor
+
+    def _given_back(
+        self, part: _Part, left: np.ndarray, before: Cursor, after: Cursor
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """Return by stream the untaken documents of a block that were drawn before its last taken one, and the number
+        of documents up to that one. Those behind it count as not drawn, so that what changes holds from here on."""
+        pending = []
+        drawn = []
+        stream_of = np.searchsorted(self._ends, left, "right")
+        for k, (start, stop) in enumerate(zip(before.documents, after.documents, strict=True)):
+            own = self._documents(part, start, stop, k)
+            # A document that was drawn several times was taken the first of them.
+            found, numbers = np.unique(own, return_inverse=True)
+            backwards = np.lexsort((-np.arange(len(own)), numbers))
+            firsts = np.searchsorted(numbers[backwards], np.arange(len(found)))
+            rank = np.empty(len(own), np.int64)
+            rank[backwards] = np.arange(len(own)) - firsts[numbers[backwards]]
+            waiting = np.bincount(np.searchsorted(found, left[stream_of == k]), minlength=len(found))
+            untaken = rank < waiting[numbers]
+            end = len(own) - int(np.argmin(untaken[::-1])) if len(own) and not untaken.all() else 0
+            pending.append(own[:end][untaken[:end]])
+            drawn.append(start + end)
+        return pending, drawn
 
     # ---- blocks ----
 
@@ -510,12 +563,12 @@ class Order:
         segment = self._segments[part.segment]
         if self._weighted:
             return documents
-        for k, source in enumerate(segment.sources):
+        for source in segment.sources:
             last, share = _last_pass(source)
             if share < last:
                 place = documents - (self._starts[source.name] + source.documents - last)
                 passes = (place >= 0) & (place < last)
-                key = key_of(segment.seed, k + 1, part.streams[0].epoch)
+                key = key_of(segment.seed, _number(source.name), part.streams[0].epoch)
                 kept = ~passes
                 kept[passes] = permuted(place[passes], last, key) < share
                 documents = documents[kept]
@@ -548,10 +601,12 @@ class Order:
         documents, counts = plan_rows(self._lengths, layout, self._row_length, documents, rng)
         tokens = cursor.tokens[0] + int(self._lengths[documents].sum())
         # Empty rows, evenly in each block, make the number of steps what it was said to be.
-        rows = int(tokens * self.rows_of_work * (1 + SPARE_ROWS)) if self._packed else 0
+        rows = self._room(part) * tokens // part.work if self._packed else 0
         if stop == total:
             rows = self._steps(part) * self._rows(part)
         spare = max(0, rows - cursor.rows - len(counts))
+        if stop == total and (late := cursor.rows + len(counts) - rows) > 0:
+            log.warning(hint("rows for the next epoch", late=late, epoch=cursor.epoch))
         counts = np.insert(counts, np.arange(spare) * len(counts) // max(spare, 1), 0)
         return _Block(
             documents, counts, Cursor(part.first, cursor.epoch, cursor.rows + len(counts), (stop,), (tokens,))
@@ -566,14 +621,16 @@ class Order:
         segment = self._segments[part.segment]
         named = {source.name: source for source in segment.sources}
         sources = [named.get(name, SourcePlan(name, 0)) for name in self._starts]
+        # In a block of many passes over all data short documents of later ones would fill rows of earlier ones.
+        size = min(self._block, max(sum(source.documents for source in sources), _FEWEST))
         # More documents than a source will give, by its mean length; a source that gives all of them ends the block.
-        means = [max(n, 1) / max(source.documents, 1) for n, source in zip(self.tokens, sources, strict=True)]
+        means = self._means[part.segment]
         rates = np.array([(source.weight or 0.0) / mean for source, mean in zip(sources, means, strict=True)])
         found = []
         horizon = math.inf
         for k, (source, rate) in enumerate(zip(sources, rates / max(rates.sum(), 1e-300), strict=True)):
             start = cursor.documents[k]
-            stop = start + int(self._block * rate * 1.1) + 64
+            stop = start + int(size * rate * 1.1) + 64
             ends = min(stop, self._given_by(part, k, source)) if source.weight and source.documents else start
             documents = self._documents(part, start, ends, k)
             lengths = self._lengths[documents]
@@ -583,13 +640,13 @@ class Order:
                 horizon = min(horizon, middles[-1])
             found.append((documents, lengths, middles, np.full(len(documents), k)))
         documents, lengths, middles, stream = map(np.concatenate, zip(*found, strict=True))
-        chosen = np.argsort(middles, kind="stable")[: self._block]
+        chosen = np.argsort(middles, kind="stable")[:size]
         chosen = chosen[middles[chosen] <= horizon]
         if not len(chosen):
             return None
-        size = len(sources)
-        documents_after = np.bincount(stream[chosen], minlength=size) + cursor.documents
-        tokens_after = np.bincount(stream[chosen], lengths[chosen], minlength=size).astype(np.int64) + cursor.tokens
+        count = len(sources)
+        documents_after = np.bincount(stream[chosen], minlength=count) + cursor.documents
+        tokens_after = np.bincount(stream[chosen], lengths[chosen], minlength=count).astype(np.int64) + cursor.tokens
         layout = self._layouts[part.segment]
         # Rows stay in the order in which they were opened, so the shares hold in every step.
         documents, counts = plan_rows(self._lengths, layout, self._row_length, documents[chosen], None)
@@ -737,6 +794,11 @@ class Order:
         parts = self._parts[first : last + 1]
         ends = [*(part.first for part in parts[1:]), step]
         return [_last(p.cursors, (end - p.first) * self._rows(p)) for p, end in zip(parts, ends, strict=True)]
+
+
+def _number(name: str) -> int:
+    """Return the number of a source in its permutations, which stays when others come before it."""
+    return zlib.crc32(name.encode())
 
 
 def _last(cursors: Sequence[Cursor], rows: int) -> Cursor:
