@@ -502,7 +502,7 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             ["data.train=[{path: a, order: given}, {path: b}]"],
             "data.train.0.order: given goes with a single source, or with a weight for each",
         ),
-        (["data.val=[{path: v, weight: 1}]"], "data.val.0.weight: 1.0 only goes with data.train"),
+        (["data.val=[{path: v, weight: 1}]"], "data.val.0.weight: 1 only goes with data.train"),
         (["data.val=[{path: v, repeat: 1.5}]"], "data.val.0.repeat: 1.5 only goes with data.train if it is no whole"),
         (["data.tokens=1e6"], "data.tokens: and train.max_steps are both given"),
         (

@@ -20,10 +20,11 @@ from helpers import make_examples
 
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_sources, run_identity
 from sftkit.config.schema import DataConfig, SourceConfig, StageConfig, TrainConfig
-from sftkit.data.batches import order
+from sftkit.data.batches import blocks, order
+from sftkit.data.batches.blocks import BlockOrder
 from sftkit.data.batches.epoch import GlobalBatch, RankRows, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.order import Cursor, Mixture, Order, aligned, mixture_of, segments_of
+from sftkit.data.batches.order import Cursor, Mixture, Order, known_by_source, mixture_of, segments_of
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -53,12 +54,15 @@ def as_saved(cursors: Sequence[Cursor]) -> list[Cursor]:
 # ---- one block ----
 
 
-def test_what_fits_one_block_is_planned_as_before_there_were_blocks_bit_for_bit() -> None:
+@pytest.mark.parametrize("kind_of_order", [Order, BlockOrder])
+def test_what_fits_one_block_is_planned_as_before_there_were_blocks_bit_for_bit(kind_of_order: type[Order]) -> None:
     lengths = np.random.default_rng(0).integers(1, 33, 300)
     golden = {"packed": "4d92f529711fa4b8", "bucketed": "8016ee770bbbabfc", "fixed": "92944dc295906142"}
     for kind, digest in golden.items():
         made = layout(lengths, kind, longest=32)
-        found = Order(lengths, made, [PlanSegment(0, 3, 12, 4), PlanSegment(5, 3, 8, 4), PlanSegment(9, 7, 16, 4)])
+        found = kind_of_order(
+            lengths, made, [PlanSegment(0, 3, 12, 4), PlanSegment(5, 3, 8, 4), PlanSegment(9, 7, 16, 4)]
+        )
         text = repr([(s, e, b.row_length, b.rows, tuple(b.pairs.tolist())) for s, e, b in found.batches(0, 60)])
         assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest, kind
 
@@ -70,16 +74,16 @@ def test_what_fits_one_block_is_planned_as_before_there_were_blocks_bit_for_bit(
 def test_a_permutation_moves_each_place_of_any_range_to_another_one_under_every_key(size: int) -> None:
     seen = set()
     for key in range(4):
-        found = order.permuted(np.arange(size), size, order.key_of(7, key))
+        found = blocks.permuted(np.arange(size), size, blocks.key_of(7, key))
         assert sorted(found.tolist()) == list(range(size))
         seen.add(tuple(found.tolist()))
     assert len(seen) == 4 or size < 5
-    both = order.permuted(np.repeat(np.arange(size), 2), size, order.key_of(7, np.tile([0, 1], size)))
-    assert both[::2].tolist() == order.permuted(np.arange(size), size, order.key_of(7, 0)).tolist()
+    both = blocks.permuted(np.repeat(np.arange(size), 2), size, blocks.key_of(7, np.tile([0, 1], size)))
+    assert both[::2].tolist() == blocks.permuted(np.arange(size), size, blocks.key_of(7, 0)).tolist()
 
 
 def test_neighbours_of_a_permutation_are_as_far_apart_as_by_chance() -> None:
-    found = order.permuted(np.arange(50_000), 50_000, order.key_of(1, 2))
+    found = blocks.permuted(np.arange(50_000), 50_000, blocks.key_of(1, 2))
     assert abs(np.diff(found)).mean() == pytest.approx(50_000 / 3, rel=0.02)
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.02
 
@@ -89,7 +93,7 @@ def test_neighbours_of_a_permutation_are_as_far_apart_as_by_chance() -> None:
 
 def blocks_of(lengths: np.ndarray, kind: str = "packed", how: str = "global", **known: Any) -> Order:
     sources = (SourcePlan("a", 1800, order=how), SourcePlan("b", len(lengths) - 1800, order=how))
-    return Order(lengths, layout(lengths, kind), [PlanSegment(0, 1, 12, 4, sources)], block=700, **known)
+    return BlockOrder(lengths, layout(lengths, kind), [PlanSegment(0, 1, 12, 4, sources)], block=700, **known)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +101,7 @@ def blocks_of(lengths: np.ndarray, kind: str = "packed", how: str = "global", **
 def test_epochs_of_several_blocks_have_each_document_once_in_steps_that_are_known_before(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "WINDOW", 500)
+    monkeypatch.setattr(blocks, "WINDOW", 500)
     lengths = np.random.default_rng(1).integers(1, 65, 3000)
     made = blocks_of(lengths, kind, how)
     last = made.num_steps(2)
@@ -120,8 +124,8 @@ def test_epochs_of_several_blocks_have_each_document_once_in_steps_that_are_know
 
 
 def test_windows_keep_documents_together_and_change_places_in_later_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW", 500)
-    stream = order.DocumentOrder.begun(0, 0, 5, "window", ((0, 2300),))
+    monkeypatch.setattr(blocks, "WINDOW", 500)
+    stream = blocks.DocumentOrder.begun(0, 0, 5, "window", ((0, 2300),))
     first, second = stream.documents(0, 2300), stream.documents(2300, 4600)
     assert [set((first[a : a + 500] // 500).tolist()) for a in range(0, 2300, 500)] == [{0}, {1}, {2}, {3}, {4}]
     windows = [set((second[a : a + 500] // 500).tolist()) for a in range(0, 2300, 500)]
@@ -142,11 +146,11 @@ def test_a_resume_in_a_later_block_plans_that_block_and_the_first() -> None:
         planned.append(len(documents))
         return plan_rows(lengths, made, row_length, documents, rng)
 
-    plan_rows = order.plan_rows
+    plan_rows = blocks.plan_rows
     again = blocks_of(lengths, known=as_saved(made.state(step)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "plan_rows", counting)
-        assert rows(again._chunks(step, step + 1).__next__()[:1]) == rows(items[step : step + 1])
+        patch.setattr(blocks, "plan_rows", counting)
+        assert rows(again.chunks(step, step + 1).__next__()[:1]) == rows(items[step : step + 1])
     assert len(planned) <= 2
 
 
@@ -155,7 +159,7 @@ def test_documents_that_do_not_fit_the_steps_of_an_epoch_come_first_in_the_next(
 ) -> None:
     # Later documents fill their rows worse than those by which the steps are counted.
     lengths = np.concatenate([np.full(1000, 16), np.full(1000, 33)])
-    made = Order(
+    made = BlockOrder(
         lengths, layout(lengths), [PlanSegment(0, 1, 12, 4, (SourcePlan("a", 2000, order="given"),))], block=500
     )
     one = made.num_steps(1)
@@ -189,10 +193,10 @@ def test_shares_hold_to_a_document_from_the_start_and_each_epoch_has_each_docume
         drawn.extend(documents.tolist())
         return plan_rows(lengths, made, row_length, documents, rng)
 
-    plan_rows = order.plan_rows
-    monkeypatch.setattr(order, "plan_rows", noted)
-    made = Order(lengths, layout(lengths), [PlanSegment(0, seed, 12, 4, sources)], block=900)
-    part = made._parts[0]
+    plan_rows = blocks.plan_rows
+    monkeypatch.setattr(blocks, "plan_rows", noted)
+    made = BlockOrder(lengths, layout(lengths), [PlanSegment(0, seed, 12, 4, sources)], block=900)
+    part = made._part(0)
     cursor = part.cursors[0]
     for _ in range(4):
         block = made._plan_mixed(part, cursor)
@@ -222,7 +226,7 @@ def test_stages_seeds_and_batch_sizes_change_in_a_mixture_and_no_document_is_los
         PlanSegment(40, 1, 12, 4, tuple(other)),
         PlanSegment(61, 2, 8, 4, sources),
     ]
-    made = Order(lengths, layout(lengths), segments, block=300)
+    made = BlockOrder(lengths, layout(lengths), segments, block=300)
     items = list(made.batches(0, 90))
     part = made._parts[2]
     left, _, after = made._untaken(part, 90)
@@ -235,14 +239,14 @@ def test_stages_seeds_and_batch_sizes_change_in_a_mixture_and_no_document_is_los
     first = ends[1]
     assert not any((batch.documents < first).any() for step, _, batch in items if 40 < step <= 61)
     for step in rng.integers(0, 90, 4).tolist():
-        again = Order(lengths, layout(lengths), segments, known=as_saved(made.state(step)), block=300)
+        again = BlockOrder(lengths, layout(lengths), segments, known=as_saved(made.state(step)), block=300)
         assert rows(again.batches(step, 90)) == rows(items[step:])
 
 
 def test_a_source_ends_after_its_max_epochs_when_it_was_said_and_the_others_keep_their_proportions() -> None:
     lengths = np.full(600, 32)
     sources = (SourcePlan("a", 100, 0.5, 2), SourcePlan("b", 400, 0.3), SourcePlan("c", 100, 0.2))
-    made = Order(lengths, layout(lengths), [PlanSegment(0, 0, 12, 4, sources)], block=200)
+    made = BlockOrder(lengths, layout(lengths), [PlanSegment(0, 0, 12, 4, sources)], block=200)
     passes, ends = zip(*made.forecast(60), strict=True)
     assert ends[1:] == (None, None)
     items = list(made.batches(0, 60))
@@ -254,7 +258,7 @@ def test_a_source_ends_after_its_max_epochs_when_it_was_said_and_the_others_keep
     assert abs(last - ends[0]) <= 1
     ending = [source._replace(max_epochs=1) for source in sources]
     with pytest.raises(ConfigError, match=r"all sources with a weight have reached their max_epochs at about step 25"):
-        Order(lengths, layout(lengths), [PlanSegment(0, 0, 12, 4, tuple(ending))]).forecast(60)
+        BlockOrder(lengths, layout(lengths), [PlanSegment(0, 0, 12, 4, tuple(ending))]).forecast(60)
 
 
 # ---- passes ----
@@ -264,7 +268,7 @@ def test_a_source_ends_after_its_max_epochs_when_it_was_said_and_the_others_keep
 def test_a_part_of_a_pass_takes_that_many_documents_and_others_in_each_epoch(block: int) -> None:
     lengths = np.random.default_rng(3).integers(1, 65, 900)
     sources = (SourcePlan("a", 600, repeat=1.25), SourcePlan("b", 300))
-    made = Order(lengths, layout(lengths), [PlanSegment(0, 1, 12, 4, sources)], block=block)
+    made = BlockOrder(lengths, layout(lengths), [PlanSegment(0, 1, 12, 4, sources)], block=block)
     one, two = made.num_steps(1), made.num_steps(2)
     items = list(made.batches(0, two))
     epochs = [taken(items[:one]), taken(items[one:])]
@@ -289,15 +293,15 @@ def test_longer_and_new_sources_join_the_epoch_and_nothing_is_lost_or_taken_agai
     after = np.concatenate([*parts.values()])
     old = (SourcePlan("a", 300, weight), SourcePlan("b", 400, weight))
     new = tuple(SourcePlan(name, len(lengths), weight) for name, lengths in parts.items())
-    begun = Order(before, layout(before), [PlanSegment(0, 1, 12, 4, old)], block=block)
+    begun = BlockOrder(before, layout(before), [PlanSegment(0, 1, 12, 4, old)], block=block)
     first = list(begun.batches(0, 9))
     segments = segments_of([PlanSegment(0, 1, 12, 4, old)], 9, layout(after), 1, Mixture(new))
     assert [segment.after_step for segment in segments] == [0, 9]
-    made = Order(
+    made = BlockOrder(
         after,
         layout(before),
         segments,
-        known=aligned(as_saved(begun.state(9)), segments[:1], Mixture(new)),
+        known=known_by_source(as_saved(begun.state(9)), segments[:1], Mixture(new)),
         block=block,
     )
     last = made.num_steps(1) if weight is None else 60
@@ -389,8 +393,7 @@ def batches_of(
 def test_a_run_resumed_on_other_ranks_and_workers_goes_on_with_the_same_steps(
     weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "BLOCK", 90)
-    monkeypatch.setattr(Order.__init__, "__kwdefaults__", {"known": (), "block": 90})
+    monkeypatch.setattr(order.order_of, "__defaults__", ((), 90))
     whole = batches_of(weighted, 1, 0)
     steps = [sorted(step.documents) for step in whole.steps(0, 30)]
     if weighted:
@@ -437,11 +440,11 @@ def test_the_memory_of_plans_does_not_grow_with_the_corpus(tmp_path: Path, weigh
         made = layout(lengths[:5000], batch=64, longest=2048)
         sources = (SourcePlan("a", documents // 2, weight), SourcePlan("b", documents - documents // 2, weight))
         tracemalloc.start()
-        begun = Order(lengths, made, [PlanSegment(0, 0, 64, 8, sources)], block=2000)
+        begun = BlockOrder(lengths, made, [PlanSegment(0, 0, 64, 8, sources)], block=2000)
         last = begun.num_steps(1) if weight is None else 15
         for _ in begun.batches(0, 15):
             pass
-        again = Order(lengths, made, [PlanSegment(0, 0, 64, 8, sources)], known=begun.state(12), block=2000)
+        again = BlockOrder(lengths, made, [PlanSegment(0, 0, 64, 8, sources)], known=begun.state(12), block=2000)
         for _ in again.batches(12, min(15, last)):
             pass
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -461,9 +464,9 @@ def test_plans_of_ten_million_documents_start_and_resume_in_about_the_time_of_a_
 
     def timed(known: Sequence[Cursor], step: int) -> tuple[float, Order]:
         started = time.process_time()
-        begun = Order(lengths, made, segments, known=known)
+        begun = BlockOrder(lengths, made, segments, known=known)
         last = begun.num_steps(1) if weight is None else 10**5
-        next(begun._chunks(step, last))  # without the next block, which is planned meanwhile
+        next(begun.chunks(step, last))  # without the next block, which is planned meanwhile
         return time.process_time() - started, begun
 
     def block() -> float:

@@ -313,7 +313,7 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     lengths = examples.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
     mixture = order.mixture_of(cfg.data, cfg.train, examples, layout)
-    planned = order.Order(lengths, layout, order.segments_of((), 0, layout, cfg.run.seed, mixture))
+    planned = order.order_of(lengths, layout, order.segments_of((), 0, layout, cfg.run.seed, mixture))
     epoch, epoch_steps = planned.first_batches()
     steps = planned.num_steps(cfg.train.epochs, mixture.max_steps)
     data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}

@@ -250,11 +250,12 @@ def lay_out(
         known=resume.cursors,
         mixture=mixture_of(cfg.data, cfg.train, examples, layout),
     )
-    steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
-    for name, (_, ended) in zip(examples.source_names, batches.order.forecast(steps), strict=True):
-        if ended is not None:
-            words = f"reaches its max_epochs at about step {ended:,} of {steps:,}: the others take its share"
-            rt.print(f"source {name} {words}")
+    if batches.mixture.sources and batches.mixture.sources[0].weight is not None:
+        steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+        for name, (_, ended) in zip(examples.source_names, batches.order.forecast(steps), strict=True):
+            if ended is not None:
+                words = f"reaches its max_epochs at about step {ended:,} of {steps:,}: the others take its share"
+                rt.print(f"source {name} {words}")
     return batches
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
-from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, Order, aligned, segments_of
+from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, known_by_source, order_of, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
@@ -169,7 +169,8 @@ class Batches:
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
         self.segments = segments_of(earlier, first_step, self.layout, seed, mixture)
-        self.order = Order(dataset.lengths, self.layout, self.segments, known=aligned(known, earlier, mixture))
+        known = known_by_source(known, earlier, mixture)
+        self.order = order_of(dataset.lengths, self.layout, self.segments, known)
         self.mixture = mixture
         self._items = self.order.batches
 
@@ -184,7 +185,7 @@ class Batches:
         if len(self.segments) == 1:
             return self.order.first_batches()
         now = segments_of((), 0, self.layout, self.seed, self.mixture)
-        return Order(self._dataset.lengths, self.layout, now).first_batches()
+        return order_of(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""

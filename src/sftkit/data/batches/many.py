@@ -15,7 +15,7 @@ from sftkit.config.schema import TrainConfig
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import GlobalBatch, row_pairs
 from sftkit.data.batches.loader import AdapterStep, Batches, StepBatches, StepDataset
-from sftkit.data.batches.order import Order
+from sftkit.data.batches.order import order_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment, largest_divisor
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -139,7 +139,7 @@ class ManyBatches(Batches):
         for source in sources:
             own = dataset.lengths[source.first : source.first + source.documents]
             segment = PlanSegment(0, source.seed, source.layout.global_batch_size, source.layout.budget_rows)
-            self._orders.append(Order(own, source.layout, [segment]))
+            self._orders.append(order_of(own, source.layout, [segment]))
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
         "number of steps of each adapter"
         self._epochs = train.epochs
