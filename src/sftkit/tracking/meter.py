@@ -30,7 +30,7 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
-from sftkit.objectives.objective import Objective, Totals
+from sftkit.objectives.objective import Objective, Totals, nll_of
 from sftkit.rundir.names import TRACE
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
@@ -267,6 +267,8 @@ class Meter:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
         self._own_divisor = self._divisor = self._skipped_divisor = 0
+        self._learned = np.zeros(len(self._examples.source_names), np.int64)
+        "targets of each source in the steps that were not skipped"
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
@@ -324,14 +326,17 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
+        self._learned += np.asarray(step_batches.source_targets)
         # Chosen on the device: the host does not know yet whether the step was skipped, and must not wait for it here.
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
-    def add_skipped(self, divisor: int) -> None:
-        """Exclude steps of this window that were skipped from the means. `divisor`: their sum."""
-        self._skipped_divisor += divisor
+    def add_skipped(self, steps: Sequence[StepBatches]) -> None:
+        """Exclude steps of this window that were skipped from the means."""
+        for step_batches in steps:
+            self._skipped_divisor += step_batches.divisor
+            self._learned -= np.asarray(step_batches.source_targets)
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
@@ -351,11 +356,17 @@ class Meter:
         total = max(int(self._source_tokens.sum()), 1)
         self._run_tokens += self._source_tokens
         each = zip(self.sources, self._source_tokens, self._run_tokens, self._pass_tokens, strict=True)
-        shares = {}
+        of_sources: dict[str, float | None] = {}
         for name, count, of_run, of_pass in each:
-            shares[f"data/share/{name}"] = count / total
-            shares[f"data/tokens/{name}"] = int(of_run)
-            shares[f"data/epochs/{name}"] = of_run / of_pass
+            of_sources[f"data/share/{name}"] = count / total
+            of_sources[f"data/tokens/{name}"] = int(of_run)
+            of_sources[f"data/epochs/{name}"] = of_run / of_pass
+        of_sums = dict(zip(self._sums.names, sums, strict=True))
+        learned = max(int(self._learned.sum()), 1)
+        for source, (name, targets) in enumerate(zip(self.sources, self._learned.tolist(), strict=True)):
+            if (key := nll_of(source)) in of_sums:  # as in a run with several sources
+                of_sources[f"data/target_share/{name}"] = targets / learned
+                of_sources[f"train/{name}/loss"] = of_sums[key] / targets if targets else None
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
@@ -374,7 +385,7 @@ class Meter:
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(encoded if self._encoder_positions else {}),
-            **(shares if len(self.sources) > 1 else {}),
+            **(of_sources if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
