@@ -40,8 +40,8 @@ from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.runtime.script import script
 
-LENGTHS = {"median": 270, "sigma": 0.9, "longest": 2048}
-"Of documents, lognormal; other sizes would change the number of documents in a row."
+MEDIAN, SIGMA, LONGEST = 270, 0.9, 2048
+"Lengths of documents, lognormal."
 ROW_LENGTH = 16_384
 SOURCES = 4
 STARTING = 5
@@ -53,18 +53,18 @@ FREE_STEPS = 30
 def made_up(documents: int) -> Examples:
     """Return documents of several sources, with random tokens of which all are targets."""
     rng = np.random.default_rng(0)
-    sizes = rng.lognormal(np.log(LENGTHS["median"]), LENGTHS["sigma"], documents).astype(np.int64)
-    sizes = sizes.clip(8, LENGTHS["longest"])
-    examples = Examples.of(rng.integers(0, 50_000, int(sizes.sum()) + documents), sizes)
+    sizes = rng.lognormal(np.log(MEDIAN), SIGMA, documents).astype(np.int64)
+    sizes = sizes.clip(8, LONGEST)
+    examples = Examples.of(rng.integers(0, 50_000, int(sizes.sum()) + documents), sizes.tolist())
     source = rng.integers(0, SOURCES, documents).astype(np.int16)
     return replace(examples, source=source, source_names=tuple(f"source {i}" for i in range(SOURCES)))
 
 
 def dataset_of(examples: Examples, rows: int, ranks: int, rank: int) -> StepDataset:
     """Return a rank's dataset of steps with so many rows over all ranks, one row in a micro-batch."""
-    data = DataConfig(train=(), max_length=LENGTHS["longest"], row_length=ROW_LENGTH)
+    data = DataConfig(train=(), max_length=LONGEST, row_length=ROW_LENGTH)
     train = TrainConfig(max_steps=1, global_batch_size=rows, micro_batch_size=1)
-    layout = make_layout(data, train, examples.lengths, LENGTHS["longest"], ranks)
+    layout = make_layout(data, train, examples.lengths, LONGEST, ranks)
     return StepDataset(examples, layout, RankRows(rank))
 
 
