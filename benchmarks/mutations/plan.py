@@ -32,11 +32,11 @@ M = Mutation
 MUTATIONS = [
     # ---- data
     M("data/batches/collate.py", "targets are not shifted",
-      "np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
-      "np.where(examples.is_target[source], examples.ids[source], IGNORE)", "data/test_collate.py"),
+      "np.where(is_target[source + 1], ids[source + 1], IGNORE)",
+      "np.where(is_target[source], ids[source], IGNORE)", "data/test_collate.py"),
     M("data/batches/collate.py", "every token is a target",
-      "targets[at] = np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
-      "targets[at] = examples.ids[source + 1]", "data/test_collate.py"),
+      "targets[at] = np.where(is_target[source + 1], ids[source + 1], IGNORE)",
+      "targets[at] = ids[source + 1]", "data/test_collate.py"),
     M("data/batches/collate.py", "positions run on through a row",
       "position_ids[at] = within", "position_ids[at] = at % row_length", "data/test_collate.py"),
     M("data/batches/collate.py", "documents of a row share a number",
@@ -196,7 +196,7 @@ MUTATIONS = [
       "return same and psutil.Process(self.pid).status()", "return psutil.Process(self.pid).status()", "rundir/test_lock.py"),
     # ---- what a row says, and what files say
     M("data/reading/columns.py", "an answer labelled false is learned",
-      "if understood(name, row.get(name)) and _cell(row[name]) is False:", "if False:", "data/test_columns.py"),
+      "if understood(name, row.get(name)) and cell(row[name]) is False:", "if False:", "data/test_columns.py"),
     M("data/reading/columns.py", "unused columns are not counted",
       "return tuple(f\"column {_shown(name)}\" for name in lost)", "return ()", "data/test_columns.py"),
     M("data/tokens/template.py", "tools that a template leaves out are no matter",

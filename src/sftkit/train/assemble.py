@@ -201,6 +201,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
+    from sftkit.evals import tasks
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
@@ -211,7 +212,8 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     else:
         # The main rank tokenizes and fills the cache, which the others then read.
         with run.rt.main_first():
-            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+            compared = tasks.benchmarks(cfg.data, cfg.eval)
+            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
@@ -220,7 +222,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
+    return Data(batches, validation, sample_rows(cfg.data, tokenize, shown), prompted)
 
 
 def lay_out(

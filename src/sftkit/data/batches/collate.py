@@ -107,32 +107,33 @@ def collate(
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
     row = np.repeat(np.arange(len(rows)), docs_in_row)
-    lengths = examples.offsets[docs + 1] - examples.offsets[docs] - 1
+    lengths = np.asarray(examples.lengths[docs], dtype=np.int64)
     before = np.cumsum(lengths) - lengths  # document positions in front, padding not counted
     used = np.bincount(row, weights=lengths, minlength=len(rows)).astype(np.int64)
     starts = before + (np.arange(len(rows)) * row_length - (np.cumsum(used) - used))[row]
     assert lengths.max(initial=0) <= max_doc_length
     assert used.max(initial=0) <= row_length
 
-    # For each document position: its place in the document, in the batch, and in the tokens of all examples.
+    # For each document position: its place in the document, in the batch, and in the tokens of these documents.
+    ids, is_target = examples.gather(docs)
     within = np.arange(lengths.sum()) - np.repeat(before, lengths)
     at = within + np.repeat(starts, lengths)
-    source = within + np.repeat(examples.offsets[docs], lengths)
+    source = within + np.repeat(before + np.arange(len(docs)), lengths)  # each has a token more than positions
     # Padding first, then the documents over it. Targets are the next tokens.
     input_ids = np.full(total, pad_id, dtype=np.int64)
     targets = np.full(total, IGNORE, dtype=np.int64)
     position_ids = np.zeros(total, dtype=np.int64)
     doc_ids = np.full(total, -1, dtype=np.int32)
     sources = np.zeros(total, dtype=np.int16)
-    input_ids[at] = examples.ids[source]
-    targets[at] = np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)
+    input_ids[at] = ids[source]
+    targets[at] = np.where(is_target[source + 1], ids[source + 1], IGNORE)
     position_ids[at] = within
     number_in_row = np.arange(len(docs)) - np.repeat(np.cumsum(docs_in_row) - docs_in_row, docs_in_row)
     doc_ids[at] = np.repeat(number_in_row, lengths)
     if len(examples.source_names) > 1:
         sources[at] = np.repeat(examples.source[docs], lengths)
 
-    is_target = targets != IGNORE
+    has_target = targets != IGNORE
     size = (len(rows), row_length)
     per_row = shape.docs_per_row or max(docs_in_row.max(), 1)
     max_docs = number_in_row.max(initial=-1) + 1
@@ -147,13 +148,13 @@ def collate(
         torch.from_numpy(doc_ids.reshape(size)),
         torch.from_numpy(sources.reshape(size)),
         torch.from_numpy(_cu_seqlens(starts, used, shape)),
-        torch.from_numpy(_target_index(is_target)),
+        torch.from_numpy(_target_index(has_target)),
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
-        num_targets=int(is_target.sum()),
+        num_targets=int(has_target.sum()),
         adapters=shape.adapters,
         targets_of_shares=tuple(
-            int(share.sum()) for share in (np.split(is_target, len(shape.adapters)) if shape.adapters else ())
+            int(share.sum()) for share in (np.split(has_target, len(shape.adapters)) if shape.adapters else ())
         ),
     )
     return batch if shard.kind == "full" else _shard_batch(batch, shard)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
+from sftkit.data import hygiene
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
@@ -242,14 +243,22 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
+    data: DataConfig,
+    tokenize: RowTokenizer,
+    main_first: AbstractContextManager[object],
+    benchmarks: hygiene.Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source); within `main_first`, so that other ranks
-    find the cache."""
+    """Return (training documents, validation documents by source) that the settings choose; within `main_first`, so
+    that other ranks find the cache.
+
+    Args:
+        benchmarks: evaluation texts that training documents are compared with.
+    """
     with main_first:
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-    return training, validation
+        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+        return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
