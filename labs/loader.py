@@ -153,14 +153,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--documents", type=int, default=100_000)
     args = parser.parse_args()
-    examples = made_up(args.documents)
+    # Asked of NVML, a GPU can still be used by the ranks, which are forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    rows = list(cases(made_up(args.documents), args))
     found = {
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "ranks": args.ranks,
         "asked_tokens_per_second": args.rate,
-        "rows": list(cases(examples, args)),
+        "rows": rows,
     }
     # A file may have several ways that were measured on one machine: each call replaces its own.
     results = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
