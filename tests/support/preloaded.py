@@ -36,10 +36,11 @@ PYTHONPATH = os.pathsep.join([*(str(ROOT / name) for name in FOLDERS), *filter(N
 FORKS = sys.platform == "linux"
 PRELOADED = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
+    *("torch._inductor.compile_fx", "torch._inductor.lowering", "torch.distributed.tensor.experimental"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
     *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.engine.blocks", "sftkit.evals.suite"),
     *("sftkit.checkpoint.checkpoint", "sftkit.verify.proof", "sftkit.verify.counts", "sftkit.verify.update"),
-    *("sftkit.preflight.analysis", "sftkit.reports.page"),
+    *("sftkit.preflight.analysis", "sftkit.reports.page", "wandb", "wandb.apis.public", "requests"),
 )
 PASSED_ON = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGQUIT),
@@ -188,6 +189,7 @@ def serve() -> dict[str, Any]:
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
+    importlib.import_module("sftkit.config.load").read_config(ROOT / "recipes/smoke/base.yaml", ())  # fills its caches
     gc.enable()
     gc.collect()
     gc.freeze()  # memory shared with the forks stays in place, also when a run has ended
