@@ -22,7 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "support" / "startup"), os.environ.get("PYTHONPATH")])
 )
 
-gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
+if gc.isenabled():
+    gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
 if "torch" not in sys.modules:
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 

@@ -82,7 +82,9 @@ class Process:
         order = {"words": self.words, "ranks": ranks, "env": dict(os.environ if env is None else env)}
         if self._forked:
             streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._streams]
-            self._server, self.pid = start({**order, "streams": [os.devnull, *([terminal] * 2 if terminal else streams)]})
+            self._server, self.pid = start(
+                {**order, "streams": [os.devnull, *([terminal] * 2 if terminal else streams)]}
+            )
             return
         out, err = self._streams
         command = [sys.executable, __file__, json.dumps(order)]
