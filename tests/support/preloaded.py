@@ -202,6 +202,10 @@ def serve(number: int) -> dict[str, Any]:
         with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
     importlib.import_module("sftkit.config.load").read_config(ROOT / "recipes/smoke/base.yaml", ())  # fills its caches
+    folders = [each for each in gc.get_objects() if type(each) is tempfile.TemporaryDirectory]
+    for folder in folders:  # wandb's: the first fork that ends would delete those of all
+        folder._finalizer.detach()
+        atexit.unregister(folder.cleanup)
     gc.enable()
     gc.collect()
     gc.freeze()  # memory shared with the forks stays in place, also when a run has ended
@@ -233,6 +237,8 @@ def serve(number: int) -> dict[str, Any]:
     for pid in running:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+    for folder in folders:
+        folder.cleanup()
     os._exit(0)
 
 
