@@ -3,7 +3,7 @@
 python -m labs.cold_start TOKENIZER FILE... [--rows 1000000] [--num-proc N] [--template FILE] --out FOLDER
 
 The rows are those of the files, over and over, each with a number of its own in its first text, so that none is a copy.
-A cold start tokenizes them into a store; a cached start, the median of three, finds it. Each is a process of its own, and
+A cold start tokenizes them into a store; a cached start, the median of three, finds it. Each is a process of its own;
 `data s` leaves out what it imports. Memory is the most that the process held, and the most of one of its workers. The
 folder gets results.json; rows and store are removed.
 """
