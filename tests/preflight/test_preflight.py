@@ -253,7 +253,7 @@ def test_rows_are_told_by_reason_with_the_first_of_each(
     odd = ("accepted", 1, "tool result without a call")
     assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd, ("read", 4, "messages")]
     assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7", "1"]
-    assert source["findings"][3]["first"].endswith(":1: user: What? | assistant: No. Yes.")
+    assert source["findings"][3]["first"].endswith(":1: user: What comes after 0? | assistant: It is 1.")
     assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer"), (1, "messages")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
     plain = shown(prepared, 0, capsys)
@@ -684,7 +684,7 @@ def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
     recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own).rename(tmp_path / "base.yaml")
     inspect(monkeypatch, str(recipe))
     run_until_loaded(monkeypatch, "base_train.py", recipe)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
 
 
 def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(

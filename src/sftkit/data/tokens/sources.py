@@ -62,7 +62,7 @@ FEW_BYTES = 30_000_000
 "With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
 MOST_PROCESSES = 32
 COMPARED_ROWS = 64
-"Rows that are tokenized again if libraries have another version than those that a store was made with."
+"ReadRows that are tokenized again if libraries have another version than those that a store was made with."
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
 
 
 def load_sources(
-    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> Examples:
     """Return all documents of the sources, source after source, from their stores, which are filled where shards are
     missing. What was found in their rows is reported either way.
@@ -201,6 +201,8 @@ def load_sources(
     folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
+    for counts in examples.counts.values():  # every source has every count, zeros too
+        counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
@@ -211,7 +213,7 @@ def load_sources(
 
 
 def prepare(
-    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> list[Shard]:
     """Return the shards of a source in order, made where they are missing.
 
@@ -223,7 +225,7 @@ def prepare(
     shards = []
     with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
         settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
-        for shard in making.fill(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
+        for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
             skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
             if skipped is not None and data.on_bad_row == "error":
                 raise findings.advised(DataError(skipped.first, reason=skipped.reason))
