@@ -39,7 +39,7 @@ BECAME = {
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in ROLES}
 "Role -> name of the count of its messages, in conversations that are learned from."
-VIEW_COLUMNS = {
+VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard", "row", "turns"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
@@ -132,7 +132,7 @@ def load_view(folder: Path, shards: Sequence[Shard], instead: str) -> Examples |
 def _examples(
     arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards: Sequence[Shard], key: str
 ) -> Examples:
-    own = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
+    own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
         StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,

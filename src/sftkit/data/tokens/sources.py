@@ -273,7 +273,7 @@ def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTo
     rows_again = islice(origin.rows(), line[0].first, min(line[0].first + COMPARED_ROWS, line[0].past))
     part = _tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
     docs = np.array(part.docs, DOCS)
-    if shard is None or not np.array_equal(*(one["length"] for one in (docs, shard.docs[: len(docs)]))):
+    if shard is None or not np.array_equal(docs["length"], shard.docs["length"][: len(docs)]):
         return False
     ids, is_target = shard.tokens(0, int(docs["length"].sum()))
     is_target[np.cumsum(docs["length"])[:-1]] = False
@@ -343,9 +343,9 @@ def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
     before."""
     if len(examples) == 1 or any(one.size for one in examples):
         return examples
-    ids, is_target = ([getattr(one, name) for one in examples] for name in ("ids", "is_target"))
-    joined = [np.concatenate([one[0], *(piece[1:] for piece in one[1:])]) for one in (ids, is_target)]
-    return [TokenizedExample(*joined, sum(one.num_bytes for one in examples))]
+    ids = np.concatenate([examples[0].ids, *(one.ids[1:] for one in examples[1:])])
+    is_target = np.concatenate([examples[0].is_target, *(one.is_target[1:] for one in examples[1:])])
+    return [TokenizedExample(ids, is_target, sum(one.num_bytes for one in examples))]
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
