@@ -275,7 +275,7 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows", "settings")]
+    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows", "rare")]
     modules += [f"tokens.{name}" for name in ("chat", "loss_mask", "template", "text")]
     for name in modules:
         module = importlib.import_module(f"sftkit.data.{name}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources
 from sftkit.config.schema import Config
 from sftkit.data.batches import many, pack
 from sftkit.data.batches.loader import Batches, load_examples
@@ -68,6 +68,7 @@ def lay_out_several(
         for entry, one in zip(entries, documents, strict=True)
     ]
     examples = many.joined([*parts.values()])
+    check_sources(resume, examples, cfg.train.resume_changes)
     layout = many.joint_layout([source.layout for source in sources], cfg.train)
     dataset = many.ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
@@ -79,7 +80,7 @@ def data_of_several(cfg: Config, tokenize: RowTokenizer, orig_model: PreTrainedM
     with without_logging():
         batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
     adapters = adapter_facts(cfg, batches, orig_model)
-    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.plan(0)}
+    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.first_epoch()[0]}
     return {**data, "validation": validation, "adapters": adapters}
 
 

@@ -8,6 +8,7 @@ and so are joined splits: train+test. Without network the hub's cache is used, o
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import os
@@ -22,9 +23,9 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
-from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers, remote, settings
+from sftkit.data.reading import columns, readers, remote
 from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.rundir.files import kept_sha256_of, sha256_of
@@ -118,12 +119,13 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     split = base_split(source.split)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
-    saved = {folder: _saved_files(folder) for folder in {path.parent for path in present} if isinstance(folder, Path)}
+    folders = {path.parent for path in present}
+    saved: dict[PurePath, set[str] | None] = {one: _saved_files(one) for one in folders if isinstance(one, Path)}
     files = [
         path
         for path in present
         if _is_data(path, relative[path], named=path in named)
-        and (saved.get(path.parent) is None or path.name in (saved[path.parent] or ()))
+        and ((names := saved.get(path.parent)) is None or path.name in names)
     ]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
@@ -419,12 +421,13 @@ def check_dataset(source: SourceConfig) -> None:
 
 
 def _in_snapshot(source: SourceConfig) -> Origin | None:
-    """Find a source in a downloaded snapshot with configurations if the hub does not answer: datasets would take the
-    configuration that its own cache has."""
+    """Find a source in a downloaded snapshot if the hub does not answer, and its revision, its files or a configuration
+    are asked for: datasets would take those that its own cache has."""
     folder = None if hub_answers() else _cached_snapshot(source)
-    if folder is None or source.files or not has_configurations(folder):
+    if folder is None or not (source.revision or source.files or has_configurations(folder)):
         return None
-    return replace(_by_configuration(source, folder), said=f"commit {folder.name}")
+    found = _local(source, folder)
+    return replace(found, said="; ".join(filter(None, (f"commit {folder.name}", found.said))))
 
 
 def _cached_snapshot(source: SourceConfig) -> Path | None:
@@ -518,13 +521,30 @@ def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
 
 
 def _with_settings(found: Origin, source: SourceConfig) -> Origin:
-    """Return an origin whose rows are those that the source's settings ask for."""
-    settings.check(source)
-    return replace(
-        found,
-        rows=lambda: settings.with_settings(found.rows(), source),
-        beginning=lambda: settings.with_settings(found.beginning(), source),
-    )
+    """Return an origin with trees as conversations, whose rows come with the source if its settings say how rows are
+    parsed.
+
+    Raises:
+        ConfigError: a name in `columns` that no row has a meaning for.
+    """
+    for name in source.columns or ():
+        if columns.standard_name(name) not in columns.KNOWN:
+            near = difflib.get_close_matches(name, columns.KNOWN, n=1)
+            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
+            raise ConfigError(problem)
+
+    def read(rows: Callable[[], Iterator[RawRow]]) -> Iterator[RawRow]:
+        raw_rows = rows()
+        if source.tree is not None:
+            from sftkit.data.reading import rare
+
+            raw_rows = rare.conversations(raw_rows, source.tree)
+        if not (source.columns or source.roles or source.system or where_columns(source)):
+            return raw_rows
+        return ((raw[0], raw[1], source) for raw in raw_rows)
+
+    return replace(found, rows=partial(read, found.rows), beginning=partial(read, found.beginning))
 
 
 def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None]) -> Origin | None:
@@ -553,11 +573,7 @@ def _on_hub(source: SourceConfig, data: DataConfig | None) -> Origin:
             found = _remote(replace(source, path=f"hf://datasets/{source.path}@{source.revision or 'main'}"), data)
             return replace(found, said=f"commit {source.revision}; {found.said}")
     elif source.revision or source.files:
-        folder = _cached_snapshot(source)
-        if folder is None:
-            raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
-        found = _local(source, folder)
-        return replace(found, said=f"commit {folder.name}; {found.said}")
+        raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
     dataset = load_from_hub(source)
     return _local(source, dataset) if isinstance(dataset, Path) else _of_datasets(source, lambda: dataset)
 

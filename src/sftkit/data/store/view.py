@@ -6,6 +6,7 @@ cache that is complete or absent.
 """
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,8 +182,9 @@ def _documents(
         counts: Counter[str] = Counter()
         tally: findings.Tally = {}
         parts = (_of_shard(shard, config.path, limits, count_bytes, counts, tally) for shard in shards)
+        copies = math.ceil(config.repeat)  # of a part of a pass, plans leave the rest out
         # `repeat` makes real copies: later stages treat each copy as an independent document.
-        passes = [parts] if config.repeat == 1 else [list(parts)] * config.repeat
+        passes = [parts] if copies == 1 else [list(parts)] * copies
         for one in passes:
             for at, part in enumerate(one, start=first):
                 entries = np.full(len(part["start"]), 1, np.int32)
@@ -191,11 +193,9 @@ def _documents(
         label = source_label(config)
         # Every source has every count, zeros too.
         names = (*COUNTS, *ROLE_COUNTS.values())
-        about["counts"][label] = {
-            name: number * config.repeat for name, number in (dict.fromkeys(names, 0) | counts).items()
-        }
-        about["findings"][label] = [asdict(one) for one in findings.sort_findings(tally, config.repeat)]
-        given += [name for shard in shards for name in shard.given] * config.repeat
+        about["counts"][label] = {name: number * copies for name, number in (dict.fromkeys(names, 0) | counts).items()}
+        about["findings"][label] = [asdict(one) for one in findings.sort_findings(tally, copies)]
+        given += [name for shard in shards for name in shard.given] * copies
         first += len(shards)
     about["encoder_sources"] = given
 

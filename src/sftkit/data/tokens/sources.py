@@ -105,13 +105,8 @@ class RowTokenizer:
     @property
     def settings(self) -> dict[str, object]:
         """Return the keyword arguments of the rule."""
-        given = {
-            "learning": self.learning,
-            "max_length": self.max_length,
-            "too_long": self.too_long,
-            "special_tokens": self.special_tokens,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        names = ("learning", "max_length", "too_long", "special_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def limits(self) -> view.Limits | None:
