@@ -684,7 +684,7 @@ def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
     recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own).rename(tmp_path / "base.yaml")
     inspect(monkeypatch, str(recipe))
     run_until_loaded(monkeypatch, "base_train.py", recipe)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
 
 
 def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(

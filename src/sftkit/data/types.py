@@ -76,6 +76,14 @@ class TokenizedExample:
     "Of each answer that is learned whole in it: its first token, and one past its last."
 
 
+TOO_LONG = "not_learned_too_long"
+"Count of answers that are not learned because their document was dropped, or cut before their first target."
+CUT = "answers_cut"
+"Count of answers of which only the beginning is learned, as data.max_length cuts their document."
+SPLIT_TOKENS = "split_tokens"
+"Count of the tokens of documents that are there because of split_turns."
+
+
 @dataclass(frozen=True)
 class Tokenized:
     """The result of tokenizing one row: its documents (none if it was dropped), and why something is missing."""

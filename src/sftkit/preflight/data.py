@@ -15,7 +15,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.types import Examples
+from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted
 
@@ -25,7 +25,7 @@ _WORDS = {
     EARLIER: "in earlier turns (data.targets=last_turn)",
     HISTORY: "rendered differently once they are history",
     chat.BORDER: "share a token with their prompt",
-    chat.TOO_LONG: "in documents that are too long",
+    TOO_LONG: "in documents that are too long",
 }
 "Why an answer is context only."
 MOST_LISTED = 1000
@@ -44,13 +44,13 @@ def answers_line(source: dict[str, Any]) -> str | None:
     if not answers:
         return None
     skipped = [f"{answers[name]:,} {words}" for name, words in _WORDS.items() if answers[name]]
-    if answers[chat.CUT]:
-        skipped.append(f"{answers[chat.CUT]:,} learned in part, cut at data.max_length")
+    if answers[CUT]:
+        skipped.append(f"{answers[CUT]:,} learned in part, cut at data.max_length")
     if answers["reasoning_left_out"]:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
-    if answers[chat.SPLIT_TOKENS]:
+    if answers[SPLIT_TOKENS]:
         skipped.append(
-            f"{counted(answers[chat.SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat "
+            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat "
             "template renders differently once they are history (data.split_turns)"
         )
     if not skipped:
@@ -75,8 +75,8 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[chat.THINKING_OFF]:
         rows = counted(source["rows"], "conversation")
         texts.append(hint("trained with thinking off", name=name, count=answers[chat.THINKING_OFF], rows=rows))
-    if answers[chat.SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
-        share = 100.0 * answers[chat.SPLIT_TOKENS] / source["tokens"]
+    if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
+        share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(hint("tokens of split turns", name=name, share=share))
     return texts
 

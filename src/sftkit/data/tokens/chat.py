@@ -19,19 +19,13 @@ from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.template import Span, limited, special_tokens_of, template_of
-from sftkit.data.types import Row, Tokenized, TokenizedExample
+from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
 
 BORDER = "not_learned_border"
 """Why an answer is context only: its first characters share a token with the prompt, and more of
 the conversation follows."""
-TOO_LONG = "not_learned_too_long"
-"Why an answer is not learned: its document was dropped, or cut before its first target."
-CUT = "answers_cut"
-"Answers of which only the beginning is learned, as data.max_length cuts their document."
 NOT_LEARNED = (loss_mask.CONTEXT, loss_mask.MARKED, loss_mask.EARLIER, loss_mask.HISTORY, BORDER, TOO_LONG)
-SPLIT_TOKENS = "split_tokens"
-"Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
 "Conversations that are trained with thinking turned off because they have no reasoning."
 ANSWER_COUNTS = ("answers", "answers_learned", CUT, *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)

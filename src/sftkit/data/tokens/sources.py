@@ -62,7 +62,7 @@ FEW_BYTES = 30_000_000
 "With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
 MOST_PROCESSES = 32
 COMPARED_ROWS = 64
-"Rows that are tokenized again if libraries have another version than those that a store was made with."
+"ReadRows that are tokenized again if libraries have another version than those that a store was made with."
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
 
 
 def load_sources(
-    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> Examples:
     """Return all documents of the sources, source after source, from their stores, which are filled where shards are
     missing. What was found in their rows is reported either way.
@@ -196,6 +196,8 @@ def load_sources(
     folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
+    for counts in examples.counts.values():  # every source has every count, zeros too
+        counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
@@ -206,7 +208,7 @@ def load_sources(
 
 
 def prepare(
-    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> list[Shard]:
     """Return the shards of a source in order, made where they are missing.
 
@@ -218,7 +220,7 @@ def prepare(
     shards = []
     with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
         settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
-        for shard in making.fill(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
+        for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
             skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
             if skipped is not None and data.on_bad_row == "error":
                 raise findings.advised(DataError(skipped.first, reason=skipped.reason))
@@ -266,7 +268,7 @@ def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTo
     rows_again = islice(origin.rows(), line[0].first, min(line[0].first + COMPARED_ROWS, line[0].past))
     part = _tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
     docs = np.array(part.docs, DOCS)
-    if shard is None or not np.array_equal(*(one["length"] for one in (docs, shard.docs[: len(docs)]))):
+    if shard is None or not np.array_equal(docs["length"], shard.docs["length"][: len(docs)]):
         return False
     ids, is_target = shard.tokens(0, int(docs["length"].sum()))
     is_target[np.cumsum(docs["length"])[:-1]] = False
@@ -336,9 +338,9 @@ def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
     before."""
     if len(examples) == 1 or any(one.size for one in examples):
         return examples
-    ids, is_target = ([getattr(one, name) for one in examples] for name in ("ids", "is_target"))
-    joined = [np.concatenate([one[0], *(piece[1:] for piece in one[1:])]) for one in (ids, is_target)]
-    return [TokenizedExample(*joined, sum(one.num_bytes for one in examples))]
+    ids = np.concatenate([examples[0].ids, *(one.ids[1:] for one in examples[1:])])
+    is_target = np.concatenate([examples[0].is_target, *(one.is_target[1:] for one in examples[1:])])
+    return [TokenizedExample(ids, is_target, sum(one.num_bytes for one in examples))]
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.tokens.loss_mask import not_learned
 from sftkit.data.tokens.template import special_tokens_of
-from sftkit.data.types import Row, Tokenized
+from sftkit.data.types import TOO_LONG, Row, Tokenized
 from sftkit.errors import ConfigError, fault
 from sftkit.runtime.script import counted
 
@@ -103,7 +103,7 @@ def tokenize_captions(
         if too_long == "error":
             raise fault(row.where, "too long", size=asked)
         if too_long == "drop":
-            counts[chat.TOO_LONG] = len(whole)
+            counts[TOO_LONG] = len(whole)
             return Tokenized([], "dropped_too_long", counts, asked)
         odd["text for the encoder cut at data.max_length"] = f"{row.where}: {asked}"
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
