@@ -61,6 +61,7 @@ WHOLE_RECIPE = {
 
 SHARED_NAMES = {
     "log": "the logger of a module",
+    "known_texts": "what makes of a task the texts that training data is compared with",
     "main": "what a command starts",
     "T": "a type variable",
     "build": "what a file of an optimizer or a task makes",
@@ -85,7 +86,7 @@ TORCH_FREE = (
         "evals/flags.py",
     ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading"),
-    *("data/hygiene.py", "runtime/hub.py"),
+    *("data/hygiene.py", "data/chosen.py", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
@@ -215,7 +216,7 @@ def test_what_a_refused_recipe_touches_loads_no_torch() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    parts = ["types", "demo", "reading", "hygiene", "tokens", "batches"]
+    parts = ["types", "demo", "reading", "hygiene", "chosen", "tokens", "batches"]
     assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
     for index, part in enumerate(parts):
         folder = SRC / "data" / part

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 
 from sftkit.config.schema import DataConfig, SampleConfig, SourceConfig, source_label
-from sftkit.data.hygiene import (
-    Benchmarks,
-    Copies,
-    Questions,
-    choose,
-    content_hash,
-    head_hash,
-    held_out,
-    near_copies,
-)
+from sftkit.data.chosen import Benchmarks, Copies, Questions, choose_documents, near_copies
+from sftkit.data.hygiene import content_hash, head_hash, held_out
 from sftkit.data.reading import rows
 from sftkit.data.types import DocumentColumns, Examples, Row
 from sftkit.errors import ConfigError, DataError
@@ -131,9 +123,8 @@ LONG_PROBLEM = f"{PROBLEM} She packs every clip in a small paper box, and a box 
 
 class TestQuestions:
     def found(self, question: str, *texts: str) -> list[int]:
-        return [
-            match.text for match in Questions(["What else is asked in this task of eight words?", question]).find(texts)
-        ]
+        questions = Questions(["What else is asked in this task of eight words?", question])
+        return [text for text, _, _ in questions.find(texts)]
 
     @pytest.mark.parametrize("question", [PROBLEM, LONG_PROBLEM])
     def test_planted_questions_are_found_whole_and_with_one_word_changed_not_translated(self, question: str) -> None:
@@ -161,9 +152,8 @@ class TestQuestions:
 
     def test_a_text_with_several_questions_matches_each_and_a_match_has_its_share(self) -> None:
         questions = Questions([PROBLEM, "Too short.", GERMAN])
-        assert questions.totals[1] == 0 < questions.totals[0]
         assert [match[:2] for match in questions.find(["", f"{GERMAN} {PROBLEM}"])] == [(1, 0), (1, 2)]
-        assert [match.share for match in questions.find([PROBLEM])] == [1.0]
+        assert list(questions.find([PROBLEM])) == [(0, 0, 1.0)]
 
     def test_without_texts_nothing_is_found(self) -> None:
         assert not list(Questions([]).find([PROBLEM]))
@@ -212,7 +202,7 @@ class Corpus:
     ) -> tuple[Examples, dict[str, Examples]]:
         data = DataConfig(train=train, cache_dir=str(self.folder), **settings)
         validation = {source_label(source): self.load([source], key and f"{key} val") for source in data.val}
-        return choose(self.load(train, key), validation, data, self.decode, benchmarks)
+        return choose_documents(self.load(train, key), validation, data, self.decode, benchmarks)
 
     def texts(self, examples: Examples) -> list[str]:
         return self.decode([examples[i].ids[1:].tolist() for i in range(len(examples))])
@@ -230,13 +220,6 @@ def left(examples: Examples, name: str) -> list[tuple[str, int, str]]:
 
 
 class TestChoose:
-    def test_without_a_setting_the_documents_are_those_that_were_loaded(self, corpus: Corpus) -> None:
-        source = corpus.source("a", ["one two", "one two"])
-        training, validation = corpus.choose(source)
-        assert len(training) == 2
-        assert training.columns is not None
-        assert validation == {}
-
     def test_limits_count_each_document_for_its_first_reason_and_name_its_row(self, corpus: Corpus) -> None:
         rows = ["one", "one two three", chat("a b", "c"), chat("a", "b", "c", "d"), "one two three four five six"]
         limits = {"min_tokens": 3, "max_tokens": 6, "max_turns": 2}
@@ -248,8 +231,10 @@ class TestChoose:
             ("where.max_turns: 2", 1, "row 4"),
         ]
         assert training.counts["a"] | {"rows": 0} == {"rows": 0, "documents": 4, "left_out": 3, "held_out": 0}
-        texts_only = corpus.source("b", rows, where={"min_turns": 4})
-        assert corpus.texts(corpus.choose(texts_only)[0]) == ["a b c d"]
+        one, two = (corpus.source(name, rows, where={"min_turns": 4}) for name in "cd")
+        training, _ = corpus.choose(one, two)
+        assert corpus.texts(training) == ["a b c d"] * 2
+        assert left(training, "c") == left(training, "d") == [("where.min_turns: 4", 4, "row 1")]
 
     def test_a_sample_has_its_number_of_rows_and_another_seed_others(self, corpus: Corpus) -> None:
         rows = ["short", *(f"text number {i}" for i in range(200))]
@@ -342,8 +327,8 @@ class TestChoose:
             (f"{corpus.folder}/two.jsonl:2", "gsm8k answers", 0),
         ]
         assert facts["said"] == (
-            "compared with questions and answers of gsm8k: 2 of 5 documents hold one, of gsm8k (1), gsm8k answers (1), "
-            "not left out; 1 question too short to be found; not compared with mmlu: no rows"
+            "compared with questions and answers of gsm8k: one in 2 of 5 documents of gsm8k (1), gsm8k answers (1), not "
+            "left out; not compared with mmlu: no rows"
         )
         training, _ = corpus.choose(one, two, benchmarks=benchmarks, decontaminate=("gsm8k",))
         assert corpus.texts(training) == ["some text", "some text", GERMAN.replace("\n", " "), "more text"]

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sftkit.config.schema import DataConfig, source_label
-from sftkit.data import hygiene
+from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
@@ -23,6 +22,9 @@ from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError, hint
 from sftkit.runtime import script, signals
+
+if TYPE_CHECKING:
+    from sftkit.data.chosen import Benchmarks
 
 
 class AdapterStep(NamedTuple):
@@ -222,7 +224,7 @@ def load_examples(
     data: DataConfig,
     tokenize: RowTokenizer,
     main_first: AbstractContextManager[object],
-    benchmarks: hygiene.Benchmarks | None = None,
+    benchmarks: Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return (training documents, validation documents by source) that the settings choose; within `main_first`, so
     that other ranks find the cache.
@@ -233,8 +235,13 @@ def load_examples(
     with main_first:
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
-        return hygiene.choose(training, validation, data, decode, benchmarks)
+        limited = any(source.sample or where_counts(source) for source in data.train)
+        if limited or data.val_fraction or data.dedup or benchmarks:
+            from sftkit.data.chosen import choose_documents  # most runs take all of them
+
+            decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+            return choose_documents(training, validation, data, decode, benchmarks)
+    return training, validation
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from sftkit.data.hygiene import SHORT_GRAM, words_of
+from sftkit.data.chosen import SHORT_GRAM, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Message, Task, each
 from sftkit.evals.tasks import data
@@ -168,7 +168,7 @@ def _split(name: str) -> data.DatasetSplit:
     return data.DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split)
 
 
-def texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
+def known_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
     """Yield question and right answer of each row. A question too short to be recognised has its options with it."""
     for row in read(_split(name)):
         item = DESIGNS[name].item(row, "chat")
