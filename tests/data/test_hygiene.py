@@ -327,8 +327,8 @@ class TestChoose:
             (f"{corpus.folder}/two.jsonl:2", "gsm8k answers", 0),
         ]
         assert facts["said"] == (
-            "compared with questions and answers of gsm8k: one in 2 of 5 documents of gsm8k (1), gsm8k answers (1), not "
-            "left out; not compared with mmlu: no rows"
+            "compared with questions and answers of gsm8k: found in 2 of 5 documents (gsm8k 1, gsm8k answers 1), not left "
+            "out; not compared with mmlu: no rows"
         )
         training, _ = corpus.choose(one, two, benchmarks=benchmarks, decontaminate=("gsm8k",))
         assert corpus.texts(training) == ["some text", "some text", GERMAN.replace("\n", " "), "more text"]

@@ -114,10 +114,10 @@ def contamination_facts(examples: Examples) -> dict[str, Any] | None:
     total = len({one["document"] for one in found})
     said = [f"not compared with {task}: {why}" for task, why in facts["missing"].items()]
     if facts["tasks"]:
-        held = "".join(f", {task} ({count:,})" for task, count in of_tasks.items()).removeprefix(", ")
-        what = f" of {held}, {'left out' if facts['left_out'] else 'not left out'}" if found else ""
+        held = "".join(f", {task} {count:,}" for task, count in of_tasks.items()).removeprefix(", ")
+        what = f" ({held}), {'left out' if facts['left_out'] else 'not left out'}" if found else ""
         number = f"{total:,} of {counted(facts['documents'], 'document')}"
-        said.insert(0, f"compared with questions and answers of {', '.join(facts['tasks'])}: one in {number}{what}")
+        said.insert(0, f"compared with questions and answers of {', '.join(facts['tasks'])}: found in {number}{what}")
     return {**facts, "found": found[:MOST_LISTED], "matched": total, "of_tasks": of_tasks, "said": "; ".join(said)}
 
 
