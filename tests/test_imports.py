@@ -61,9 +61,9 @@ WHOLE_RECIPE = {
 
 SHARED_NAMES = {
     "log": "the logger of a module",
-    "known_texts": "what makes of a task the texts that training data is compared with",
     "main": "what a command starts",
     "T": "a type variable",
+    "question_texts": "questions and answers that data.decontaminate compares, of each file of tasks",
     "build": "what a file of an optimizer or a task makes",
     "parse": "flags, YAML, rows: the module says of what",
     "tokenize": "of conversations and of texts, one of which a stage binds",

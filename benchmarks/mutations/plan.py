@@ -196,7 +196,7 @@ MUTATIONS = [
       "return same and psutil.Process(self.pid).status()", "return psutil.Process(self.pid).status()", "rundir/test_lock.py"),
     # ---- what a row says, and what files say
     M("data/reading/columns.py", "an answer labelled false is learned",
-      "if understood(name, row.get(name)) and _cell(row[name]) is False:", "if False:", "data/test_columns.py"),
+      "if understood(name, row.get(name)) and cell(row[name]) is False:", "if False:", "data/test_columns.py"),
     M("data/reading/columns.py", "unused columns are not counted",
       "return tuple(f\"column {_shown(name)}\" for name in lost)", "return ()", "data/test_columns.py"),
     M("data/tokens/template.py", "tools that a template leaves out are no matter",

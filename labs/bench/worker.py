@@ -301,8 +301,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     cfg, stage = job.config, job.data.stage
     # Make the model as train.assemble does, but with random weights, the same in every run. The first run of a bench
     # trains the tokenizer of data.stage for all; None: tokens are made up.
-    learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
-    tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
+    tokenizer = base_tokenizer(cfg.model, cfg.data, job.folder.parent, rt) if stage else None
     nf4 = cfg.adapter is not None and cfg.adapter.base == "nf4"
     orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision, nf4=nf4), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)

@@ -191,7 +191,7 @@ def test_a_system_column_is_the_first_message_of_any_conversation(tokenizer, raw
 
 def test_two_system_texts_are_one_if_they_are_the_same_and_else_refused() -> None:
     row = rows.convert({"messages": [SYSTEM, ASK, A], "system": "Be brief."}, "x:1")
-    assert row == Row("x:1", messages=[SYSTEM, ASK, A])
+    assert row == Row("x:1", messages=[SYSTEM, ASK, A], shape="messages")
     with pytest.raises(DataError, match="x:1: the column system and the first message"):
         rows.convert({"messages": [SYSTEM, ASK, A], "system": "Be long."}, "x:1")
     with pytest.raises(DataError, match="x:1: system is a list, expected text"):

@@ -208,12 +208,12 @@ def test_every_start_says_which_files_of_a_folder_are_read(tmp_path, load, caplo
     folder.mkdir()
     for name in ("a.jsonl", "test_prep.jsonl"):
         write_lines(folder / name, numbered(1))
-    (folder / "c.jsonl.zst").write_bytes(b"x")
+    (folder / "c.jsonl.7z").write_bytes(b"x")
     for _ in range(2):  # also where the tokens come from the cache
         caplog.clear()
         with caplog.at_level(logging.INFO):
             facts = source_facts(load(folder))
-        files = "train: 1 file, test: 1 (test_prep.jsonl); left out: c.jsonl.zst"
+        files = "train: 1 file, test: 1 (test_prep.jsonl); left out: c.jsonl.7z"
         assert f"chats: {files}" in caplog.messages
         assert [one["files"] for one in facts] == [files]
 

@@ -251,9 +251,10 @@ def test_rows_are_told_by_reason_with_the_first_of_each(
     (source,), (held_out,) = found["sources"], found["validation"]
     told = [(one["kind"], one["rows"], one["reason"]) for one in source["findings"]]
     odd = ("accepted", 1, "tool result without a call")
-    assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd]
-    assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
-    assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
+    assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd, ("read", 4, "messages")]
+    assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7", "1"]
+    assert source["findings"][3]["first"].endswith(":1: user: What? | assistant: No. Yes.")
+    assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer"), (1, "messages")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
     plain = shown(prepared, 0, capsys)
     assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain

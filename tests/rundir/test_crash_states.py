@@ -27,7 +27,7 @@ from helpers import cpu_runtime, flat, make_examples
 
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.compile import cache as compile_cache
-from sftkit.config.schema import ModelConfig, TokenizerTraining
+from sftkit.config.schema import DataConfig, ModelConfig, TokenizerTraining
 from sftkit.data.reading import store
 from sftkit.data.tokens import sources as token_cache
 from sftkit.errors import ConfigError
@@ -205,7 +205,7 @@ def test_a_trained_tokenizer_is_whole_or_absent(disk: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenizers, "new_tokenizer", lambda *_: tokenizer)
     model = ModelConfig(train_tokenizer=TokenizerTraining(vocab_size=300))
     with Recording(disk) as recording, closing(cpu_runtime()) as rt:
-        tokenizers.base_tokenizer(model, (), "error", disk, rt)
+        tokenizers.base_tokenizer(model, DataConfig(train=()), disk, rt)
     whole = files_of(disk / TOKENIZER)
 
     def check(folder: Path, state: State) -> None:

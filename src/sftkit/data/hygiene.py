@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from sftkit.data.reading.columns import MARKS, REASONING
+from sftkit.data.reading.columns import MARKS, PARTS, REASONING
 from sftkit.data.types import Row
 
 HEAD_CHARACTERS = 1000
@@ -18,12 +18,12 @@ def content_hash(row: Row) -> int:
     """Return a 64-bit hash of all that is learned from a row, in the normal form that decides what a copy is: other
     case, white space and composed characters make no difference."""
     if row.messages is None:
-        return _hash([row.text or "", row.image or "", *row.captions])
+        return _hash([row.text or "", row.image or "", *row.captions, *_tokens(row)])
     # A count, tools and arguments decide tokens and mask, so the same messages with others are no copy.
     parts = [str(row.context_messages), row.masked_role, _text(row.tools), _text(row.template_args)]
     for message in row.messages:
         parts += str(message.get("role")), _text(message.get("content")), _text(message.get("tool_calls"))
-        parts += [_text(value) for key in REASONING if (value := message.get(key))]
+        parts += [_text(value) for key in (*REASONING, PARTS) if (value := message.get(key))]
         parts += [key for key in MARKS if message.get(key, 1) in (0, "0")]
     return _hash(parts)
 
@@ -31,10 +31,19 @@ def content_hash(row: Row) -> int:
 def head_hash(row: Row) -> int:
     """Return a 64-bit hash of how a row begins: its first user message, its picture, or the first 1,000 characters of
     its text. Copies, and all answers to one question, have the same."""
+    if row.is_tokenized:
+        return _hash(_tokens(row)[:HEAD_CHARACTERS])
     if row.messages is None:
         return _hash([row.image or " ".join((row.text or "")[: 2 * HEAD_CHARACTERS].split())[:HEAD_CHARACTERS]])
     first = next((one for one in row.messages if one.get("role") == "user"), row.messages[0] if row.messages else {})
     return _hash([_text(first.get("content"))])
+
+
+def _tokens(row: Row) -> list[str]:
+    """Return the tokens of a row that was tokenized elsewhere, or its segments, each with whether it is learned."""
+    if row.ids is None:
+        return [f"{learned}{text}" for text, learned in row.segments or ()]
+    return [*map(str, row.ids.tolist()), *("" if row.is_target is None else map(str, row.is_target.tolist()))]
 
 
 def _text(value: object) -> str:

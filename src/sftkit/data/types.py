@@ -18,7 +18,7 @@ are read, and most of it is the chat template's to know."""
 @dataclass(frozen=True)
 class Row:
     """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with
-    what it shows."""
+    what it shows, or what is tokenized elsewhere or as it is written: `ids` or `segments`."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -40,6 +40,19 @@ class Row:
     "The role that the row excludes from learning (NeMo's column mask)."
     unused: tuple[str, ...] = ()
     "Columns that nothing reads, each as findings name it: column quality."
+    ids: np.ndarray | None = None
+    "int32 [n]: the tokens of a row that was tokenized elsewhere."
+    is_target: np.ndarray | None = None
+    "bool [n]: which of them are learned; None: the row does not say it."
+    segments: tuple[tuple[str, bool], ...] | None = None
+    "Texts that are tokenized apart, and whether each is learned."
+    shape: str = ""
+    "The kind of row that it was read as: alpaca (instruction, output, input)."
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Return whether its tokens are given, or what each text of it becomes, so that no template or rule decides."""
+        return self.ids is not None or self.segments is not None
 
 
 @dataclass(frozen=True)
@@ -76,21 +89,21 @@ class Tokenized:
     "keys of its messages that nothing reads, each as findings name it: message key mood"
 
 
-Kind = Literal["skipped", "dropped", "accepted", "unused", "left out"]
+Kind = Literal["read", "skipped", "dropped", "accepted", "unused", "left out"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Rows of a source with the same fault or oddity, or with the same column that is not used."""
+    """Rows of a source that are read alike, or have the same fault or oddity, or the same column that is not used."""
 
     kind: Kind
-    "skipped as bad; dropped although valid; accepted although odd; with a column or key that is unused; or, of \
-documents, left out as the recipe asks"
+    """read: how; skipped as bad; dropped although valid; accepted although odd; with an unused column or key; or, of
+    documents, left out as the recipe asks"""
     reason: str
-    "a short text, the same for all of them; of an unused one what it is: column quality"
+    "a short text, the same for all of them; of an unused one what it is: column quality; of those read Row.shape"
     rows: int
     first: str
-    "file:line of the first one, and what is wrong there"
+    "file:line of the first one, and what is wrong there, or what it says"
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,16 @@ def sample_rows(data: DataConfig, tokenize: RowTokenizer, num_samples: int) -> l
     learned from as a whole; asked as they are trained."""
     shares = [(source, 1.0) for source in data.val]
     shares += [(source, data.val_fraction) for source in data.train if data.val_fraction]
-    heads = [list(islice(usable_rows(source, tokenize, share), num_samples)) for source, share in shares]
+    heads = [list(islice(usable_rows(source, data, tokenize, share), num_samples)) for source, share in shares]
     in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
     return in_turn[:num_samples]
 
 
-def usable_rows(source: SourceConfig, tokenize: RowTokenizer, share: float = 1.0) -> Iterator[Row]:
+def usable_rows(source: SourceConfig, data: DataConfig, tokenize: RowTokenizer, share: float = 1.0) -> Iterator[Row]:
     """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained; of a
     share of the source, those that are held out."""
     learning = tokenize.learning or chat.ANSWERS
-    for row in read_source(source, "skip"):
+    for row in read_source(source, "skip", data):
         if share < 1.0 and not held_out(np.array([head_hash(row)], np.uint64), share)[0]:
             continue
         try:
@@ -113,7 +113,7 @@ def usable_rows(source: SourceConfig, tokenize: RowTokenizer, share: float = 1.0
             continue
         if not tokenized.examples or tokenized.note is not None:
             continue
-        if row.messages is None:
+        if row.text is not None:
             yield row
         elif row.messages and row.messages[0]["role"] != "assistant":
             yield chat.as_trained(row, _first_answer(row), tokenize.tokenizer, learning.thinking)

@@ -210,7 +210,7 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
         return load_tokenizer(model)
     # The rows of data.train are tokenized next.
     with columns.without_logging() if training.sources is None else nullcontext():
-        return new_tokenizer(model, training, data.train, data.on_bad_row)
+        return new_tokenizer(model, training, data)
 
 
 def meta_model(
@@ -489,6 +489,7 @@ def source_text(source: dict[str, Any]) -> str:
         "truncated": "truncated",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
+        "dropped_where": "left out by where",
         "skipped_bad": "skipped as bad",
         "left_out": "of its documents left out",
         "held_out": "held out for validation",

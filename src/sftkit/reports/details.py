@@ -69,7 +69,7 @@ def data_tables(preflight: dict[str, Any]) -> list[values.Html | None]:
         _table(validation, SOURCES, "Validation sources"),
         _table([one for one in sources if one.get("files")], ("name", "files"), "Files of folders", text=(1,)),
         _table(answers, ["name", *counts], "Answers"),
-        _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
+        _table(findings, FINDINGS, "How rows are read, left out or odd, and columns not used", text=(1, 3, 4)),
         _table(layouts, LAYOUTS, "Layouts"),
         values.el("div", memory, values.el("div", others), class_="two"),
     ]

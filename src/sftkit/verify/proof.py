@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.watch import Records
 from sftkit.data.batches.pack import Layout
-from sftkit.data.tokens.chat import PromptedTargets
+from sftkit.data.reading.rows import ELSEWHERE
+from sftkit.data.tokens.chat import UNASKED, PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
@@ -70,6 +71,10 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
     masked = examples.num_targets < examples.lengths
     tokens, targets = int(examples.lengths.sum()), int(examples.num_targets.sum())
     share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
+    every = [one for found in examples.findings.values() for one in found]
+    if elsewhere := sum(one.rows for one in every if one.kind == "read" and one.reason.startswith(ELSEWHERE)):
+        unasked = sum(one.rows for one in every if one.reason == UNASKED)
+        share += f"; {counted(elsewhere, 'row')} tokenized elsewhere, {unasked:,} with {UNASKED}"
     if not masked.any():
         return Check(name, None, share, "-", how)
     # The text after the last target was cut off.

@@ -71,18 +71,18 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. Copies from pinned memory do not block."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned host memory."""
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch."""
         return [value for value in (*vars(self).values(), *self.inputs.values()) if isinstance(value, torch.Tensor)]
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return the batch with every tensor changed by a function."""
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with every tensor changed by a function, called in the order of `tensors`."""
         # Any: `replace` takes the tensors among the fields, which it cannot distinguish from the numbers
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)

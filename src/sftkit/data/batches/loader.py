@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,9 +65,33 @@ class StepBatches:
     adapters: tuple[AdapterStep | None, ...] = ()
     "of several adapters the step of each; None: its data has ended"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the step for another process, with its tensors in one block of memory."""
+        # Each block of shared memory takes a connection between the processes, longer than building a batch.
+        tensors = [tensor for batch in self.micro_batches for tensor in batch.tensors()]
+        block = torch.zeros(sum(map(_in_block, tensors)), dtype=torch.uint8)
+        for piece, tensor in zip(block.split(list(map(_in_block, tensors))), tensors, strict=True):
+            piece[: tensor.nbytes] = tensor.flatten().view(torch.uint8)
+        empty = [batch.to(torch.device("meta")) for batch in self.micro_batches]
+        return _from_block, ({**vars(self), "micro_batches": empty}, block)
+
     def pin_memory(self) -> StepBatches:
         """Return the same step in pinned host memory; DataLoader calls it."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+
+
+def _in_block(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in the block of a step; each begins at a multiple of 64."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def _from_block(fields: dict[str, Any], block: torch.Tensor) -> StepBatches:
+    """Return a step whose tensors are views of a block, see StepBatches.__reduce__. `fields`: with meta tensors."""
+    empty = [tensor for batch in fields["micro_batches"] for tensor in batch.tensors()]
+    pieces = zip(block.split(list(map(_in_block, empty))), empty, strict=True)
+    views = (piece[: one.nbytes].view(one.dtype).view(one.shape) for piece, one in pieces)
+    micro_batches = [batch.each(lambda _: next(views)) for batch in fields["micro_batches"]]
+    return StepBatches(**{**fields, "micro_batches": micro_batches})
 
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")

@@ -35,13 +35,13 @@ from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
 from sftkit.data.types import DocumentColumns, Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError, hint
+from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 5
 "The version of the files of a cache entry."
-MASK_VERSION = 1
+MASK_VERSION = 2
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
@@ -137,6 +137,8 @@ class RowTokenizer:
     "data.too_long; None: the rule cuts a text into documents that fit"
     learning: chat.Learning | None = None
     "which tokens of a conversation are learned; None: the rule's own choice"
+    special_tokens: str | None = None
+    "data.special_tokens_in_text; None: the rule takes no plain texts"
 
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
@@ -145,7 +147,12 @@ class RowTokenizer:
     @property
     def settings(self) -> dict[str, object]:
         """Return the keyword arguments of the rule."""
-        given = {"learning": self.learning, "max_length": self.max_length, "too_long": self.too_long}
+        given = {
+            "learning": self.learning,
+            "max_length": self.max_length,
+            "too_long": self.too_long,
+            "special_tokens": self.special_tokens,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     @cached_property
@@ -171,12 +178,13 @@ def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int
     return found  # type: ignore[no-any-return]
 
 
-COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
+COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad")
 BECAME = {
     "truncated": "truncated",
     "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
     "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be "
     "learned",
+    "dropped_where": "left out by where",
     "skipped_bad": "skipped as bad",
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
@@ -188,13 +196,19 @@ ROWS_PER_CHUNK = 128
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: DataConfig | None = None) -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
-    reported at the end."""
+    reported at the end.
+
+    Args:
+        data: as for find_source.
+    """
     tally: findings.Tally = {}
-    for raw in find_source(source).rows():
+    for raw in find_source(source, data).rows():
         try:
             row = rows.parse(raw)
+        except LeftOut as out:
+            findings.add(tally, "dropped", out.reason, str(out))
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
@@ -236,7 +250,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    origins = [find_source(source) for source in sources]
+    origins = [find_source(source, data) for source in sources]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
@@ -276,7 +290,8 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
         raise readers.no_rows(source)
     if not total.documents:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        found = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
+        said = (one for one in findings.sort_findings(total.tally) if one.kind != "read")
+        found = "".join(f". {findings.finding_text(finding)}" for finding in said)
         rows_read = counted(total.counts["rows"], "row")
         raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
     return total
@@ -292,12 +307,19 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
         try:
             row = rows.parse(raw)
             result = tokenize(row)
+        except LeftOut as out:
+            part.counts["dropped_where"] += 1
+            findings.add(part.tally, "dropped", out.reason, str(out))
+            continue
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue
+        is_first = ("read", row.shape) not in part.tally
+        said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
+        findings.add(part.tally, "read", row.shape, said)
         for name in (*row.unused, *result.unused):
             findings.add(part.tally, "unused", name, row.where)
         # The outcome of the row: learned from, dropped, or learned from with data warnings.

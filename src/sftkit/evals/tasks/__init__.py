@@ -79,7 +79,7 @@ def benchmarks(data: DataConfig, config: EvalConfig, *, always: bool = False) ->
             continue
         module = import_module(f"sftkit.evals.tasks.{MODULES[name]}")
         try:
-            pairs = list(module.known_texts(name, partial(rows.read_split, folder=config.data)))
+            pairs = list(module.question_texts(name, partial(rows.read_split, folder=config.data)))
         except (ConfigError, DataError) as error:
             if name in data.decontaminate:
                 raise

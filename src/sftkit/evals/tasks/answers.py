@@ -41,7 +41,7 @@ def build(
     return Task(name, examples, judge_chat if format == "chat" else judge, "exact_match", 0.0, settings)
 
 
-def known_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
+def question_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
     """Yield question and answer of each row of GSM8K."""
     yield from ((row.text("question"), row.text("answer")) for row in read(GSM8K_TEST))
 

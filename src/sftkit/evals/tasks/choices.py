@@ -168,7 +168,7 @@ def _split(name: str) -> data.DatasetSplit:
     return data.DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split)
 
 
-def known_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
+def question_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
     """Yield question and right answer of each row. A question too short to be recognised has its options with it."""
     for row in read(_split(name)):
         item = DESIGNS[name].item(row, "chat")

@@ -91,7 +91,7 @@ def _program_tests(target: dict[str, Any], written: str) -> ProgramTests:
     return ProgramTests(prompt + written, target["tests"], tuple(names), preamble=prompt)
 
 
-def known_texts(name: str, read: Read) -> Iterator[tuple[str, str]]:
+def question_texts(name: str, read: Read) -> Iterator[tuple[str, str]]:
     """Yield the problem and the published solution of each row."""
     columns = ("prompt", "canonical_solution") if name == "humaneval" else ("text", "code")
     rows = read(HUMANEVAL) if name == "humaneval" else _of_ids(read(MBPP_TEST), MBPP_IDS)
