@@ -3,17 +3,22 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SampleConfig, SourceConfig, source_label
+from sftkit.data.batches.loader import load_examples
 from sftkit.data.chosen import Benchmarks, Copies, Questions, choose_documents, near_copies
 from sftkit.data.hygiene import content_hash, head_hash, held_out
 from sftkit.data.reading import rows
+from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.tokens.text import tokenize_any
 from sftkit.data.types import DocumentColumns, Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight.data import contamination_facts
@@ -278,9 +283,7 @@ class TestChoose:
         assert "source small: data.val_fraction=0.1 holds out none" in caplog.text
         with pytest.raises(DataError, match=r"val_fraction: 0\.1 holds out no document"):
             corpus.choose(small, val_fraction=0.1)
-        with pytest.raises(
-            DataError, match=r"small\.jsonl: no document is left to train on; 1 document left out, where"
-        ):
+        with pytest.raises(DataError, match=r"small\.jsonl: no document is left; 1 document left out, where"):
             corpus.choose(large, corpus.source("small", ["only one"], where={"min_tokens": 9}))
 
     def test_exact_copies_go_in_all_sources_and_validation_stays(self, corpus: Corpus) -> None:
@@ -351,6 +354,42 @@ class TestChoose:
             2,
         ]
         assert [compared(PROBLEM, ""), compared(PROBLEM, "")] == [2, 2]
+
+
+def test_documents_of_all_sources_are_chosen_by_their_own_rows(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    # More rows than a chunk of them, whose numbers are counted through; row 150 becomes no document.
+    rows: list[Row] = [
+        chat(f"What comes after {i}?", f"It is {i + 1}.", *["More?", "No."] * (i % 3)) for i in range(300)
+    ]
+    rows[150] = chat("no answer")
+    train = corpus.source("train", rows, repeat=2)
+    val = corpus.source("val", rows, where={"max_turns": 2}, sample=SampleConfig(rows=30))
+    tokenize = RowTokenizer(tokenize_any, tokenizer, 256, "truncate")
+
+    def load(**settings: Any) -> tuple[Examples, dict[str, Examples]]:
+        data = DataConfig(cache_dir=str(corpus.folder), on_bad_row="skip", **settings)
+        return load_examples(data, tokenize, nullcontext())
+
+    for _ in range(2):  # the second time from the cache
+        training, _ = load(train=(train,))
+        assert training.columns is not None
+        learned = [i for i in range(300) if i != 150]
+        assert training.columns.row.tolist() == learned * 2
+        assert training.columns.turns.tolist() == [2 + 2 * (i % 3) for i in learned] * 2
+        assert training.columns.head.tolist() == [head_hash(rows[i]) for i in learned] * 2
+        assert training.columns.content.tolist() == [content_hash(rows[i]) for i in learned] * 2
+
+    limited = replace(train, where={"min_turns": 4})
+    training, validation = load(train=(limited,), val=(val,), dedup="exact", val_fraction=0.1)
+    assert len(validation["val"]) == 30
+    assert left(validation["val"], "val")[0] == ("where.max_turns: 2", 200, "row 2")
+    assert len(training) == 2 * (200 - len(validation["train"]))
+    assert "What comes after 1?" in tokenizer.decode(training[0].ids)
+    everything = replace(val, where=None, sample=None)
+    with pytest.raises(DataError, match="no document is left; 299 documents left out, copy of an earlier"):
+        load(train=(train,), val=(everything,), dedup="exact")
 
 
 def test_near_copies_are_later_texts_that_share_most_shingles() -> None:

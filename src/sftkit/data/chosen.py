@@ -248,7 +248,7 @@ def choose_documents(
         if not (own & used & ~aside).any():
             reasons = "".join(f"; {finding_text(one)}" for one in told)
             reasons += f"; {int((own & aside).sum()):,} held out (data.val_fraction)" if data.val_fraction else ""
-            raise DataError(f"data source {source.path}: no document is left to train on{reasons}")
+            raise DataError(f"data source {source.path}: no document is left{reasons}")
         kept.append(passes[i][:, (used & ~aside)[own]].ravel())
         numbers = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
         counts[name] = counts[name] | numbers | {"documents": kept[-1].size}

@@ -259,13 +259,17 @@ def load_examples(
     with main_first:
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-        limited = any(source.sample or where_counts(source) for source in data.train)
-        if limited or data.val_fraction or data.dedup or benchmarks:
-            from sftkit.data.chosen import choose_documents  # most runs take all of them
+        limited = [source for source in (*data.train, *data.val) if source.sample or where_counts(source)]
+        if not (limited or data.val_fraction or data.dedup or benchmarks):
+            return training, validation
+        from sftkit.data.chosen import choose_documents  # most runs take all of them
 
-            decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
-            return choose_documents(training, validation, data, decode, benchmarks)
-    return training, validation
+        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+        for name, source in zip(validation, data.val, strict=True):
+            if source in limited:
+                alone = DataConfig(train=(source,), cache_dir=data.cache_dir)
+                validation[name], _ = choose_documents(validation[name], {}, alone, decode)
+        return choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
