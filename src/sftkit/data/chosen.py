@@ -4,6 +4,7 @@ that is held out for validation. No torch; loaded only by runs that choose.
 
 import json
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ def choose_documents(
     assert training.columns is not None
     # `repeat` has stored its passes one after the other; all are chosen as the first.
     owner = np.asarray(training.source)
-    passes = [np.flatnonzero(owner == i).reshape(source.repeat, -1) for i, source in enumerate(data.train)]
+    passes = [np.flatnonzero(owner == i).reshape(math.ceil(source.repeat), -1) for i, source in enumerate(data.train)]
     docs = np.concatenate([each[0] for each in passes])
     owner = owner[docs]
     row, turns, content, head = (column[docs] for column in training.columns)
