@@ -498,8 +498,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             ["data.val=[{path: b, name: docs}]", "data.train.0.name=docs", "data.val_fraction=0.1"],
             'data.val.0.name: "docs" is also a source of data.train, of which data.val_fraction holds out',
         ),
-        (["data.train.0.where={min_tokens: many}"], 'data.train.0.where: min_tokens: "many" is not a whole number'),
-        (["data.val=[{path: a, where: {max_turns: -1}}]"], "data.val.0.where: max_turns: -1 is not a whole number"),
         (["data.val_fraction=1"], "data.val_fraction: must be less than 1"),
         (["data.decontaminate=[gsm8]"], 'data.decontaminate: "gsm8" is not one of all, mmlu'),
         (["data.decontaminate=gsm8"], 'Did you mean "gsm8k"?'),

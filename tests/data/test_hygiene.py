@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -370,7 +369,7 @@ def test_documents_of_all_sources_are_chosen_by_their_own_rows(
 
     def load(**settings: Any) -> tuple[Examples, dict[str, Examples]]:
         data = DataConfig(cache_dir=str(corpus.folder), on_bad_row="skip", **settings)
-        return load_examples(data, tokenize, nullcontext())
+        return load_examples(data, tokenize)
 
     for _ in range(2):  # the second time from the cache
         training, _ = load(train=(train,))

@@ -499,11 +499,6 @@ def _chosen(get: Get) -> Iterator[Problem]:
         if task not in (known := ("all", *TASKS)):
             meant = "".join(f' Did you mean "{near}"?' for near in difflib.get_close_matches(task, known, n=1))
             yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{meant}'
-    for part in ("data.train", "data.val"):
-        for i, row in enumerate(get(part)):
-            for name, limit in where_counts(SourceConfig(**row)).items():
-                if type(limit) is not int or limit < 0:
-                    yield f"{part}.{i}.where", f"{name}: {json.dumps(limit)} is not a whole number from 0 on"
     if get("data.val_fraction") is not None:
         train, val = ([source_label(SourceConfig(**row)) for row in get(f"data.{part}")] for part in ("train", "val"))
         for label in {*train} & {*val}:
