@@ -111,20 +111,15 @@ def contamination_facts(examples: Examples) -> dict[str, Any] | None:
     if (facts := examples.contamination) is None:
         return None
     found = facts["found"]
-    documents = {task: len({one["document"] for one in found if one["task"] == task}) for task in facts["tasks"]}
-    held = ", ".join(f"{task} ({count:,})" for task, count in documents.items() if count)
+    of_tasks = Counter(task for _, task in sorted({(one["document"], one["task"]) for one in found}))
     total = len({one["document"] for one in found})
-    compared = [task for task in facts["tasks"] if not task.endswith(" answers")]
-    said = ""
-    if compared:
-        said = f"compared with questions and answers of {', '.join(compared)}: {total:,} of "
-        said += f"{counted(facts['documents'], 'document')} {'holds' if total == 1 else 'hold'} one"
-        said += f", of {held}, {'left out' if facts['left_out'] else 'not left out'}" if found else ""
-    if short := sum(facts["tasks"][task]["short"] for task in compared):
-        said += f"; {counted(short, 'question')} too short to be found"
-    said += "".join(f"; not compared with {task}: {why}" for task, why in facts["missing"].items())
-    listed = found[:MOST_LISTED]
-    return {**facts, "found": listed, "matched": total, "of_tasks": documents, "said": said.removeprefix("; ")}
+    said = [f"not compared with {task}: {why}" for task, why in facts["missing"].items()]
+    if facts["tasks"]:
+        held = "".join(f", {task} {count:,}" for task, count in of_tasks.items()).removeprefix(", ")
+        what = f" ({held}), {'left out' if facts['left_out'] else 'not left out'}" if found else ""
+        number = f"{total:,} of {counted(facts['documents'], 'document')}"
+        said.insert(0, f"compared with questions and answers of {', '.join(facts['tasks'])}: found in {number}{what}")
+    return {**facts, "found": found[:MOST_LISTED], "matched": total, "of_tasks": of_tasks, "said": "; ".join(said)}
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
