@@ -258,7 +258,7 @@ def test_where_leaves_rows_out_and_counts_them_by_column(tmp_path: Path) -> None
     assert where_counts(source) == {"min_tokens": 3}
     left_out: dict[str, list[str]] = {}
     kept = []
-    for raw in origin.find_source(source).rows():
+    for raw in origin.find_source(source).part():
         try:
             kept.append(rows.parse(raw).where.rpartition(":")[2])
         except LeftOut as out:

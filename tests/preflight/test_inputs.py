@@ -575,7 +575,7 @@ def stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a hub on this machine; nobody is logged in."""
     StandIn.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(here / "token"))

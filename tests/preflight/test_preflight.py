@@ -12,7 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Prepared:
         assert max_length is not None
         tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
         compared = benchmarks(self.cfg.data, self.cfg.eval, always=True)
-        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext(), compared)
+        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, benchmarks=compared)
         self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
     def look(self, **kwargs: Any) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         seen += 1
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
-    if not seen and small and next(origin.rows(), None) is None:
+    if not seen and small and next(origin.part(), None) is None:
         raise readers.no_rows(source)
     if not errors or len(errors) < seen:
         return

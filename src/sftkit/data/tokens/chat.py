@@ -310,9 +310,14 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
+    return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target))
+
+
+def count_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray) -> int:
+    """Return the UTF-8 bytes of the decoded targets, special tokens left out."""
     # An array: of a list transformers looks at every number first.
     learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
+    return len(str(learned).encode("utf-8", errors="replace"))
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -384,6 +389,8 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
         beyond = is_target[max_length + 1 :].any() or text.rest
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
+    answers = tuple(one for one in text.answers if one[1] <= max_length + 1)
+    example = replace(example, size=len(ids), answers=answers)
     return Tokenized([example], "truncated" if is_long else None)
 
 
