@@ -5,7 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +80,6 @@ def tokenize(
     locator = loss_mask.AnswerLocator(
         tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking
     )
-    locator.unlearned = unlearned
     unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
@@ -91,7 +90,7 @@ def tokenize(
     if learning.targets == "all":
         texts = _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = _answers(locator, learnable, max_length, counts, split=learning.split_turns)
+        texts = _answers(locator, learnable, max_length, counts, unlearned, split=learning.split_turns)
     counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or rejected as too_long says; the rest is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
@@ -172,7 +171,13 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: loss_mask.AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
+    locator: loss_mask.AnswerLocator,
+    learnable: set[int],
+    max_length: int,
+    counts: Counter[str],
+    unlearned: Mapping[int, list[Span]],
+    *,
+    split: bool,
 ) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
@@ -191,8 +196,8 @@ def _answers(
         spans = sorted(span for parts in answers.values() for span in parts)
         places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
         is_target = tokens_inside(spans, encoded)
-        for k in answers.keys() & locator.unlearned:
-            for part in loss_mask.placed_parts(locator.messages[k], locator.unlearned[k], document.text, places[k][0]):
+        for k in answers.keys() & unlearned:
+            for part in loss_mask.placed_parts(locator.messages[k], unlearned[k], document.text, places[k][0]):
                 # A token that is only partly to be learned is not learned.
                 is_target &= ~tokens_inside([part], encoded)
         learned = _finished(locator, encoded, is_target, places, last)
@@ -242,7 +247,7 @@ def _everything(
     reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
     apart = locator.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(locator, apart, max_length, counts, split=split)
+    before = _answers(locator, apart, max_length, counts, {}, split=split)
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared

@@ -384,8 +384,6 @@ class AnswerLocator:
         "answers that have reasoning in the data"
         self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
-        self.unlearned: dict[int, list[Span]] = {}
-        "answer -> characters of its content that are not learned, see unlearned_parts"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
         self.odd: dict[str, str] = {}
