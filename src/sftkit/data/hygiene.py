@@ -400,10 +400,11 @@ def contamination(
         for number, source in enumerate(data.train):
             of_source = [one for one in found if examples.source[one["document"]] == number]
             rows = {one["row"] for one in of_source}
-            read = enumerate(islice(find_source(source).rows(), max(rows, default=-1) + 1))
+            read = enumerate(islice(find_source(source, data).rows(), max(rows, default=-1) + 1))
             places = {i: raw[0] for i, raw in read if i in rows}
             for one in of_source:
-                one["where"] = places[one["row"]]
+                # Tokens that another program wrote have no rows.
+                one["where"] = places.get(one["row"], f"{source.path}: document {one['row'] + 1:,}")
         tasks = {task: {"examples": len(texts), "short": short[task]} for task, texts in benchmarks.texts.items()}
         return {"tasks": tasks, "documents": len(documents), "found": found}
 
