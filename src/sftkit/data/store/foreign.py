@@ -80,7 +80,7 @@ class ForeignShard(Shard):
     @property
     def starts(self) -> np.ndarray:
         """Return the first token of each document in the file."""
-        return self.file.start[self.documents]
+        return np.asarray(self.file.start[self.documents])
 
     @property
     def docs(self) -> np.ndarray:
@@ -106,7 +106,7 @@ class ForeignShard(Shard):
         places = zip(self.starts.tolist(), length.tolist(), strict=True)
         made["bytes"] = [self.count_bytes(*self.tokens(*place)) for place in places]
         for name, past in (("content", end), ("head", np.minimum(end, begin + HEAD_TOKENS))):
-            hashes = (blake2b(ids[a:b], digest_size=8) for a, b in zip(begin.tolist(), past.tolist(), strict=True))
+            hashes = (blake2b(ids[a:b].tobytes(), digest_size=8) for a, b in zip(begin.tolist(), past.tolist(), strict=True))
             made[name] = [int.from_bytes(one.digest(), "little") for one in hashes]
         return made
 
@@ -181,7 +181,7 @@ def _datatrove(path: Path, cache: Path) -> TokenFile:
 
     def count() -> np.ndarray:
         # The first token of a document is no target, whatever the mask says.
-        return np.add.reduceat(mask, borders[:-1], dtype=np.int64) - mask[borders[:-1]]
+        return np.asarray(np.add.reduceat(mask, borders[:-1], dtype=np.int64) - mask[borders[:-1]])
 
     return _between(path, ids, borders, mask, _kept(cache, [Path(f"{path}.loss"), Path(f"{path}.index")], "", count))
 
@@ -333,4 +333,4 @@ def _tokenizer_of(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> P
             f"data source {source.path}: tokenizer_of {name} is not the tokenizer of this run: {what} differ. Take "
             f"model.tokenizer={name}, or tokenize the texts again"
         )
-    return theirs  # type: ignore[no-any-return]
+    return theirs

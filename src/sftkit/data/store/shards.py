@@ -156,7 +156,7 @@ class Shard:
     def starts(self) -> np.ndarray:
         """Return the first token of each document, int64 [D]."""
         length = self.docs["length"].astype(np.int64)
-        return np.cumsum(length) - length  # type: ignore[no-any-return]  # as numpy types it
+        return np.cumsum(length) - length
 
     @property
     def answers(self) -> np.ndarray:
