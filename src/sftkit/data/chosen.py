@@ -294,7 +294,8 @@ def contamination(
             read = enumerate(islice(find_source(source, data).rows(), max(rows, default=-1) + 1))
             places = {i: raw[0] for i, raw in read if i in rows}
             for one in of_source:
-                one["where"] = places[one["row"]]
+                # Tokens that another program wrote have no rows.
+                one["where"] = places.get(one["row"], f"{source.path}: document {one['row'] + 1:,}")
         return {"documents": len(documents), "found": found}
 
     with working("looking for evaluation questions in the training data"):

@@ -153,6 +153,12 @@ class Shard:
         return self._array("docs.npy", DOCS)
 
     @property
+    def starts(self) -> np.ndarray:
+        """Return the first token of each document, int64 [D]."""
+        length = self.docs["length"].astype(np.int64)
+        return np.cumsum(length) - length
+
+    @property
     def answers(self) -> np.ndarray:
         """Return (first token, one past the last) of each answer within its document, int [A, 2]."""
         return self._array("answers.npy", np.uint32).reshape(-1, 2)

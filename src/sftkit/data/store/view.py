@@ -238,7 +238,7 @@ def _of_shard(
     counts.update(rows=shard.line["rows"], **shard.line["counts"])
     found = shard.tally(path)
     length = docs["length"].astype(np.int64)
-    starts = np.cumsum(length) - length
+    starts = shard.starts
     pieces = np.ones(len(docs), np.int64)
     targets = docs["targets"].astype(np.int64)
     num_bytes = docs["bytes"].astype(np.int64)

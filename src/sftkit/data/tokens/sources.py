@@ -37,7 +37,7 @@ from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store import making, view
+from sftkit.data.store import foreign, making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Part, Shard, Store
 from sftkit.data.tokens import chat, text
@@ -198,10 +198,15 @@ def load_sources(
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
     for counts in examples.counts.values():  # every source has every count, zeros too
         counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
-    for source, one in zip(sources, origins, strict=True):
-        if one.said:
-            log.info("%s: %s", source_label(source), one.said)
-            examples.files[source_label(source)] = one.said
+    for i, (source, one) in enumerate(zip(sources, origins, strict=True)):
+        said = one.said
+        if source.tokenizer_of is not None:
+            # Nothing else shows whether the tokens are what they should be.
+            first = examples[int(np.argmax(examples.source == i))].ids[:24]
+            said = "; ".join(filter(None, (said, f"it begins {tokenize.tokenizer.decode(first)!r}")))
+        if said:
+            log.info("%s: %s", source_label(source), said)
+            examples.files[source_label(source)] = said
     for name, found in examples.findings.items():
         findings.log_findings(name, found)
     return examples
@@ -215,6 +220,11 @@ def prepare(
     Raises:
         DataError: a bad row, or one that is too long, if that is an error.
     """
+    if source.tokenizer_of is not None:
+        if tokenize.rule not in (text.tokenize, text.tokenize_any):
+            problem = "tokens of another program are texts, and this stage does not learn from texts"
+            raise ConfigError(f"data source {source.path}: {problem}. Take base_train.py or mid_train.py")
+        return foreign.open_source(source, origin, tokenize.tokenizer, Path(data.cache_dir) / "borders")
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []
