@@ -84,6 +84,9 @@ def test_overrides_are_yaml_and_index_lists(recipe: Path):
         recipe,
         [
             "data.train.0.max_rows=100",
+            "data.train.0.where={lang: [en, de], min_turns: 2}",
+            "data.train.0.sample={rows: 20}",
+            "data.train.0.roles={bot: assistant}",
             "data.layout=bucketed",
             "data.bucket_lengths=[128,256]",
             "model.revision=null",
@@ -92,7 +95,9 @@ def test_overrides_are_yaml_and_index_lists(recipe: Path):
             "compile.dynamic=true",
         ],
     )
-    assert cfg.data.train[0].max_rows == 100
+    source = cfg.data.train[0]
+    assert (source.max_rows, source.where) == (100, {"lang": ["en", "de"], "min_turns": 2})
+    assert (source.sample.rows, source.sample.seed, source.roles) == (20, 0, {"bot": "assistant"})
     assert cfg.data.bucket_lengths == (128, 256)
     assert (cfg.train.max_steps, cfg.train.epochs, cfg.compile.dynamic) == (None, 2, True)
 
@@ -483,6 +488,11 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["eval.every=5"], "eval.every: has nothing to evaluate"),
         (["data.train=[]"], "data.train: is empty"),
         (["data.train=[{path: a/x.jsonl}, {path: b/x.parquet}]"], 'data.train.1.name: "x" is already the name of'),
+        (["data.train=[{path: a, where: {min_tokens: 0}}]"], "data.train.0.where.min_tokens: is 0, not a whole number"),
+        (["data.train=[{path: a, where: {max_turns: true}}]"], "data.train.0.where.max_turns: is True, not a whole"),
+        (["data.train=[{path: a, roles: {bot: robot}}]"], "data.train.0.roles.bot: "),
+        (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
+        (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),
         (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),
         (["data.train.0.path=builtin:doc"], "is not one of builtin:docs, builtin:tasks"),
         (["data.train.0.split=test"], 'data.train.0.split: "test" is not one of train, heldout'),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import install, unusable
-from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
+from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label, where_counts
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, TASKS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
@@ -425,6 +425,9 @@ def _sources(get: Get) -> Iterator[Problem]:
             label = source_label(source)
             if (first := first_with.setdefault(label, i)) != i:
                 yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first}: set another name'
+            for name, limit in where_counts(source).items():
+                if type(limit) is not int or limit < 1:
+                    yield f"{part}.{i}.where.{name}", f"is {limit!r}, not a whole number above 0"
             if source.path.startswith("builtin:"):
                 if source.path not in BUILTIN_SOURCES:
                     yield f"{part}.{i}.path", f'"{source.path}" is not one of {", ".join(BUILTIN_SOURCES)}'

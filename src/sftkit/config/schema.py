@@ -225,8 +225,8 @@ class DataConfig:
     "The tokenizer's special tokens in plain texts: split: ordinary characters, counted; parse: special tokens; error: a bad row. Conversations never hold one."
     on_bad_row: Literal["error", "skip"] = "error"
     "If a row cannot be used: error stops and names file and line; skip skips and counts it."
-    num_proc: Positive = 1
-    "Processes that tokenize (the result is cached on disk)."
+    num_proc: Positive | None = None
+    "Processes that tokenize (the result is cached on disk); null: one for 20,000 rows or 30 MB, then the cores of a machine divided by its ranks, at most 32."
     num_workers: NonNegative | None = None
     "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
     cache_dir: FilePath = ".cache/sftkit"

@@ -311,7 +311,7 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
         compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
-        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
+        examples, validation = loader.load_examples(cfg.data, tokenize, benchmarks=compared)
     lengths = examples.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
     mixture = order.mixture_of(cfg.data, cfg.train, examples, layout)

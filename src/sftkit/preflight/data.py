@@ -12,9 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted

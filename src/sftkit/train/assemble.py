@@ -211,10 +211,11 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
 
         batches, validation = load_several(cfg, tokenize, objective, run.resume)
     else:
-        # The main rank tokenizes and fills the cache, which the others then read.
-        with run.rt.main_first():
+        with run.rt.main_first():  # it may download
             compared = tasks.benchmarks(cfg.data, cfg.eval)
-            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
+        examples, validation = loader.load_examples(cfg.data, tokenize, run.rt, compared)
+        # The main rank fills the cache of an encoder's inputs, which the others then read.
+        with run.rt.main_first() if examples.encoder_sources else nullcontext():
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}

@@ -1,7 +1,6 @@
 """A run with several adapters: their data, and an evaluation of each."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +31,11 @@ def load_several(
     """
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     compared = tasks.benchmarks(cfg.data, cfg.eval)
-    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext(), compared)
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, benchmarks=compared)
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
-            found[one.train], held_out = load_examples(one, tokenize, nullcontext(), compared)
+            found[one.train], held_out = load_examples(one, tokenize, benchmarks=compared)
             validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
     documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]

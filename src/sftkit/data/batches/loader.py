@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -20,10 +20,12 @@ from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
 from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, known_by_source, order_of, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
+from sftkit.data.store.making import Peers
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError, hint
 from sftkit.runtime import script, signals
+from sftkit.runtime.start import Runtime
 
 
 class AdapterStep(NamedTuple):
@@ -262,19 +264,22 @@ class Batches:
 def load_examples(
     data: DataConfig,
     tokenize: RowTokenizer,
-    main_first: AbstractContextManager[object],
+    rt: Runtime | None = None,
     benchmarks: hygiene.Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source) that the settings choose; within `main_first`, so
-    that other ranks find the cache.
+    """Return (training documents, validation documents by source) that the settings choose. One process of each
+    machine makes what is missing; the others wait, for as long as it takes.
 
     Args:
+        rt: None: this process loads them for itself.
         benchmarks: evaluation texts that training documents are compared with.
     """
-    with main_first:
-        training = load_sources(data.train, data, tokenize)
-        validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+    with nullcontext(lambda: False) if rt is None else rt.main_first(at_once=True) as look:
+        peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
+        training = load_sources(data.train, data, tokenize, peers)
+        validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
+    decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+    with nullcontext() if rt is None else rt.main_first():
         return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 
