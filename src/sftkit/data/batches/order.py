@@ -304,5 +304,6 @@ class Order:
 
     def state(self, step: int) -> list[Cursor]:
         """Return from where a resume after this step plans on: a cursor of each part that it depends on."""
+        self._part(0)
         begun = [part for part in self._parts if part.left is None and part.first <= step]
         return [Cursor(part.first, part.epoch, 0, (0,), (0,)) for part in begun[-1:]]
