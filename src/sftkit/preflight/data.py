@@ -2,6 +2,7 @@
 conversations are learned, which are not, and why.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,9 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted
@@ -27,6 +28,8 @@ _WORDS = {
     chat.TOO_LONG: "in documents that are too long",
 }
 "Why an answer is context only."
+MOST_LISTED = 1000
+"Matches with evaluation questions that preflight.json lists."
 COST_PCT = 10.0
 "Share of a source's tokens from which the cost of split_turns is worth a warning."
 
@@ -95,10 +98,33 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
         answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
         learned_of = {"tokens": int(tokens[i]), "targets": int(targets[i])}
+        learned_of |= {key: counts[key] for key in ("left_out", "held_out") if counts.get(key)}
         facts.append({"name": name, **numbers, **learned_of, "answers": answers, "findings": found})
         if name in examples.files:
             facts[-1]["files"] = examples.files[name]
     return facts
+
+
+def contamination_facts(examples: Examples) -> dict[str, Any] | None:
+    """Return which evaluation questions and answers were found in the training documents, with a sentence about it;
+    None: they were not compared with any."""
+    if (facts := examples.contamination) is None:
+        return None
+    found = facts["found"]
+    documents = {task: len({one["document"] for one in found if one["task"] == task}) for task in facts["tasks"]}
+    held = ", ".join(f"{task} ({count:,})" for task, count in documents.items() if count)
+    total = len({one["document"] for one in found})
+    compared = [task for task in facts["tasks"] if not task.endswith(" answers")]
+    said = ""
+    if compared:
+        said = f"compared with questions and answers of {', '.join(compared)}: {total:,} of "
+        said += f"{counted(facts['documents'], 'document')} {'holds' if total == 1 else 'hold'} one"
+        said += f", of {held}, {'left out' if facts['left_out'] else 'not left out'}" if found else ""
+    if short := sum(facts["tasks"][task]["short"] for task in compared):
+        said += f"; {counted(short, 'question')} too short to be found"
+    said += "".join(f"; not compared with {task}: {why}" for task, why in facts["missing"].items())
+    listed = found[:MOST_LISTED]
+    return {**facts, "found": listed, "matched": total, "of_tasks": documents, "said": said.removeprefix("; ")}
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
@@ -138,7 +164,7 @@ def end_of_turn_pct(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> f
     chosen = np.asarray(flags)[np.asarray(examples.source)]
     if not chosen.any():
         return None
-    last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
+    last, _ = examples.last_tokens(np.flatnonzero(chosen))
     return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
 
 
@@ -155,7 +181,7 @@ def duplicate_facts(
     first_passes = []
     for i, source in enumerate(sources):
         documents = np.flatnonzero(np.asarray(training.source) == i)
-        first_passes.append(documents[: len(documents) // source.repeat])
+        first_passes.append(documents[: len(documents) // math.ceil(source.repeat)])
     seen = _fingerprints(training, np.concatenate(first_passes))
     # The hashes have 64 bits: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)
@@ -173,8 +199,10 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     Args:
         documents: int [D'], indices.
     """
-    ids = np.asarray(examples.ids)
-    offsets = examples.offsets.tolist()
-    names = examples.encoder_sources or [""] * len(examples)
+    names = examples.encoder_sources
     # Python's own hash differs between processes: hashes are compared within one, and never stored.
-    return [hash((ids[offsets[i] : offsets[i + 1]].tobytes(), names[i])) for i in documents.tolist()]
+    return [
+        hash((ids[begin:end].tobytes(), names[i] if names else ""))
+        for some, offsets, ids, _ in examples.pieces(documents)
+        for i, begin, end in zip(some.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]

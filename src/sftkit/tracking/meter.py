@@ -30,7 +30,7 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
-from sftkit.objectives.objective import Objective, Totals
+from sftkit.objectives.objective import Objective, Totals, nll_of
 from sftkit.rundir.names import TRACE
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
@@ -250,6 +250,11 @@ class Meter:
             rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
+        tokens = np.bincount(self._examples.source, self._examples.lengths, len(self._examples.source_names))
+        passes = {source.name: math.ceil(source.repeat) for source in batches.mixture.sources}
+        self._pass_tokens = [max(n, 1.0) / passes.get(name, 1) for name, n in zip(self.sources, tokens, strict=True)]
+        self._run_tokens = np.zeros(len(tokens), np.int64)
+        "tokens of each source in the logged steps of the run"
         self._before = Progress()
         "progress before this window"
         self.total_step_seconds = 0.0
@@ -262,6 +267,8 @@ class Meter:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
         self._own_divisor = self._divisor = self._skipped_divisor = 0
+        self._learned = np.zeros(len(self._examples.source_names), np.int64)
+        "targets of each source in the steps that were not skipped"
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
@@ -319,14 +326,17 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
+        self._learned += np.asarray(step_batches.source_targets)
         # Chosen on the device: the host does not know yet whether the step was skipped, and must not wait for it here.
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
-    def add_skipped(self, divisor: int) -> None:
-        """Exclude steps of this window that were skipped from the means. `divisor`: their sum."""
-        self._skipped_divisor += divisor
+    def add_skipped(self, steps: Sequence[StepBatches]) -> None:
+        """Exclude steps of this window that were skipped from the means."""
+        for step_batches in steps:
+            self._skipped_divisor += step_batches.divisor
+            self._learned -= np.asarray(step_batches.source_targets)
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
@@ -344,8 +354,19 @@ class Meter:
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
-        counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
-        shares = {f"data/share/{name}": count / total for name, count in counts}
+        self._run_tokens += self._source_tokens
+        each = zip(self.sources, self._source_tokens, self._run_tokens, self._pass_tokens, strict=True)
+        of_sources: dict[str, float | None] = {}
+        for name, count, of_run, of_pass in each:
+            of_sources[f"data/share/{name}"] = count / total
+            of_sources[f"data/tokens/{name}"] = int(of_run)
+            of_sources[f"data/epochs/{name}"] = of_run / of_pass
+        of_sums = dict(zip(self._sums.names, sums, strict=True))
+        learned = max(int(self._learned.sum()), 1)
+        for source, (name, targets) in enumerate(zip(self.sources, self._learned.tolist(), strict=True)):
+            if (key := nll_of(source)) in of_sums:  # as in a run with several sources
+                of_sources[f"data/target_share/{name}"] = targets / learned
+                of_sources[f"train/{name}/loss"] = of_sums[key] / targets if targets else None
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
@@ -364,7 +385,7 @@ class Meter:
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(encoded if self._encoder_positions else {}),
-            **(shares if len(shares) > 1 else {}),
+            **(of_sources if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
@@ -380,7 +401,8 @@ class Meter:
     def counts(self) -> RunCounts:
         """Return the counts since the start of the run, next to `progress`, for a checkpoint."""
         shapes = [[*shape, count] for shape, count in sorted(self.shapes.seen.items())]
-        return {"shapes": shapes, "undeclared": self.shapes.undeclared}
+        tokens = dict(zip(self.sources, self._run_tokens.tolist(), strict=True))
+        return {"shapes": shapes, "undeclared": self.shapes.undeclared, "source_tokens": tokens}
 
     def resume(self, resumed: Mapping[str, Any]) -> None:
         """Take over progress and counts of a checkpoint, before the first step. What was declared then may not be now:
@@ -395,6 +417,8 @@ class Meter:
         for rows, length, count in counts.get("shapes", ()):
             self.shapes.seen[rows, length] += count
         self.shapes.undeclared += counts.get("undeclared", 0)
+        known = counts.get("source_tokens", {})
+        self._run_tokens += [known.get(name, 0) for name in self.sources]
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,

@@ -7,19 +7,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources, find_checkpoint, run_identity
 from sftkit.config import tables
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.data.batches import epoch, loader, pack
 from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
@@ -28,7 +29,7 @@ from sftkit.models.adapter_files import adapter_words
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
-from sftkit.objectives.objective import Objective
+from sftkit.objectives.objective import NextToken, Objective
 from sftkit.rundir import files, names, status
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -201,6 +202,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
+    from sftkit.evals import tasks
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
@@ -209,9 +211,11 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
 
         batches, validation = load_several(cfg, tokenize, objective, run.resume)
     else:
-        # The main rank tokenizes and fills the cache, which the others then read.
-        with run.rt.main_first():
-            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+        with run.rt.main_first():  # it may download
+            compared = tasks.benchmarks(cfg.data, cfg.eval)
+        examples, validation = loader.load_examples(cfg.data, tokenize, run.rt, compared)
+        # The main rank fills the cache of an encoder's inputs, which the others then read.
+        with run.rt.main_first() if examples.encoder_sources else nullcontext():
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
@@ -220,7 +224,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
+    return Data(batches, validation, sample_rows(cfg.data, tokenize, shown), prompted)
 
 
 def lay_out(
@@ -239,8 +243,23 @@ def lay_out(
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
-    workers, step = cfg.data.num_workers, resume.state["step"]
-    return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
+    check_sources(resume, examples, cfg.train.resume_changes)
+    batches = Batches(
+        dataset,
+        cfg.run.seed,
+        num_workers=cfg.data.num_workers,
+        earlier=earlier,
+        first_step=resume.state["step"],
+        known=resume.cursors,
+        mixture=mixture_of(cfg.data, cfg.train, examples, layout),
+    )
+    if batches.mixture.sources and batches.mixture.sources[0].weight is not None:
+        steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+        for name, (_, ended) in zip(examples.source_names, batches.order.forecast(steps), strict=True):
+            if ended is not None:
+                words = f"reaches its max_epochs at about step {ended:,} of {steps:,}: the others take its share"
+                rt.print(f"source {name} {words}")
+    return batches
 
 
 def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data) -> Engine:
@@ -265,6 +284,8 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
 
         members = Members(run.cfg.adapters, run.cfg.optim, run.cfg.numerics, objective, run.rt.device)
         objective = members.objective
+    elif isinstance(objective, NextToken) and len(names := data.batches.examples.source_names) > 1:
+        objective = replace(objective, num_sources=len(names))
     training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder, members)
     return make_engine(run.cfg, run.rt, Path(run.cfg.run.dir), training, record)
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
+from sftkit.data import hygiene
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
+from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
+from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, known_by_source, order_of, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
+from sftkit.data.store.making import Peers
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError, hint
 from sftkit.runtime import script, signals
+from sftkit.runtime.start import Runtime
 
 
 class AdapterStep(NamedTuple):
@@ -55,14 +59,40 @@ class StepBatches:
     "how many of these documents each micro-batch has"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
+    source_targets: tuple[int, ...] = (0,)
+    "target tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
     adapters: tuple[AdapterStep | None, ...] = ()
     "of several adapters the step of each; None: its data has ended"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the step for another process, with its tensors in one block of memory."""
+        # Each block of shared memory takes a connection between the processes, longer than building a batch.
+        tensors = [tensor for batch in self.micro_batches for tensor in batch.tensors()]
+        block = torch.zeros(sum(map(_in_block, tensors)), dtype=torch.uint8)
+        for piece, tensor in zip(block.split(list(map(_in_block, tensors))), tensors, strict=True):
+            piece[: tensor.nbytes] = tensor.flatten().view(torch.uint8)
+        empty = [batch.to(torch.device("meta")) for batch in self.micro_batches]
+        return _from_block, ({**vars(self), "micro_batches": empty}, block)
+
     def pin_memory(self) -> StepBatches:
         """Return the same step in pinned host memory; DataLoader calls it."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+
+
+def _in_block(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in the block of a step; each begins at a multiple of 64."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def _from_block(fields: dict[str, Any], block: torch.Tensor) -> StepBatches:
+    """Return a step whose tensors are views of a block, see StepBatches.__reduce__. `fields`: with meta tensors."""
+    empty = [tensor for batch in fields["micro_batches"] for tensor in batch.tensors()]
+    pieces = zip(block.split(list(map(_in_block, empty))), empty, strict=True)
+    views = (piece[: one.nbytes].view(one.dtype).view(one.shape) for piece, one in pieces)
+    micro_batches = [batch.each(lambda _: next(views)) for batch in fields["micro_batches"]]
+    return StepBatches(**{**fields, "micro_batches": micro_batches})
 
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
@@ -101,11 +131,14 @@ class StepDataset(Dataset[StepBatches]):
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
-        docs = list(chain.from_iterable(batch.rows))
+        docs = batch.documents
         lengths = self.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
-        source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
+        targets = self.num_targets[docs]
+        sources = self.examples.source[docs]
+        of_sources = [np.bincount(sources, weights=counts, minlength=len(names)) for counts in (lengths, targets)]
+        source_tokens, source_targets = (tuple(counts.astype(np.int64).tolist()) for counts in of_sources)
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
@@ -113,14 +146,15 @@ class StepDataset(Dataset[StepBatches]):
             micro_batches=[
                 self._with_noise(step, rows, self._collated(number, rows, shape)) for number, rows in enumerate(mine)
             ],
-            num_targets=int(self.num_targets[docs].sum()),
+            num_targets=int(targets.sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
             documents_per_micro_batch=tuple(sum(map(len, rows)) for rows in mine),
-            source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
+            source_tokens=source_tokens,
+            source_targets=source_targets,
             document_lengths=tuple(lengths.tolist()),
         )
 
@@ -149,6 +183,8 @@ class Batches:
         num_workers: int | None = 0,
         earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
+        known: Sequence[Cursor] = (),
+        mixture: Mixture = NO_MIXTURE,
     ) -> None:
         """Continue the plan segments of earlier starts; no batch is built yet.
 
@@ -156,7 +192,8 @@ class Batches:
             dataset: builds the batches of this process.
             seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
-            earlier, first_step: the segments of the checkpoint that is resumed, and its step.
+            earlier, first_step, known: segments, step and cursors of the checkpoint that is resumed.
+            mixture: of the sources of the documents.
         """
         self.examples = dataset.examples
         self.layout = dataset.layout
@@ -164,15 +201,28 @@ class Batches:
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.segments = with_segment(earlier, first_step, self.layout, seed)
-        order = Order(dataset.lengths, self.layout, self.segments)
-        self.plan = order.plan
-        self.num_steps = order.num_steps
-        self._items = order.batches
+        self.segments = segments_of(earlier, first_step, self.layout, seed, mixture)
+        known = known_by_source(known, earlier, mixture)
+        self.order = order_of(dataset.lengths, self.layout, self.segments, known)
+        self.mixture = mixture
+        self._items = self.order.batches
+
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Return the optimizer steps of a run: those of n epochs, but at most max_steps, or those of data.tokens. None
+        is no limit."""
+        return self.order.num_steps(epochs, self.mixture.max_steps if max_steps is None else max_steps)
+
+    def first_epoch(self) -> tuple[list[GlobalBatch], int]:
+        """Return the batches of the first epoch, or of its first block, as the settings of now make them, and the
+        steps of an epoch."""
+        if len(self.segments) == 1:
+            return self.order.first_batches()
+        now = segments_of((), 0, self.layout, self.seed, self.mixture)
+        return order_of(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
-        return sum(len(row) for _, _, batch in self._items(first_step, last_step) for row in batch.rows)
+        return sum(len(batch.documents) for _, _, batch in self._items(first_step, last_step))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
@@ -212,14 +262,25 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
+    data: DataConfig,
+    tokenize: RowTokenizer,
+    rt: Runtime | None = None,
+    benchmarks: hygiene.Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source); within `main_first`, so that other ranks
-    find the cache."""
-    with main_first:
-        training = load_sources(data.train, data, tokenize)
-        validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-    return training, validation
+    """Return (training documents, validation documents by source) that the settings choose. One process of each
+    machine makes what is missing; the others wait, for as long as it takes.
+
+    Args:
+        rt: None: this process loads them for itself.
+        benchmarks: evaluation texts that training documents are compared with.
+    """
+    with nullcontext(lambda: False) if rt is None else rt.main_first(at_once=True) as look:
+        peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
+        training = load_sources(data.train, data, tokenize, peers)
+        validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
+    decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+    with nullcontext() if rt is None else rt.main_first():
+        return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

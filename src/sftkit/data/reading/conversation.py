@@ -1,15 +1,15 @@
 """Check conversations before a template renders them: roles, content, tool calls, special tokens in texts.
 
-docs/data.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns in the
-shape of ShareGPT (from, value) are converted to messages here too.
+docs/data_formats.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns
+of other shapes are converted to messages here too: of ShareGPT (from, value), pairs, texts with speakers.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
+from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, has_marker, is_empty, named
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
@@ -227,39 +227,80 @@ def _strings(value: object) -> Iterable[str]:
             yield from _strings(item)
 
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
-    "function_call": "function_call",
-    **dict.fromkeys(("observation", "tool"), "tool"),
+# ---- other shapes ----------------------------------------------------------------------------------------------------
+
+
+TREE = "tree of answers"
+"Column of the messages along one path of a tree, by which the row is recognised."
+ROLE_NAMES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bing"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "tool_call"),
+    **dict.fromkeys(("observation", "function", "tool_response", "ipython"), "tool"),
 }
-"Value of from -> role."
+"Name of a speaker, in any case -> role; tool_call: an answer whose text is the JSON of its calls."
 
 
-def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
-    """Convert a turn to a message; one of role and content stays as it is."""
-    if "from" not in turn or "value" not in turn:
-        if "role" in turn:
-            return turn
-        problem = f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value"
-        raise DataError(problem, reason="malformed conversations")
-    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+def current_message(message: object, where: str, names: Mapping[str, str] = ROLE_NAMES) -> object:
+    """Return a message as it is written today: known names of keys and roles, role and content for from and value, and
+    tool_calls for function_call (OpenAI until 2023). What is no object stays, for the check of messages.
+
+    Args:
+        names: ROLE_NAMES, with those of the source.
+    """
+    if not isinstance(message, dict):
+        return message
+    message = named(message, where)
+    if "from" in message and "value" in message:
+        message = _of_turn(message, where, names)
+    role = message.get("role")
+    if (role not in ROLES or names is not ROLE_NAMES) and isinstance(role, str):
+        role = names.get(role.strip().casefold(), role)
+        calls = message.get("content")
+        if role == "tool_call":
+            calls = parse_json(calls, f"{where}: {message['role']}") if isinstance(calls, str) else calls
+            calls = calls if isinstance(calls, list) else [calls]
+            if not all(isinstance(call, dict) and "name" in call for call in calls):
+                raise DataError(f"{where}: {message['role']} without a name", reason="malformed tool call")
+            wrapped = [{"type": "function", "function": call} for call in calls]
+            return {**message, "role": "assistant", "content": "", "tool_calls": wrapped}
+        message = message if role == message["role"] else {**message, "role": role}
+    call = message.get("function_call")
+    if call is None:
+        return message
+    if not isinstance(call, dict):
+        raise wrong_kind(f"{where}: function_call", call, "an object with name", reason="malformed tool call")
+    if message.get("tool_calls"):
+        raise DataError(f"{where}: both function_call and tool_calls: keep one", reason="malformed tool call")
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return {**rest, "content": message.get("content"), "tool_calls": [{"type": "function", "function": call}]}
+
+
+def _of_turn(turn: JsonObject, where: str, names: Mapping[str, str]) -> JsonObject:
+    """Return a turn of ShareGPT with role and content."""
+    speaker = turn["from"]
+    role = names.get(speaker.strip().casefold()) if isinstance(speaker, str) else None
     if role is None:
-        raise fault(where, "unknown role / turn", given=turn["from"], roles=", ".join(SHAREGPT_ROLES))
-    calls_tools = role == "function_call"
+        raise fault(where, "unknown role / turn", given=speaker, roles=", ".join(names))
+    said = {"role": speaker if role == "tool_call" else role, "content": turn["value"]}
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    content = "" if calls_tools else turn["value"]
-    for key, said in {"role": "assistant" if calls_tools else role, "content": content}.items():
-        if rest.get(key) not in (None, "", said, turn["from"]):
+    for key, value in said.items():
+        if rest.get(key) not in (None, "", value, speaker):
             raise fault(where, "malformed conversations", key=key)
-    if not calls_tools:
-        return {**rest, "role": role, "content": content}
-    value = turn["value"]
-    if isinstance(value, str):
-        value = parse_json(value, f"{where}: function_call")
-    calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    wrapped = [{"type": "function", "function": call} for call in calls]
-    return {**rest, "role": "assistant", "content": "", "tool_calls": wrapped}
+    return {**rest, **said}
+
+
+def pairs_to_messages(pairs: Iterable[Iterable[object]]) -> list[JsonObject]:
+    """Return the messages of pairs of a question and its answer."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+SPEAKER = re.compile(r"(?:\A\s*|\n\n\s*)(Human|Assistant|SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
+"Begins a turn in the text of turns."
+
+
+def is_transcript(text: object) -> bool:
+    """Return whether a value is the text of turns, each after its speaker, as HH-RLHF and Glaive write them."""
+    return isinstance(text, str) and SPEAKER.match(text) is not None

@@ -1,37 +1,42 @@
-"""Convert rows of published datasets, recognised by their columns, to one shape: text, messages or a picture."""
+"""Convert rows of published datasets, recognised by their columns, to text, messages, a picture or tokens."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
+from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import columns, conversation
-from sftkit.data.reading.conversation import turn_to_message
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
 
 Raw = JsonObject
 
-ACCEPTED = """messages | conversations (from, value) | instruction, output [input] [history] |
-instruction, response [context] [history] | prompt, completion [history] | prompt, response [history] |
-question, choices, answer or answerKey | question, answer [context] [history] |
-image or file_name with caption, captions or text | text | content; next to any conversation: system or system_prompt,
-tools or functions, documents, chat_template_kwargs"""
+ACCEPTED = """messages | conversations, conversation or chat (from, value; pairs; text of turns) |
+instruction, output [input] [history] | instruction, response [context] [history] | prompt, completion [history] |
+prompt, response [history] | query, response [history] | query, answers | question, choices, answer or answerKey |
+question, answer or response [context] [history] | input, output [history] | input_ids with labels or a mask |
+segments | image or file_name with caption, captions or text | text | content; next to any conversation: system or
+system_prompt, tools or functions, documents, chat_template_kwargs"""
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
     "a picture",
     "tokenized row",
+    "tree of answers",
     "preference row",
 }
 "Reasons to reject a row for its columns, which all rows of a file share."
 
+ELSEWHERE = "tokenized elsewhere"
+"Name of the kind of rows that hold tokens."
 GENERATED = "builtin:"
 "Prefix of the names of pictures that are generated, not read."
 
@@ -43,11 +48,19 @@ RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", 
 
 
 def parse(raw: RawRow) -> Row:
-    """Convert a raw row to a Row; raises a DataError for a bad one."""
-    return convert(parsed(raw), raw[0])
+    """Convert a raw row to a Row, as the settings of its source say; raises a DataError for a bad one, and LeftOut for
+    one that `where` leaves out."""
+    found = parsed(raw)
+    if len(raw) == 2:
+        return convert(found, raw[0])
+    where, _, source = raw
+    if isinstance(found, dict):
+        columns.check_where(found, source, where)
+        found = columns.moved(found, source)
+    return convert(found, where, source)
 
 
-def convert(raw: object, where: str) -> Row:
+def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null columns and NaN
     count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
     if not isinstance(raw, dict):
@@ -55,33 +68,43 @@ def convert(raw: object, where: str) -> Row:
     # NaN is the null of tables.
     given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
     present = columns.named(given, where)
-    if not columns.is_empty(present.get("input_ids")):
-        raise fault(where, "tokenized row")
-    fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
+    if "input_ids" in present and columns.is_empty(present["input_ids"]):
+        del present["input_ids"]
+    fitting, name = _shapes(frozenset(present))
     if not fitting:
         columns.check_preferences(present, [], where)
+        if "message_tree_id" in present:
+            raise fault(where, "tree of answers")
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         shapes = " ".join(ACCEPTED.split())
         raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
-    row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
+    of_tokens = shape.name == ELSEWHERE
+    marked = {k: v for k, v in present.items() if k not in columns.MASKS} if of_tokens else present
+    row = shape.make(present, where)
+    # The fields of the row that no kind of rows decides; written at once, for a copy of a Row takes as long as JSON.
+    fields: dict[str, Any] = {"learned": columns.is_learned(marked, where), "shape": name}
     marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
     used = {*shape.columns, *shape.extra, *marks, *columns.MARKS_OF_PARTS}
     if row.image is not None and row.text is None:
-        return replace(row, unused=columns.unused_columns(present, used, lambda: row.captions))
+        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: row.captions))
     columns.check_media(present, where)
     if row.messages is None:
+        if of_tokens and len(fitting) > 1:
+            raise fault(where, "tokenized row", columns=", ".join(fitting[1].columns))
         columns.check_preferences(present, [], where)
-        return replace(row, unused=columns.unused_columns(present, used, lambda: [row.text]))
+        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: [row.text]))
     labels = {name for name in ("label", "kto_tag") if name in present and not columns.understood(name, present[name])}
     used |= {*columns.SYSTEM, *columns.WITH_ANSWERS} - labels
-    row = _completed(row, present, shape)
+    fields |= _completed(row, present, shape, source)
     if not isinstance(row.messages, list):
-        return row  # conversation.validated rejects it
-    turns = columns.turns_of(row.messages)
-    used |= {*columns.check_preferences(present, turns, where)}
+        return replace(row, **fields)  # conversation.validated rejects it
+    turns = columns.turns_of(fields["messages"])
+    moved = (source and source.columns) or {}
+    if not any(path.partition(".")[0] in columns.PREFERENCES for path in moved.values()):
+        used |= {*columns.check_preferences(present, turns, where)}
     for other in fitting[1:]:
         used |= _repeated(other, shape, present, turns, where)
     texts = [text for _, text in turns]
@@ -89,10 +112,30 @@ def convert(raw: object, where: str) -> Row:
     used |= {*columns.CONTEXT_COLUMNS}
     nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
     unused = columns.unused_columns(present, used, lambda: texts)
-    return replace(row, unused=(*unused, *(f"choices key {name}" for name in nested)))
+    return replace(row, **fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
-_CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
+def as_read(row: Row, decode: Callable[..., object]) -> str:
+    """Return a row in one line, as inspection shows the first one of each shape. `decode`: the tokenizer's."""
+    if row.ids is not None:
+        return f"{len(row.ids):,} tokens: {_short(decode(row.ids[:200].tolist()))}"
+    if row.segments is not None:
+        return " | ".join(f"{'learned' if learned else 'context'}: {_short(text)}" for text, learned in row.segments)
+    if row.messages is None:
+        return _short(row.text if row.image is None else f"{row.image}: {row.captions[0]}")
+    said = [message for message in row.messages if isinstance(message, dict)]
+    return " | ".join(f"{one.get('role')}: {_short(one.get('content') or one.get('tool_calls'))}" for one in said)
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+_CONVERSATIONS = (
+    *("messages", "conversations", "conversation", "chat", "instruction", "prompt", "query", "question"),
+    "question_stem",
+)
 "First columns of the kinds of rows that are conversations."
 
 
@@ -107,7 +150,8 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
     if "choices" in shape.columns and "choices" not in other.columns:
         return set()  # a question and its answer, which the choices belong to
     try:
-        second = other.make(raw, where).messages
+        again = other.make(raw, where).messages or []
+        second = [conversation.current_message(message, where) for message in again]
     except DataError:
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
@@ -178,20 +222,28 @@ def multiple_choice(question: str, choices: Sequence[str]) -> str:
     return f"{question.strip()}\n\n{options}\n\nAnswer with the letter."
 
 
-def _turns(user: str, assistant: str) -> list[JsonObject]:
-    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-
-
-def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
-    """Add what any conversation may have in columns of its own: turns before it, tools, a system text, arguments of
-    the template. Messages are written as they are today."""
+def _completed(row: Row, raw: Raw, shape: RowShape, source: SourceConfig | None) -> dict[str, Any]:
+    """Return the fields of what any conversation may have in columns of its own: turns before it, tools, a system text,
+    arguments of the template. Messages are written as they are today."""
     where = row.where
     columns.check_answer_columns(raw, where)
     masked = "" if columns.is_empty(raw.get("mask")) else str(raw["mask"])
-    row = replace(row, tools=_tools(raw, where), template_args=_template_args(raw, where), masked_role=masked)
+    tools = _tools(raw, where)
+    system = _system_text(raw, where)
+    if system.startswith("SYSTEM:") and tools is None:
+        system, functions = _rare("functions_of")(system)
+        tools = _wrapped(functions)
+    found = {"tools": tools, "template_args": _template_args(raw, where), "masked_role": masked}
     if not isinstance(row.messages, list):
-        return row
-    messages: list[Any] = [columns.current_message(m, f"{where}: messages[{i}]") for i, m in enumerate(row.messages)]
+        return found
+    names: Mapping[str, str] = conversation.ROLE_NAMES
+    if source and source.roles:
+        names = {**names, **{name.strip().casefold(): role for name, role in source.roles.items()}}
+    column = "messages" if len(shape.columns) > 1 else shape.columns[0]
+    messages: list[Any] = [
+        conversation.current_message(message, f"{where}: {column}[{i}]", names)
+        for i, message in enumerate(row.messages)
+    ]
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
         if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
@@ -200,16 +252,15 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
         messages = [*_history(raw["history"], where), *messages]
         context = 0
     # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
-    system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if system and first.get("role") in ("system", "developer"):
-        if first.get("content") != system:
+    if first.get("role") in ("system", "developer"):
+        if system and first.get("content") != system:
             raise fault(where, "two system texts")
-    elif system:
+    elif system := system or (source and source.system) or "":
         # The system message goes in front, so the context, if any, is one message longer.
         messages = [{"role": "system", "content": system}, *messages]
         context += bool(context)
-    return replace(row, messages=messages, context_messages=context)
+    return {**found, "messages": messages, "context_messages": context}
 
 
 def _system_text(raw: Raw, where: str) -> str:
@@ -223,14 +274,12 @@ def _system_text(raw: Raw, where: str) -> str:
     return different[0] if different else ""
 
 
-def _history(history: object, where: str) -> list[JsonObject]:
+def _history(history: Any, where: str) -> list[JsonObject]:
     """Return the turns of a column history: pairs of a question and its answer, as LLaMA-Factory and ms-swift have."""
-    turns: list[JsonObject] = []
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise fault(where, "malformed history / pairs")
-        turns += _turns(*pair)
-    return turns
+    return conversation.pairs_to_messages(history)
 
 
 def _template_args(raw: Raw, where: str) -> JsonObject | None:
@@ -257,18 +306,43 @@ def _plain(raw: Raw, where: str, column: str) -> Row:
 
 
 def _messages(raw: Raw, where: str, column: str) -> Row:
-    """Take messages as they are."""
-    return Row(where, messages=raw[column])
+    """Take messages as they are, or from text: of JSON, or of turns after their speakers."""
+    messages = raw[column]
+    if conversation.is_transcript(messages):
+        messages = _rare("transcript_messages")(messages, where)
+    elif isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = parse_json(messages, f"{where}: {column}")
+    return Row(where, messages=messages)
 
 
 def _conversations(raw: Raw, where: str, column: str) -> Row:
-    """Convert ShareGPT's turns; some datasets have role and content under this name too."""
-    turns = raw[column]
+    """Convert turns: of ShareGPT (from, value), pairs of texts, or messages under this name."""
+    row = _messages(raw, where, column)
+    turns = row.messages
+    if isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns):
+        return Row(where, messages=_history(turns, where))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: {column} is not a list of objects", reason="malformed conversations")
-    places = [f"{where}: {column}[{i}]" for i in range(len(turns))]
-    messages = [turn_to_message(columns.named(turn, at), at) for turn, at in zip(turns, places, strict=True)]
-    return Row(where, messages=messages)
+    if turns and all(turn.keys() == {"human", "assistant"} for turn in turns):
+        pairs = ((turn["human"], turn["assistant"]) for turn in turns)
+        return Row(where, messages=conversation.pairs_to_messages(pairs))
+    for i, turn in enumerate(turns):
+        keys = columns.named(turn, where).keys()
+        if "role" not in keys and not {"from", "value"} <= keys:
+            problem = f"{where}: {column}[{i}] has the keys {', '.join(turn) or '(none)'}, expected from and value"
+            raise DataError(problem, reason="malformed conversations")
+    return row
+
+
+def _rare(name: str) -> Callable[..., Any]:
+    """Return a function of rare.py, which is loaded when a row needs it."""
+
+    def convert(*args: Any) -> Any:
+        from sftkit.data.reading import rare
+
+        return getattr(rare, name)(*args)
+
+    return convert
 
 
 def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
@@ -279,7 +353,8 @@ def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
     if len({text.strip() for text in below}) > 1:
         both = " and ".join(columns.CONTEXT_COLUMNS)
         raise fault(where, "context outside the messages / two", both=both)
-    return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
+    turn = "\n\n".join([asked, *below[:1]]), _text(raw, answer, where)
+    return Row(where, messages=conversation.pairs_to_messages([turn]))
 
 
 def _prompt(raw: Raw, where: str, prompt: str, answer: str) -> Row:
@@ -310,7 +385,8 @@ def _choices(raw: Raw, where: str, question: str, column: str, answer: str) -> R
     labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
     own = labelled and answer == "answerKey"
     index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
-    return Row(where, messages=_turns(multiple_choice(asked, choices), ascii_uppercase[index]))
+    turn = multiple_choice(asked, choices), ascii_uppercase[index]
+    return Row(where, messages=conversation.pairs_to_messages([turn]))
 
 
 def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
@@ -364,6 +440,7 @@ def _missing(image: str, where: str) -> DataError:
 class RowShape(NamedTuple):
     """One kind of row."""
 
+    name: str
     columns: tuple[str, ...]
     "Columns that must be there."
     convert: Callable[..., Row]
@@ -378,19 +455,38 @@ class RowShape(NamedTuple):
 
 _QA = (*columns.CONTEXT_COLUMNS, "history")
 FORMATS = (
-    *(RowShape(pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
-    RowShape(("image", "text"), _picture),
-    RowShape(("messages",), _messages),
-    RowShape(("conversations",), _conversations),
-    *(RowShape(("instruction", answer), _question, _QA) for answer in ("output", "response")),
-    *(RowShape(("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
-    *(RowShape((question, "choices", "answerKey"), _choices) for question in ("question", "question_stem")),
-    RowShape(("question", "choices", "answer"), _choices),
-    RowShape(("question", "answer"), _question, _QA),
-    RowShape(("file_name", "text"), _picture),
-    *(RowShape((column,), _plain) for column in ("text", "content")),
+    *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
+    RowShape("pictures", ("image", "text"), _picture),
+    RowShape(ELSEWHERE, ("input_ids",), _rare("tokens"), columns.NEXT_TO_IDS),
+    RowShape(conversation.TREE, (conversation.TREE,), _conversations),
+    RowShape("messages", ("messages",), _messages),
+    RowShape("turns", ("conversations",), _conversations),
+    RowShape("alpaca", ("instruction", "output"), _question, _QA),
+    RowShape("dolly", ("instruction", "response"), _question, _QA),
+    *(RowShape("prompt", ("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
+    RowShape("query", ("query", "response"), _question, _QA),
+    RowShape("calls", ("query", "answers"), _rare("calls")),
+    *(RowShape("choices", (asked, "choices", "answerKey"), _choices) for asked in ("question", "question_stem")),
+    RowShape("choices", ("question", "choices", "answer"), _choices),
+    *(RowShape("question", ("question", answer), _question, _QA) for answer in ("answer", "response")),
+    RowShape("input and output", ("input", "output"), _prompt, ("history",)),
+    RowShape("pictures", ("file_name", "text"), _picture),
+    *(RowShape("text", (column,), _plain) for column in ("text", "content")),
+    *(RowShape("turns", (column,), _conversations) for column in ("conversation", "chat")),
+    RowShape("segments", ("segments",), _rare("segments")),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
+
+
+@lru_cache(maxsize=4096)
+def _shapes(present: frozenset[str]) -> tuple[tuple[RowShape, ...], str]:
+    """Return the kinds of rows that have these columns, and the name of the first with what it reads: alpaca
+    (instruction, output, input)."""
+    fitting = tuple(shape for shape in FORMATS if present.issuperset(shape.columns))
+    if not fitting:
+        return (), ""
+    read = [*fitting[0].columns, *(name for name in fitting[0].extra if name in present)]
+    return fitting, fitting[0].name if read == [fitting[0].name] else f"{fitting[0].name} ({', '.join(read)})"
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -417,6 +513,11 @@ def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
         tools = parse_json(tools, f"{where}: {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: {name} is not a list of objects (or the JSON text of one)", reason="malformed tools")
+    return _wrapped(tools)
+
+
+def _wrapped(tools: list[JsonObject]) -> list[JsonObject] | None:
+    """Return tools in OpenAI's shape; None if there are none."""
     # Tools of OpenAI's Responses API are bare functions with the type next to their name.
     bare = [{key: value for key, value in tool.items() if (key, value) != ("type", "function")} for tool in tools]
     wrapped = zip(tools, bare, strict=True)

@@ -71,16 +71,22 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
+    if row.is_tokenized:
+        if row.ids is not None and row.is_target is None and learning.targets != "all":
+            raise fault(row.where, "tokenized row / no mask")
+        return take(row, tokenizer, max_length=max_length, too_long=too_long)
     checked = rows.require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
+    unlearned = loss_mask.unlearned_parts(row, messages, learning.targets)
     if not row.learned:
         counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
     locator = loss_mask.AnswerLocator(
         tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking
     )
+    locator.unlearned = unlearned
     unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
@@ -107,6 +113,55 @@ def tokenize(
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned", unused=keys)
+
+
+UNASKED = "targets after no header of the chat template"
+"Data warning about a row that was tokenized elsewhere."
+_HEADER_TOKENS = 64
+"Tokens before a run of targets that may be the header."
+
+
+def take(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str | None) -> Tokenized:
+    """Return the documents of a row that was tokenized elsewhere, or of its segments, which are tokenized apart as they
+    are written, special tokens included. Nothing is added.
+
+    Args:
+        too_long: what happens to a row that is too long; None: it is cut into documents, as a text is.
+
+    Raises:
+        DataError: a token that the tokenizer does not have, or a row that is too long.
+    """
+    ids = row.ids
+    is_target = row.is_target
+    if ids is None:
+        parts = [(encode(tokenizer, text).ids, learned) for text, learned in row.segments or ()]
+        ids = np.concatenate([part for part, _ in parts])
+        is_target = np.concatenate([np.full(len(part), learned) for part, learned in parts])
+    if not row.learned or not len(ids):
+        why = "a row without tokens" if row.learned else "the row is marked as not to be learned"
+        return Tokenized([], "dropped_no_target", details=why)
+    if (largest := int(ids.max())) >= len(tokenizer):
+        raise fault(row.where, "tokenized row / vocabulary", token=largest, size=len(tokenizer))
+    odd = {} if is_target is None else _unasked(row, ids, is_target, tokenizer)
+    is_target = np.ones(len(ids), dtype=bool) if is_target is None else is_target
+    if too_long is not None:
+        return replace(fit(row, Text(ids, is_target), tokenizer, max_length, too_long), odd=odd)
+    pieces = [slice(i, i + max_length + 1) for i in range(0, max(len(ids) - 1, 1), max_length)]
+    documents = [one for piece in pieces if (one := document(ids[piece], is_target[piece], tokenizer))]
+    if not documents:
+        return Tokenized([], "dropped_no_target", details="no token of it is to be learned")
+    return Tokenized(documents, odd=odd)
+
+
+def _unasked(row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the warning about runs of targets that do not begin after a header of the chat template, if any do not."""
+    if row.ids is None or not tokenizer.chat_template:
+        return {}
+    headers = tuple(header for header in template_of(tokenizer).headers if header.strip())
+    begins = np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0) == 1)
+    before = (str(tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist())) for begin in begins)
+    unasked = sum(not text.endswith(headers) for text in before)
+    return {UNASKED: f"{row.where}: {unasked} of {len(begins)} runs of targets"} if unasked else {}
 
 
 class Text(NamedTuple):
@@ -141,7 +196,12 @@ def _answers(
         answers = {k: parts for k, parts in document.spans.items() if k not in shared}
         spans = sorted(span for parts in answers.values() for span in parts)
         places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
-        learned = _finished(locator, encoded, tokens_inside(spans, encoded), places, last)
+        is_target = tokens_inside(spans, encoded)
+        for k in answers.keys() & locator.unlearned:
+            for part in loss_mask.placed_parts(locator.messages[k], locator.unlearned[k], document.text, places[k][0]):
+                # A token that is only partly to be learned is not learned.
+                is_target &= ~tokens_inside([part], encoded)
+        learned = _finished(locator, encoded, is_target, places, last)
         rest = None if encoded.complete else bool(spans)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
@@ -245,9 +305,14 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
+    return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target))
+
+
+def count_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray) -> int:
+    """Return the UTF-8 bytes of the decoded targets, special tokens left out."""
     # An array: of a list transformers looks at every number first.
     learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
+    return len(str(learned).encode("utf-8", errors="replace"))
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -319,6 +384,8 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
         beyond = is_target[max_length + 1 :].any() or text.rest
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
+    answers = tuple(one for one in text.answers if one[1] <= max_length + 1)
+    example = replace(example, size=len(ids), answers=answers)
     return Tokenized([example], "truncated" if is_long else None)
 
 

@@ -5,42 +5,58 @@ document each."""
 
 from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.reading.columns import has_marker, unused_keys
-from sftkit.data.reading.conversation import NO_MEDIA
+from sftkit.data.reading.conversation import NO_MEDIA, special_pattern
 from sftkit.data.reading.rows import reject_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.tokens.loss_mask import not_learned
+from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, fault
 from sftkit.runtime.script import counted
 
+SpecialTokens = Literal["split", "parse", "error"]
 TEXT_START = "sftkit_text_start"
 "Attribute of a tokenizer, which is not saved: what models/tokenizer.py found in the config of the start model."
 
 
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
+def tokenize(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, special_tokens: SpecialTokens = "split"
+) -> Tokenized:
     """Tokenize one text to chunks of at most max_length + 1 tokens.
 
     The last token of a chunk is the first of the next, so each token of the text is a target exactly once. The
     chunks begin with one BOS if the tokenizer adds it, and end with one eos.
+
+    Args:
+        special_tokens: what the text of special tokens becomes: ordinary characters (split) or those tokens (parse), or
+            the row is bad (error).
     """
+    if row.is_tokenized:
+        return chat.take(row, tokenizer, max_length=max_length, too_long=None)
     text = require_text(row)
     if not row.learned:
         return Tokenized([], "dropped_no_target", details="the row is marked as not to be learned")
     if not text.strip():
         return Tokenized([], "dropped_no_target", details="an empty text")
-    ids = _ids(text, tokenizer)
+    odd = {NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {}
+    if found := special_pattern(tuple(special_tokens_of(tokenizer))).search(text):
+        if special_tokens == "error":
+            raise fault(row.where, "special token in text", token=found[0])
+        odd["special token in text"] = f"{row.where}: {found[0]}, data.special_tokens_in_text={special_tokens}"
+    ids = _ids(text, tokenizer, split=special_tokens != "parse")
     chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
     documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer))]
     if not documents:
         return Tokenized([], "dropped_no_target", details="a text without tokens")
-    return Tokenized(documents, odd={NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {})
+    return Tokenized(documents, odd=odd)
 
 
 def tokenize_any(
@@ -50,11 +66,12 @@ def tokenize_any(
     max_length: int,
     too_long: str = "truncate",
     learning: chat.Learning = chat.EVERYTHING,
+    special_tokens: SpecialTokens = "split",
 ) -> Tokenized:
     """Tokenize text as text, conversations as conversations; mid-training learns every token of both."""
     reject_picture(row)
-    if row.messages is None:
-        return tokenize(row, tokenizer, max_length=max_length)
+    if row.messages is None and row.is_target is None and row.segments is None:
+        return tokenize(row, tokenizer, max_length=max_length, special_tokens=special_tokens)
     return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
 
 
@@ -149,15 +166,16 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, *, split: bool) -> np.ndarray:
+    """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]. `split`: special tokens in it are
+    ordinary characters."""
     bos = tokenizer.bos_token_id
     eos = _eos_id(tokenizer)
     if len(text) <= CHUNK_CHARACTERS:
-        ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
+        ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=split, verbose=False)["input_ids"])
     else:
         before, after = _around(tokenizer)
-        ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
+        ids = [*before, *encode(tokenizer, text, split_special_tokens=split).ids.tolist(), *after]
     # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]

@@ -1,0 +1,202 @@
+"""Files at URLs as a source: list them, and fetch them one by one into a folder whose size has a limit. No torch.
+
+One thread fetches, up to two files ahead of the reader. A copy that is read, or waits for its reader, has a shared
+lock, so that other processes with the same folder do not remove it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from sftkit.config.commands import WILDCARD
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.errors import ConfigError, DataError, config_error
+from sftkit.rundir.files import own_name
+from sftkit.runtime.hub import hub_answers, unreachable
+
+DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
+"Names that file systems give a digest of a file, or a mark that changes with its content."
+TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
+FILES_AHEAD = 2
+"Files that are fetched before they are asked for."
+TRIES = 3
+FOLDER = "remote"
+"In data.cache_dir."
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL, as its file system describes it."""
+
+    fs: Any  # fsspec has no types
+    path: str
+    size: int
+    identity: tuple[object, ...]
+    "size and digest; without a digest path, size and time"
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return "://" in path
+
+
+def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath, RemoteFile]]:
+    """Return the folder at a URL and its files that the source may mean. A URL of one file is its own folder.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+    import fsspec
+
+    protocol = source.path.partition("://")[0]
+    if protocol == "hf" and not hub_answers():
+        raise ConfigError(f"data source {source.path}: {unreachable()}")
+
+    def name(path: str) -> str:
+        # In a web address a question mark begins a query.
+        return path.partition("?")[0] if protocol.startswith("http") else path
+
+    try:
+        fs, path = fsspec.core.url_to_fs(source.path)
+        is_pattern = WILDCARD.search(name(path))
+        if is_pattern and source.files:
+            raise ConfigError(f"data source {source.path}: wildcards are in path or in files, not in both")
+        root = path
+        if is_pattern:
+            root = name(path)[: is_pattern.start()].rpartition("/")[0]
+            described = fs.glob(path, detail=True)
+        elif source.files:
+            described = {}
+            for one in source.files:
+                described |= (found := fs.glob(f"{path.rstrip('/')}/{one}", detail=True))
+                if not found:
+                    raise FileNotFoundError(one)
+        else:
+            info = fs.info(path)
+            described = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+    except ImportError as error:
+        raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
+    except ConfigError:
+        raise
+    except Exception as error:  # every file system raises errors of its own
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
+        missing = "no such file or folder" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise ConfigError(f"data source {source.path}: {missing}: {reason}") from error
+    files = {}
+    for path, info in described.items():
+        marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
+        size = info.get("size") or 0
+        digest = next((marks[key] for key in DIGESTS if marks.get(key)), None)
+        time = next((marks[key] for key in TIMES if marks.get(key)), None)
+        identity = (size, str(digest)) if digest else (path, size, str(time))
+        if info["type"] == "file":
+            files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity)
+    if not files:
+        raise ConfigError(f"data source {source.path}: no files are there")
+    return PurePosixPath(name(root)), files
+
+
+def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterator[Path]:
+    """Yield a local copy of each file, in order; it may be gone when the next one is asked for.
+
+    Args:
+        data: says where copies are kept and how many; None: its defaults.
+
+    Raises:
+        DataError: a file cannot be fetched, or breaks off.
+    """
+    fields = DataConfig.__dataclass_fields__
+    folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
+    most = int((data.local_gb if data else fields["local_gb"].default) * 1e9)
+    todo = deque(files)
+    ahead: deque[tuple[int, Future[tuple[Path, IO[bytes]]]]] = deque()
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, "fetch") as thread:
+        try:
+            while todo or ahead:
+                # The first of them may be larger than the limit.
+                room = most - sum(size for size, _ in ahead)
+                if todo and len(ahead) <= FILES_AHEAD and (not ahead or todo[0].size <= room):
+                    ahead.append((todo[0].size, thread.submit(_fetch, todo.popleft(), folder, most, stop)))
+                    continue
+                path, lock = ahead[0][1].result()
+                with lock:
+                    yield path
+                ahead.popleft()
+        finally:
+            stop.set()
+            for _, fetched in ahead:
+                if not fetched.cancel() and fetched.exception() is None:
+                    fetched.result()[1].close()  # the lock of a copy that nobody reads any more
+
+
+def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> tuple[Path, IO[bytes]]:
+    """Return the path of a file's copy, which is fetched if it is not there, and the file that holds its lock."""
+    from fsspec.callbacks import Callback
+
+    class Stopping(Callback):  # type: ignore[misc] # fsspec has no types
+        def relative_update(self, inc: int = 1) -> None:
+            if stop.is_set():
+                raise InterruptedError
+
+    digest = sha256(repr(one.identity).encode()).hexdigest()[:16]
+    path = folder / digest / one.path.partition("?")[0].lstrip("/").replace("://", "/")
+    failed = 0
+    reason = "stopped"
+    while (lock := _locked(path)) is None:
+        if failed >= TRIES or stop.wait(failed):  # seconds
+            raise DataError(f"{one.fs.unstrip_protocol(one.path)}: cannot be fetched: {reason}")
+        temporary = own_name(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_room(folder, most - one.size)
+            one.fs.get_file(one.path, str(temporary), callback=Stopping())
+            if one.size not in (0, size := temporary.stat().st_size):
+                raise OSError(f"it breaks off: {size:,} of {one.size:,} bytes")
+            os.replace(temporary, path)
+        except Exception as error:  # every file system raises errors of its own
+            reason = str(error).strip() or type(error).__name__
+            # To ask again for what is not there, or not for us, is of no use.
+            failed = TRIES if isinstance(error, FileNotFoundError | PermissionError) else failed + 1
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path, lock
+
+
+def _locked(path: Path) -> IO[bytes] | None:
+    """Return an open file that holds the shared lock of a copy; None: the copy is not there."""
+    try:
+        file = path.open("rb")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.utime(path)  # fails if the copy was removed in between
+    except OSError:
+        return None
+    return file
+
+
+def _make_room(folder: Path, most: int) -> None:
+    """Remove the copies that were not used for the longest time, until the rest has at most so many bytes."""
+    copies = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process removes, too
+            if path.is_file() and not path.name.endswith(".tmp"):
+                copies.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+    total = sum(size for _, size, _ in copies)
+    for _, size, path in sorted(copies):
+        if total <= most:
+            return
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody reads the copy
+            shutil.rmtree(folder / path.relative_to(folder).parts[0])
+            total -= size
