@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ TORCH_FREE_LABS = ("jobs.py", "tables.py", "bench/run.py", "validate", "explain/
 """Modules of the labs that are."""
 
 
+@cache
 def imported(path: Path, top_level: bool = False) -> set[str]:
     """Modules imported anywhere in a file, TYPE_CHECKING and functions included, or only at its top level."""
     tree = ast.parse(path.read_text())
