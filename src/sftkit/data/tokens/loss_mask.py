@@ -223,15 +223,47 @@ NOT_THERE: Surroundings = ()
 "The outcome of an answer that is NOWHERE."
 
 
+class Seen:
+    """How a template rendered the answers of other rows: what came out alike `ENOUGH` times is not rendered again."""
+
+    ENOUGH = 8
+
+    def __init__(self) -> None:
+        """Begin with no answer."""
+        self._outcomes: dict[Hashable, tuple[Surroundings | None, int]] = {}
+
+    def add(self, situation: Hashable, outcome: Surroundings | None) -> None:
+        """Record an answer. One that came out otherwise makes its situation unknown for good."""
+        known, times = self._outcomes.get(situation, (outcome, 0))
+        self._outcomes[situation] = (known if known == outcome else None, times + 1)
+
+    def find(self, situation: Hashable) -> Surroundings | None:
+        """Return what is known of a situation; None: nothing, or too little."""
+        outcome, times = self._outcomes.get(situation, (None, 0))
+        return outcome if times >= self.ENOUGH else None
+
+
 class AnswerMatcher:
     """Find answers of a rendered conversation by the surroundings of answers that were rendered before."""
 
-    def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
+    def __init__(
+        self,
+        template: Template,
+        messages: list[Message],
+        text: str,
+        last: int,
+        seen: Seen | None = None,
+        row: Hashable = None,
+    ) -> None:
         """Find the headers of the answers in a rendered conversation.
 
         Args:
             text: the rendered messages up to `last`, an answer.
+            seen: answers of other rows.
+            row: what a template may look at in all of the row.
         """
+        self._seen = seen
+        self._row = row
         self.template = template
         self.messages = messages
         self.text = text
@@ -243,8 +275,11 @@ class AnswerMatcher:
     def find(self, k: int) -> Span | None:
         """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
         # All rendered answers of the situation must agree: a single answer may match by chance.
-        alike = self._known.get(self._situation(k), [])
+        situation = self._situation(k)
+        alike = self._known.get(situation, [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
+        if outcome is None and self._seen:
+            outcome = self._seen.find((self._row, self._turns(k), situation))
         if outcome is None:
             return None
         if outcome == NOT_THERE:
@@ -265,15 +300,44 @@ class AnswerMatcher:
             outcome = NOT_THERE
         elif k in self._places and self._next_special(start) == core_end:
             outcome = self.text[self._places[k] : start], self.text[core_end : span[1]]
-        self._known.setdefault(self._situation(k), []).append(outcome)
+        situation = self._situation(k)
+        self._known.setdefault(situation, []).append(outcome)
+        if self._seen:
+            self._seen.add((self._row, self._turns(k), situation), outcome)
+
+    def find_start(self) -> int | None:
+        """Return where the last answer begins, known from other rows; None: its prompt is to be rendered."""
+        header = self._seen and self._seen.find(self._last_situation())
+        if not header or self.last not in self._places:
+            return None
+        place = self._places[self.last]
+        return place + len(header[0]) if self.text.startswith(header[0], place) else None
+
+    def add_start(self, start: int | None) -> None:
+        """Record where the last answer begins; None: its prompt is no part of the text."""
+        if self._seen:
+            known = start is not None and self.last in self._places
+            self._seen.add(self._last_situation(), (self.text[self._places[self.last] : start],) if known else None)
+
+    def _last_situation(self) -> Hashable:
+        """Return what a template may look at when it renders the last answer and its prompt."""
+        return self._row, self._turns(self.last), self._turn(self.last), "last"
+
+    def _turns(self, k: int) -> int:
+        """Return the questions before an answer: 0, 1 or, for more, 2."""
+        return min(bisect_left(self._users, k), 2)
 
     def _situation(self, k: int) -> Hashable:
         """Return what a template may look at: the turn up to the answer, the role of the next message, and whether
         another question follows."""
+        return self._turn(k), self.messages[k + 1]["role"], bisect_left(self._users, k) == len(self._users)
+
+    def _turn(self, k: int) -> Hashable:
+        """Return what a template may look at in the turn up to an answer."""
         before = bisect_left(self._users, k)
         turn = self._users[before - 1] if before else 0
         alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
-        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], before == len(self._users)
+        return alike, k - turn > LONGEST_TURN and k
 
     def _features(self, i: int) -> Hashable:
         """Return what a template may look at in one message."""
@@ -331,11 +395,14 @@ class _LastAnswer(NamedTuple):
 class AnswerLocator:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking, seen: Seen | None = None
+    ) -> None:
         """Prepare a conversation to be rendered with a tokenizer's template.
 
         Args:
             row: its messages checked, see conversation.validated.
+            seen: answers of other rows, with the same tokenizer and value of thinking.
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
@@ -354,6 +421,8 @@ class AnswerLocator:
         "answers whose reasoning is to be learned; none with thinking=off"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
+        self._seen = seen
+        self._latest: AnswerMatcher | None = None
         self.odd: dict[str, str] = {}
         "what is odd in what was rendered, as in conversation.oddities"
 
@@ -456,7 +525,7 @@ class AnswerLocator:
         """Find answers that are in the text of the conversation as they are when they are the last message."""
         # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
-        matcher = AnswerMatcher(self.template, self.messages, own.text, last)
+        matcher = self._matcher(own.text, last)
         spans: dict[int, Span] = {}
         for k in wanted[:-1]:
             found = matcher.find(k)
@@ -529,7 +598,14 @@ class AnswerLocator:
         """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
-        text, start = self._start(k, self._render(k + 1, self.arguments(k)))
+        text = self._render(k + 1, self.arguments(k))
+        matcher = self._matcher(text, k) if self._seen and k else None
+        start = matcher.find_start() if matcher else None
+        if start is None:
+            rendered = text
+            text, start = self._start(k, text)
+            if matcher:
+                matcher.add_start(start if text == rendered else None)
         # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
@@ -540,6 +616,13 @@ class AnswerLocator:
         end = start + len(core)
         self._known[k] = _LastAnswer(text, start, end - length, end)
         return self._known[k]
+
+    def _matcher(self, text: str, last: int) -> AnswerMatcher:
+        """Return what finds answers in the text of the messages up to answer `last`."""
+        if self._latest is None or self._latest.text is not text or self._latest.last != last:
+            row = (bool(self.row.tools), repr(self.arguments(last)), self.messages[0]["role"]) if self._seen else None
+            self._latest = AnswerMatcher(self.template, self.messages, text, last, self._seen, row)
+        return self._latest
 
     def arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""

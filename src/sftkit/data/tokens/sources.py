@@ -33,6 +33,7 @@ from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
+from sftkit.data.tokens.batch import Batch
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, working
@@ -129,6 +130,14 @@ class RowTokenizer:
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
         return self.rule(row, self.tokenizer, **self.settings)
+
+    def many(self, rows: Sequence[Row]) -> list[Tokenized | DataError]:
+        """Return the documents of each of some rows, or its error; several times as fast as one by one."""
+        return self._batch.many(rows)
+
+    @cached_property
+    def _batch(self) -> Batch:
+        return Batch(self.rule, self.tokenizer, self.settings)
 
     @property
     def settings(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ from sftkit.data.reading.columns import has_marker, unused_keys
 from sftkit.data.reading.conversation import NO_MEDIA
 from sftkit.data.reading.rows import reject_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
-from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
+from sftkit.data.tokens.encode import CHUNK_CHARACTERS, TokenBytes, encode
 from sftkit.data.tokens.loss_mask import not_learned
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, fault
@@ -30,14 +30,40 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     The last token of a chunk is the first of the next, so each token of the text is a target exactly once. The
     chunks begin with one BOS if the tokenizer adds it, and end with one eos.
     """
+    text = text_of(row)
+    return documents_of(row, text, _ids(text, tokenizer), tokenizer, max_length) if text else _without_text(row)
+
+
+def text_of(row: Row) -> str:
+    """Return the text that is learned from a row; empty: none of it. Raises a DataError for a row that is no text."""
     text = require_text(row)
-    if not row.learned:
-        return Tokenized([], "dropped_no_target", details="the row is marked as not to be learned")
-    if not text.strip():
-        return Tokenized([], "dropped_no_target", details="an empty text")
-    ids = _ids(text, tokenizer)
+    return text if row.learned and text.strip() else ""
+
+
+def _without_text(row: Row) -> Tokenized:
+    details = "an empty text" if row.learned else "the row is marked as not to be learned"
+    return Tokenized([], "dropped_no_target", details=details)
+
+
+def documents_of(
+    row: Row,
+    text: str,
+    token_ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    sizes: TokenBytes | None = None,
+) -> Tokenized:
+    """Return the documents of a text, as `tokenize` does.
+
+    Args:
+        token_ids: its ids with what the tokenizer puts around them.
+        sizes: bytes of each id; None: documents are decoded to count their bytes.
+    """
+    ids = _ended(token_ids, tokenizer)
+    if len(ids) > max_length + 1:
+        sizes = None  # a chunk may end inside a character
     chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
-    documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer))]
+    documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer, sizes))]
     if not documents:
         return Tokenized([], "dropped_no_target", details="a text without tokens")
     return Tokenized(documents, odd={NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {})
@@ -149,15 +175,18 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize a text with what the tokenizer puts around it."""
+    if len(text) <= CHUNK_CHARACTERS:
+        return list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
+    before, after = _around(tokenizer)
+    return [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
+
+
+def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the ids of a text with at most one BOS and with eos, int32 [n]."""
     bos = tokenizer.bos_token_id
     eos = _eos_id(tokenizer)
-    if len(text) <= CHUNK_CHARACTERS:
-        ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
-    else:
-        before, after = _around(tokenizer)
-        ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
     # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]

@@ -1,0 +1,277 @@
+"""Tokenize many rows at a time, with the results of tokenizing them one by one.
+
+Each document is rendered once: how the template renders an answer after its prompt is known from other rows. All texts
+are encoded in one call, without offsets: special tokens cut a text, and no token reaches across them, so the n-th special
+token of the text is the n-th special id, and an answer begins after the ids of its header. A row of which this does not
+hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
+"""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from sftkit.data.reading.conversation import special_pattern
+from sftkit.data.tokens import chat, text
+from sftkit.data.tokens.encode import TokenBytes, encode, token_bytes
+from sftkit.data.tokens.loss_mask import Seen
+from sftkit.data.tokens.template import Span, special_tokens_of
+from sftkit.data.types import Row, Tokenized
+from sftkit.errors import DataError, hint
+
+COMPARED = 128
+"One row in so many is tokenized by itself too."
+LONGEST = 2**18
+"Characters of a text that is encoded in one call: tokenizers need some 600 bytes for each."
+TOGETHER = 2**20
+"Characters of the texts of a call."
+LONGEST_HEADER = 256
+"Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
+
+MOST_HEADERS = 1024
+
+Result = Tokenized | DataError
+log = logging.getLogger(__name__)
+
+
+class NotPlaced(Exception):
+    """The tokens of an answer are not known without offsets."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tokens of a whole text, and the first token at some of its characters; as Encoded."""
+
+    ids: np.ndarray
+    at: Mapping[int, int]
+    complete: bool = True
+
+    def tokens(self, span: Span) -> tuple[int, int]:
+        """Return (the first token, one past the last) of a span; (0, 0) if they are not known, which only counts in a
+        text that is cut."""
+        return (self.at[span[0]], self.at[span[1]]) if span[0] in self.at and span[1] in self.at else (0, 0)
+
+    def inside(self, spans: list[Span]) -> np.ndarray:
+        """Return bool [n]: tokens of the spans."""
+        is_target = np.zeros(len(self.ids), dtype=bool)
+        for start, end in spans:
+            if start not in self.at or end not in self.at:
+                raise NotPlaced
+            is_target[self.at[start] : self.at[end]] = True
+        return is_target
+
+
+@dataclass
+class _Waiting:
+    """A row whose next text is to be encoded."""
+
+    row: int
+    steps: chat.Steps[Tokenized]
+    text: str
+    spans: dict[int, list[Span]]
+    last: int
+    prompt: np.ndarray | None = None
+    "ids of the text before the last answer, if the two are encoded apart"
+
+    @property
+    def to_encode(self) -> str:
+        """Return the text, or its last answer."""
+        return self.text if self.prompt is None else self.text[self.spans[self.last][0][0] :]
+
+
+class Batch:
+    """A rule for many rows at a time; one that is not known here is called row by row."""
+
+    def __init__(
+        self, rule: Callable[..., Tokenized], tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]
+    ) -> None:
+        """Take what a sources.RowTokenizer has."""
+        self.rule = rule
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.different: str | None = None
+        "Place of a row that came out otherwise by itself. After it each row is tokenized by itself."
+        self._tokenized = 0
+        self._vocab_size = -1
+        self._results: list[Result | None] = []
+
+    def many(self, rows: Sequence[Row]) -> list[Result]:
+        """Return the documents of each row, or its error."""
+        if len(self.tokenizer) != self._vocab_size:  # tokens were added
+            self._read_tokenizer()
+        self._results = [None] * len(rows)
+        if self._sizes is not None and self.different is None:
+            self._chats(rows)
+            self._texts(rows)
+            self._compare(rows)
+        # A difference may be in rows of this chunk that were not compared.
+        done = self._results if self.different is None else [None] * len(rows)
+        self._results = []
+        return [self._alone(row) if one is None else one for row, one in zip(rows, done, strict=True)]
+
+    def _read_tokenizer(self) -> None:
+        self._vocab_size = len(self.tokenizer)
+        is_fast = isinstance(self.tokenizer, PreTrainedTokenizerFast)
+        self._sizes: TokenBytes | None = token_bytes(self.tokenizer, self._vocab_size) if is_fast else None
+        self._seen = Seen()
+        self._headers: dict[str, list[int]] = {}
+        specials = tuple(special_tokens_of(self.tokenizer))
+        self._pattern = special_pattern(specials)
+        self._special_ids = {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in specials}
+        self._is_special = np.zeros(self._vocab_size, dtype=bool)
+        self._is_special[list(self._special_ids.values())] = True
+
+    def _alone(self, row: Row) -> Result:
+        try:
+            return self.rule(row, self.tokenizer, **self.settings)
+        except DataError as error:
+            return error
+
+    def _compare(self, rows: Sequence[Row]) -> None:
+        """Tokenize some of the rows by themselves, and note a difference."""
+        for row, result in zip(rows, self._results, strict=True):
+            if result is None:
+                continue
+            if self._tokenized % COMPARED == 0 and not same(self._alone(row), result):
+                self.different = row.where
+                log.warning("%s", hint("rows differ in a batch", where=row.where))
+                return
+            self._tokenized += 1
+
+    def _encode(self, texts: Sequence[str], *, plain: bool) -> list[np.ndarray]:
+        """Return the ids of texts, int32 [n] each.
+
+        Args:
+            plain: special tokens in a text are ordinary characters, and the tokenizer puts its own around it.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = plain
+        result: list[np.ndarray] = []
+        first = 0
+        while first < len(texts):
+            past = first + 1
+            characters = len(texts[first])
+            while past < len(texts) and characters < TOGETHER:
+                characters += len(texts[past])
+                past += 1
+            encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=plain)
+            result += [np.array(one.ids, dtype=np.int32) for one in encoded]
+            first = past
+        return result
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def _texts(self, rows: Sequence[Row]) -> None:
+        """Tokenize the rows of plain text."""
+        if self.rule not in (text.tokenize, text.tokenize_any):
+            return
+        assert self._sizes is not None
+        found: dict[int, str] = {}
+        for i, row in enumerate(rows):
+            if self.rule is text.tokenize or (row.messages is None and row.image is None):
+                try:
+                    found[i] = text.text_of(row)
+                except DataError as error:
+                    self._results[i] = error
+        found = {i: given for i, given in found.items() if given and _is_encoded_here(given)}
+        for (i, given), ids in zip(found.items(), self._encode(list(found.values()), plain=True), strict=True):
+            if self._sizes.sizes[ids].sum() == len(given.encode()):
+                self._results[i] = text.documents_of(
+                    rows[i], given, ids.tolist(), self.tokenizer, self.settings["max_length"], self._sizes
+                )
+
+    # ---- conversations -----------------------------------------------------------------------------------------------
+
+    def _chats(self, rows: Sequence[Row]) -> None:
+        """Tokenize the conversations: one document of each in a call, until all have theirs."""
+        if self.rule not in (chat.tokenize, text.tokenize_any):
+            return
+        every = {"learning": chat.EVERYTHING} if self.rule is text.tokenize_any else {}
+        settings = {**every, **self.settings, "seen": self._seen, "sizes": self._sizes}
+        waiting: list[_Waiting] = []
+        for i, row in enumerate(rows):
+            if self.rule is chat.tokenize or (row.messages is not None and row.image is None):
+                waiting += self._next(i, chat.steps(row, self.tokenizer, **settings), None)
+        while waiting:
+            encoded = self._encode([one.to_encode for one in waiting], plain=False)
+            now = zip(waiting, encoded, strict=True)
+            waiting = [following for one, ids in now for following in self._after(one, ids)]
+
+    def _next(self, row: int, steps: chat.Steps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
+        """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
+        try:
+            asked = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
+            return [_Waiting(row, steps, *asked)] if _is_encoded_here(asked[0]) else []
+        except StopIteration as done:
+            self._results[row] = done.value
+        except DataError as error:
+            self._results[row] = error
+        except NotPlaced:
+            pass
+        return []
+
+    def _after(self, one: _Waiting, ids: np.ndarray) -> list[_Waiting]:
+        """Place the tokens of a text; return what is to be encoded next for its row."""
+        if one.prompt is not None:
+            ids = np.concatenate([one.prompt, ids])
+        specials = [(match.start(), match.end(), match.group()) for match in self._pattern.finditer(one.text)]
+        places = np.flatnonzero(self._is_special[ids]).tolist()
+        expected = [self._special_ids[token] for _, _, token in specials]
+        assert self._sizes is not None
+        size = int(self._sizes.sizes[ids].sum()) + sum(len(token.encode()) for _, _, token in specials)
+        is_long = len(ids) > self.settings["max_length"]
+        if is_long or ids[places].tolist() != expected or size != len(one.text.encode()):
+            return []
+        ends = [end for _, end, _ in specials]
+        at = {0: 0, len(one.text): len(ids), **{end: place + 1 for end, place in zip(ends, places, strict=True)}}
+        shared: set[int] = set()
+        for k, parts in one.spans.items():
+            start = parts[0][0]
+            before = bisect_right(ends, start)
+            begin, first = (specials[before - 1][0], places[before - 1]) if before else (0, 0)
+            if start - begin > LONGEST_HEADER:
+                return []
+            header = self._header_ids(one.text[begin:start])
+            if ids[first : first + len(header)].tolist() == header:
+                at[start] = first + len(header)
+            elif k == one.last and one.prompt is None:
+                return [replace(one, prompt=np.append(ids[:first], np.array(header, dtype=np.int32)))]
+            else:
+                shared.add(k)
+        return self._next(one.row, one.steps, (Placed(ids, at), shared))
+
+    def _header_ids(self, header: str) -> list[int]:
+        """Return the ids of a header by itself."""
+        if header not in self._headers:
+            if len(self._headers) >= MOST_HEADERS:
+                self._headers.clear()
+            self._headers[header] = encode(self.tokenizer, header).ids.tolist()
+        return self._headers[header]
+
+
+def _is_encoded_here(given: str) -> bool:
+    """Return whether a text is short enough, and UTF-8 can hold it."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return len(given) <= LONGEST
+
+
+def same(one: Result, other: Result) -> bool:
+    """Return whether two results of a row are the same."""
+    if isinstance(one, DataError) or isinstance(other, DataError):
+        return type(one) is type(other) and str(one) == str(other)
+
+    def plain(result: Tokenized) -> tuple[object, ...]:
+        documents = [(e.ids.tolist(), e.is_target.tolist(), e.num_bytes, e.encoder_source) for e in result.examples]
+        counts = {name: count for name, count in result.counts.items() if count}
+        return documents, result.note, counts, result.details, dict(result.odd), result.unused
+
+    return plain(one) == plain(other)
