@@ -118,6 +118,7 @@ ARGUMENTS = ("arguments", "parameters", "args", "input")
 "Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
 CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
 "Keys of a tool call."
+_PLAIN = {"role", "content"}
 _MARKS = frozenset((*MARKS, *MARKS_OF_PARTS))
 REJECTED_KEYS = {
     "refusal": "put its text into content",
@@ -329,10 +330,16 @@ def has_marker(text: str) -> bool:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
+def is_plain(message: object) -> bool:
+    """Return whether a message is a role and a text, which most are and which need no further look at their keys."""
+    plain = isinstance(message, dict) and message.keys() == _PLAIN
+    return plain and isinstance(message["content"], str) and message["role"] != "function"  # type: ignore[index]
+
+
 def current_message(message: object, where: str) -> object:
     """Return a message as it is written today: known names of keys, role tool for function, and tool_calls for
     function_call (OpenAI until 2023). What is no object stays, for the check of messages."""
-    if not isinstance(message, dict):
+    if not isinstance(message, dict) or is_plain(message):
         return message
     message = named(message, where)
     if message.get("role") == "function":
@@ -372,6 +379,8 @@ def unused_keys(
     for message in messages:
         role = message["role"]
         parts = message.get("content")
+        if is_plain(message):
+            continue
         unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
         if role == "assistant":
             unread -= {"tool_calls", *(REASONING if reasoning else ())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
@@ -57,7 +58,7 @@ def convert(raw: object, where: str) -> Row:
     present = columns.named(given, where)
     if not columns.is_empty(present.get("input_ids")):
         raise fault(where, "tokenized row")
-    fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
+    fitting = _fitting(tuple(present))
     if not fitting:
         columns.check_preferences(present, [], where)
         null = [key for key, value in raw.items() if value is None]
@@ -66,7 +67,9 @@ def convert(raw: object, where: str) -> Row:
         raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
-    row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
+    row = shape.make(present, where)
+    if not columns.is_learned(present, where):
+        row = replace(row, learned=False)
     marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
     used = {*shape.columns, *shape.extra, *marks, *columns.MARKS_OF_PARTS}
     if row.image is not None and row.text is None:
@@ -88,8 +91,14 @@ def convert(raw: object, where: str) -> Row:
     _check_context(present, used, texts, where)
     used |= {*columns.CONTEXT_COLUMNS}
     nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
-    unused = columns.unused_columns(present, used, lambda: texts)
-    return replace(row, unused=(*unused, *(f"choices key {name}" for name in nested)))
+    unused = (*columns.unused_columns(present, used, lambda: texts), *(f"choices key {name}" for name in nested))
+    return replace(row, unused=unused) if unused else row
+
+
+@lru_cache(maxsize=256)
+def _fitting(names: tuple[str, ...]) -> list[RowShape]:
+    """Return the kinds of rows with these columns."""
+    return [shape for shape in FORMATS if all(column in names for column in shape.columns)]
 
 
 _CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
@@ -188,10 +197,13 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     where = row.where
     columns.check_answer_columns(raw, where)
     masked = "" if columns.is_empty(raw.get("mask")) else str(raw["mask"])
-    row = replace(row, tools=_tools(raw, where), template_args=_template_args(raw, where), masked_role=masked)
+    more: JsonObject = {"tools": _tools(raw, where), "template_args": _template_args(raw, where), "masked_role": masked}
     if not isinstance(row.messages, list):
-        return row
-    messages: list[Any] = [columns.current_message(m, f"{where}: messages[{i}]") for i, m in enumerate(row.messages)]
+        return replace(row, **more)
+    messages: list[Any] = [
+        m if columns.is_plain(m) else columns.current_message(m, f"{where}: messages[{i}]")
+        for i, m in enumerate(row.messages)
+    ]
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
         if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
@@ -209,7 +221,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
         # The system message goes in front, so the context, if any, is one message longer.
         messages = [{"role": "system", "content": system}, *messages]
         context += bool(context)
-    return replace(row, messages=messages, context_messages=context)
+    return replace(row, messages=messages, context_messages=context, **more)
 
 
 def _system_text(raw: Raw, where: str) -> str:

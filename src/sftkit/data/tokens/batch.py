@@ -6,6 +6,7 @@ token of the text is the n-th special id, and an answer begins after the ids of 
 hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
 """
 
+import gc
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -105,8 +106,15 @@ class Batch:
             self._read_tokenizer()
         self._results = [None] * len(rows)
         if self._sizes is not None and self.different is None:
-            self._chats(rows)
-            self._texts(rows)
+            # A chunk has thousands of objects, none in a cycle; to look for cycles among them takes a fourth of the time.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                self._chats(rows)
+                self._texts(rows)
+            finally:
+                if collects:
+                    gc.enable()
             self._compare(rows)
         # A difference may be in rows of this chunk that were not compared.
         done = self._results if self.different is None else [None] * len(rows)
@@ -124,6 +132,10 @@ class Batch:
         self._special_ids = {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in specials}
         self._is_special = np.zeros(self._vocab_size, dtype=bool)
         self._is_special[list(self._special_ids.values())] = True
+        if self._sizes is not None:
+            self._text_sizes = self._sizes.sizes.copy()
+            for token, i in self._special_ids.items():
+                self._text_sizes[i] = len(token.encode())
 
     def _alone(self, row: Row) -> Result:
         try:
@@ -220,21 +232,20 @@ class Batch:
         """Place the tokens of a text; return what is to be encoded next for its row."""
         if one.prompt is not None:
             ids = np.concatenate([one.prompt, ids])
-        specials = [(match.start(), match.end(), match.group()) for match in self._pattern.finditer(one.text)]
-        places = np.flatnonzero(self._is_special[ids]).tolist()
-        expected = [self._special_ids[token] for _, _, token in specials]
-        assert self._sizes is not None
-        size = int(self._sizes.sizes[ids].sum()) + sum(len(token.encode()) for _, _, token in specials)
+        specials = list(self._pattern.finditer(one.text))
+        places = np.flatnonzero(self._is_special[ids])
+        expected = [self._special_ids[match.group()] for match in specials]
         is_long = len(ids) > self.settings["max_length"]
-        if is_long or ids[places].tolist() != expected or size != len(one.text.encode()):
+        if is_long or ids[places].tolist() != expected or self._text_sizes[ids].sum() != len(one.text.encode()):
             return []
-        ends = [end for _, end, _ in specials]
+        places = places.tolist()
+        ends = [match.end() for match in specials]
         at = {0: 0, len(one.text): len(ids), **{end: place + 1 for end, place in zip(ends, places, strict=True)}}
         shared: set[int] = set()
         for k, parts in one.spans.items():
             start = parts[0][0]
             before = bisect_right(ends, start)
-            begin, first = (specials[before - 1][0], places[before - 1]) if before else (0, 0)
+            begin, first = (specials[before - 1].start(), places[before - 1]) if before else (0, 0)
             if start - begin > LONGEST_HEADER:
                 return []
             header = self._header_ids(one.text[begin:start])

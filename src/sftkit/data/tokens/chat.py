@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from sftkit.data.reading.conversation import Message
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.encode import Encoded, TokenBytes, encode, encode_answers
-from sftkit.data.tokens.template import Span, limited, special_tokens_of, template_of
+from sftkit.data.tokens.template import Span, T, limited, special_tokens_of, template_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
 
@@ -36,9 +36,6 @@ THINKING_OFF = "thinking_turned_off"
 "Conversations that are trained with thinking turned off because they have no reasoning."
 ANSWER_COUNTS = ("answers", "answers_learned", CUT, *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
 "Names of the counts of answers that `tokenize` returns."
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,8 @@ def steps(
         sizes: bytes of each id; None: documents are decoded to count them.
     """
     checked = rows.require_conversation(row)
-    messages = conversation.validated(row, special_tokens_of(tokenizer))
+    specials = loss_mask.once(seen, "special tokens", lambda: special_tokens_of(tokenizer))
+    messages = conversation.validated(row, specials)
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
     if not row.learned:
@@ -256,7 +254,8 @@ def _finished(
         (ids; is_target; the first token of each answer and one past its last)
     """
     ids = encoded.ids
-    if encoded.complete and ids[-1] not in end_of_turn_ids(locator.tokenizer):
+    ends = loss_mask.once(locator.seen, "ends", lambda: end_of_turn_ids(locator.tokenizer))
+    if encoded.complete and ids[-1] not in ends:
         end = locator.end_token(last)
         end_id = locator.tokenizer.convert_tokens_to_ids(end) if end else locator.tokenizer.eos_token_id
         if end_id is None:

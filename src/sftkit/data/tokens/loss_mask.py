@@ -16,9 +16,9 @@ rendered, and `AnswerMatcher` finds the others by the text before and after thes
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
-from sftkit.data.tokens.template import Span, Template, Tools, check_context, render_conversation, template_of
+from sftkit.data.tokens.template import Span, T, Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
 
@@ -66,6 +66,8 @@ def common_prefix(texts: list[str]) -> str:
     return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
+_NO_MARKS = frozenset(MARKS).isdisjoint
+_NO_REASONING = frozenset(REASONING).isdisjoint
 Targets = Literal["assistant", "last_turn", "all"]
 
 CONTEXT = "not_learned_prompt"
@@ -92,7 +94,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
-        marked = _marked(message, f"{row.where}: messages[{i}]")
+        marked = _marked(message, row.where, i)
         if message["role"] != "assistant":
             if marked is False and targets == "all":
                 raise fault(row.where, "bad train mark", i=i, role=message["role"])
@@ -109,11 +111,14 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
 
 def without_marks(messages: list[Message]) -> list[Message]:
     """Return the messages as a template should see them."""
-    return [{key: value for key, value in m.items() if key not in MARKS} for m in messages]
+    return [m if _NO_MARKS(m) else {key: m[key] for key in m if key not in MARKS} for m in messages]
 
 
-def _marked(message: Message, where: str) -> bool | None:
+def _marked(message: Message, row: str, i: int) -> bool | None:
     """Return whether all marks of a message are true: it is learned; None: it has no mark."""
+    if _NO_MARKS(message):
+        return None
+    where = f"{row}: messages[{i}]"
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):
@@ -132,6 +137,8 @@ _OTHER_BLOCK = re.compile(r"\A\s*<(\w+)>(.*?)</\1>", re.DOTALL)
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
+    if _NO_REASONING(message) and "<think>" not in message["content"]:
+        return ""
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -178,7 +185,7 @@ def check_reasoning(messages: list[Message], where: str) -> None:
         DataError: it has several, or something else in one of the fields.
     """
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (_NO_REASONING(message) and "<think>" not in message["content"]):
             continue
         given = {key: message[key] for key in REASONING if message.get(key)}
         for key, value in given.items():
@@ -230,6 +237,7 @@ class Seen:
 
     def __init__(self) -> None:
         """Begin with no answer."""
+        self.made: dict[str, Any] = {}
         self._outcomes: dict[Hashable, tuple[Surroundings | None, int]] = {}
 
     def add(self, situation: Hashable, outcome: Surroundings | None) -> None:
@@ -241,6 +249,16 @@ class Seen:
         """Return what is known of a situation; None: nothing, or too little."""
         outcome, times = self._outcomes.get(situation, (None, 0))
         return outcome if times >= self.ENOUGH else None
+
+
+def once(seen: Seen | None, name: str, make: Callable[[], T]) -> T:
+    """Return what `make` returns, which is the same for all rows, made once if other rows are known."""
+    if seen is None:
+        return make()
+    if name not in seen.made:
+        seen.made[name] = make()
+    result: T = seen.made[name]
+    return result
 
 
 class AnswerMatcher:
@@ -269,6 +287,7 @@ class AnswerMatcher:
         self.text = text
         self.last = last
         self._known: dict[Hashable, list[Surroundings | None]] = {}
+        self._known_features: dict[int, Hashable] = {}
         self._users = [i for i in range(last) if messages[i]["role"] == "user"]
         self._places = self._headers()
 
@@ -341,13 +360,16 @@ class AnswerMatcher:
 
     def _features(self, i: int) -> Hashable:
         """Return what a template may look at in one message."""
+        if i in self._known_features:
+            return self._known_features[i]
         message = self.messages[i]
         content = message["content"]
-        return (
+        self._known_features[i] = (
             (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
             (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
             (content.startswith("<tool_response>"), bool(reasoning_of(message))),
         )
+        return self._known_features[i]
 
     def _headers(self) -> dict[int, int]:
         """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
@@ -410,7 +432,8 @@ class AnswerLocator:
         self.row = row
         self.where = row.where
         self.thinking = thinking
-        self.template = template_of(tokenizer, with_tools=bool(row.tools))
+        tools = bool(row.tools)
+        self.template = once(seen, f"template {tools}", lambda: template_of(tokenizer, with_tools=tools))
         given = row.messages or []
         self.messages = with_reasoning(given, self.template, thinking)
         self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -421,7 +444,7 @@ class AnswerLocator:
         "answers whose reasoning is to be learned; none with thinking=off"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
-        self._seen = seen
+        self.seen = seen
         self._latest: AnswerMatcher | None = None
         self.odd: dict[str, str] = {}
         "what is odd in what was rendered, as in conversation.oddities"
@@ -446,7 +469,7 @@ class AnswerLocator:
         self._check_context(last, args, document.text)
         if not document.spans[last]:
             raise fault(self.where, "template marks no answer", k=last)
-        return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
+        return Document(document.text, {k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
         """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
@@ -599,7 +622,7 @@ class AnswerLocator:
         if k in self._known:
             return self._known[k]
         text = self._render(k + 1, self.arguments(k))
-        matcher = self._matcher(text, k) if self._seen and k else None
+        matcher = self._matcher(text, k) if self.seen and k else None
         start = matcher.find_start() if matcher else None
         if start is None:
             rendered = text
@@ -620,8 +643,8 @@ class AnswerLocator:
     def _matcher(self, text: str, last: int) -> AnswerMatcher:
         """Return what finds answers in the text of the messages up to answer `last`."""
         if self._latest is None or self._latest.text is not text or self._latest.last != last:
-            row = (bool(self.row.tools), repr(self.arguments(last)), self.messages[0]["role"]) if self._seen else None
-            self._latest = AnswerMatcher(self.template, self.messages, text, last, self._seen, row)
+            row = (bool(self.row.tools), repr(self.arguments(last)), self.messages[0]["role"]) if self.seen else None
+            self._latest = AnswerMatcher(self.template, self.messages, text, last, self.seen, row)
         return self._latest
 
     def arguments(self, k: int) -> dict[str, object]:
