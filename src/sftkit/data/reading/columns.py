@@ -118,7 +118,6 @@ ARGUMENTS = ("arguments", "parameters", "args", "input")
 "Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
 CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
 "Keys of a tool call."
-_PLAIN = {"role", "content"}
 _MARKS = frozenset((*MARKS, *MARKS_OF_PARTS))
 REJECTED_KEYS = {
     "refusal": "put its text into content",
@@ -332,8 +331,9 @@ def has_marker(text: str) -> bool:
 
 def is_plain(message: object) -> bool:
     """Return whether a message is a role and a text, which most are and which need no further look at their keys."""
-    plain = isinstance(message, dict) and message.keys() == _PLAIN
-    return plain and isinstance(message["content"], str) and message["role"] != "function"  # type: ignore[index]
+    if not isinstance(message, dict) or len(message) != 2:
+        return False
+    return isinstance(message.get("content"), str) and message.get("role", "function") != "function"
 
 
 def current_message(message: object, where: str) -> object:

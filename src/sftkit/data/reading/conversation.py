@@ -190,11 +190,13 @@ def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tu
     """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
-    # First in all of them at once, written as JSON, which changes only characters that no special token has.
+    # First in all of them at once. JSON changes only characters that no special token has.
+    plain = [message["content"] for message in messages if is_plain(message)]
+    others = (None if len(plain) == len(messages) else messages, row.tools, row.template_args)
     with suppress(TypeError, ValueError, RecursionError):
-        if _is_written_as_is(special_tokens) and not pattern.search(
-            _WRITER.encode((messages, row.tools, row.template_args))
-        ):
+        whole = "\0".join((*plain, *ROLES, "role", "content", _WRITER.encode(others) if any(others) else ""))
+        firsts = _first_characters(special_tokens)
+        if firsts is not None and not (any(map(whole.__contains__, firsts)) and pattern.search(whole)):
             return
     given = {"messages": messages, "tools": row.tools or (), "chat_template_kwargs": [row.template_args]}
     places = ((column, i, value) for column, values in given.items() for i, value in enumerate(values))
@@ -221,9 +223,10 @@ def _without_think_tags(value: object) -> object:
 
 
 @lru_cache(maxsize=8)
-def _is_written_as_is(special_tokens: tuple[str, ...]) -> bool:
-    """Return whether JSON has special tokens as they are, without an escape."""
-    return all(_WRITER.encode(token) == f'"{token}"' for token in special_tokens)
+def _first_characters(special_tokens: tuple[str, ...]) -> frozenset[str] | None:
+    """Return the characters that special tokens begin with; None: JSON has some of them with an escape."""
+    as_they_are = all(_WRITER.encode(token) == f'"{token}"' for token in special_tokens)
+    return frozenset(token[0] for token in special_tokens if token) if as_they_are else None
 
 
 @lru_cache(maxsize=8)

@@ -1,9 +1,9 @@
 """Tokenize many rows at a time, with the results of tokenizing them one by one.
 
 Each document is rendered once: how the template renders an answer after its prompt is known from other rows. All texts
-are encoded in one call, without offsets: special tokens cut a text, and no token reaches across them, so the n-th special
-token of the text is the n-th special id, and an answer begins after the ids of its header. A row of which this does not
-hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
+are encoded in one call, without offsets: special tokens cut a text, and no token reaches across them, so the n-th
+special token of the text is the n-th special id, and an answer begins after the ids of its header. A row of which this
+does not hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
 """
 
 import gc
@@ -75,7 +75,7 @@ class _Waiting:
     text: str
     spans: dict[int, list[Span]]
     last: int
-    prompt: np.ndarray | None = None
+    prompt: list[int] | None = None
     "ids of the text before the last answer, if the two are encoded apart"
 
     @property
@@ -106,7 +106,7 @@ class Batch:
             self._read_tokenizer()
         self._results = [None] * len(rows)
         if self._sizes is not None and self.different is None:
-            # A chunk has thousands of objects, none in a cycle; to look for cycles among them takes a fourth of the time.
+            # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
             collects = gc.isenabled()
             gc.disable()
             try:
@@ -154,8 +154,8 @@ class Batch:
                 return
             self._tokenized += 1
 
-    def _encode(self, texts: Sequence[str], *, plain: bool) -> list[np.ndarray]:
-        """Return the ids of texts, int32 [n] each.
+    def _encode(self, texts: Sequence[str], *, plain: bool) -> list[list[int]]:
+        """Return the ids of texts.
 
         Args:
             plain: special tokens in a text are ordinary characters, and the tokenizer puts its own around it.
@@ -164,7 +164,7 @@ class Batch:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = plain
-        result: list[np.ndarray] = []
+        result: list[list[int]] = []
         first = 0
         while first < len(texts):
             past = first + 1
@@ -173,7 +173,7 @@ class Batch:
                 characters += len(texts[past])
                 past += 1
             encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=plain)
-            result += [np.array(one.ids, dtype=np.int32) for one in encoded]
+            result += [one.ids for one in encoded]
             first = past
         return result
 
@@ -195,7 +195,7 @@ class Batch:
         for (i, given), ids in zip(found.items(), self._encode(list(found.values()), plain=True), strict=True):
             if self._sizes.sizes[ids].sum() == len(given.encode()):
                 self._results[i] = text.documents_of(
-                    rows[i], given, ids.tolist(), self.tokenizer, self.settings["max_length"], self._sizes
+                    rows[i], given, ids, self.tokenizer, self.settings["max_length"], self._sizes
                 )
 
     # ---- conversations -----------------------------------------------------------------------------------------------
@@ -228,31 +228,34 @@ class Batch:
             pass
         return []
 
-    def _after(self, one: _Waiting, ids: np.ndarray) -> list[_Waiting]:
+    def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""
-        if one.prompt is not None:
-            ids = np.concatenate([one.prompt, ids])
-        specials = list(self._pattern.finditer(one.text))
-        places = np.flatnonzero(self._is_special[ids])
-        expected = [self._special_ids[match.group()] for match in specials]
-        is_long = len(ids) > self.settings["max_length"]
-        if is_long or ids[places].tolist() != expected or self._text_sizes[ids].sum() != len(one.text.encode()):
+        found = encoded if one.prompt is None else one.prompt + encoded
+        ids = np.array(found, dtype=np.int32)
+        specials = [(match.end(), match.group()) for match in self._pattern.finditer(one.text)]
+        places = np.flatnonzero(self._is_special[ids]).tolist()
+        is_long = len(found) > self.settings["max_length"]
+        if is_long or [found[i] for i in places] != [self._special_ids[token] for _, token in specials]:
             return []
-        places = places.tolist()
-        ends = [match.end() for match in specials]
-        at = {0: 0, len(one.text): len(ids), **{end: place + 1 for end, place in zip(ends, places, strict=True)}}
+        if self._text_sizes[ids].sum() != len(one.text.encode()):
+            return []
+        ends = [end for end, _ in specials]
+        at = dict(zip(ends, [place + 1 for place in places], strict=True))
+        at[0] = 0
+        at[len(one.text)] = len(found)
         shared: set[int] = set()
         for k, parts in one.spans.items():
             start = parts[0][0]
-            before = bisect_right(ends, start)
-            begin, first = (specials[before - 1].start(), places[before - 1]) if before else (0, 0)
+            before = bisect_right(ends, start) - 1
+            first = places[before] if before >= 0 else 0
+            begin = ends[before] - len(specials[before][1]) if before >= 0 else 0
             if start - begin > LONGEST_HEADER:
                 return []
             header = self._header_ids(one.text[begin:start])
-            if ids[first : first + len(header)].tolist() == header:
+            if found[first : first + len(header)] == header:
                 at[start] = first + len(header)
             elif k == one.last and one.prompt is None:
-                return [replace(one, prompt=np.append(ids[:first], np.array(header, dtype=np.int32)))]
+                return [replace(one, prompt=found[:first] + header)]
             else:
                 shared.add(k)
         return self._next(one.row, one.steps, (Placed(ids, at), shared))

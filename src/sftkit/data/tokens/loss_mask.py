@@ -55,7 +55,8 @@ def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
 
 def required_texts(message: Message) -> list[str]:
     """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
-    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+    names = [function_of(call)["name"] for call in message.get("tool_calls", ())]
+    return [part for part in (answer_core(message), *names) if part]
 
 
 def common_prefix(texts: list[str]) -> str:
@@ -355,7 +356,7 @@ class AnswerMatcher:
         """Return what a template may look at in the turn up to an answer."""
         before = bisect_left(self._users, k)
         turn = self._users[before - 1] if before else 0
-        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
+        alike = tuple(map(self._features, range(max(turn, k - LONGEST_TURN), k + 1)))
         return alike, k - turn > LONGEST_TURN and k
 
     def _features(self, i: int) -> Hashable:
@@ -364,12 +365,14 @@ class AnswerMatcher:
             return self._known_features[i]
         message = self.messages[i]
         content = message["content"]
-        self._known_features[i] = (
-            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
-            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
-        )
-        return self._known_features[i]
+        tags: Hashable = None
+        if "<" in content:
+            tags = "<think>" in content, "</think>" in content, content.startswith("<tool_response>")
+        keys = None if len(message) == 2 else (len(message.get("tool_calls", ())), *sorted(message))
+        around = bool(content), content[:1].isspace(), content[-1:].isspace()
+        found = message["role"], keys, around, tags, bool(reasoning_of(message))
+        self._known_features[i] = found
+        return found
 
     def _headers(self) -> dict[int, int]:
         """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
@@ -609,13 +612,11 @@ class AnswerLocator:
 
     def _after_header(self, text: str, start: int) -> int:
         """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
-        ends = [
-            begin + len(header)
-            for header in self.template.headers
-            for begin in range(max(start - len(header), 0), start + 1)
-            if header and text.startswith(header, begin)
-        ]
-        return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
+        shortest = self.thinking == "learn_empty"
+        find = text.find if shortest else text.rfind
+        places = ((find(h, max(start - len(h), 0), start + len(h)), len(h)) for h in self.template.headers if h)
+        ends = [begin + length for begin, length in places if begin >= 0]
+        return max(start, (min if shortest else max)(ends, default=start))
 
     def _as_last_answer(self, k: int) -> _LastAnswer:
         """Return an answer as the last message; rendered once."""

@@ -601,9 +601,8 @@ def check_context(
 
 def _shape(messages: list[Message]) -> Hashable:
     """Return what a template may look at before it leaves a message out: the kinds of its messages and neighbours."""
-    kinds = [
-        (m["role"], bool(m["content"]) and not m["content"].isspace(), len(m.get("tool_calls", ()))) for m in messages
-    ]
+    blank = [not m["content"] or m["content"].isspace() for m in messages]
+    kinds = [(m["role"], none, len(m.get("tool_calls", ()))) for m, none in zip(messages, blank, strict=True)]
     around = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
     return frozenset((min(i, 1), *three) for i, three in enumerate(around))
 
