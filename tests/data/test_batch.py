@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -256,14 +257,22 @@ def read_chat(name: str, count: int | None) -> list[Row]:
     return found
 
 
-def assert_real(tokenizer_name: str, name: str, count: int | None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHARED_DATA / "tokenizers" / tokenizer_name)
+@cache
+def real_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED_DATA / "tokenizers" / name)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+def assert_real(tokenizer_name: str, name: str, count: int | None) -> None:
+    tokenizer = real_tokenizer(tokenizer_name)
+    own = tokenizer.chat_template
     given = read_chat(name, count)
-    for template in (OUR_TEMPLATE.read_text(), tokenizer.chat_template):
+    for template in (OUR_TEMPLATE.read_text(), own):
         if template:
             tokenizer.chat_template = template
             assert_same(RowTokenizer(chat.tokenize, tokenizer, 2**20), given)
+    tokenizer.chat_template = own
 
 
 @pytest.mark.parametrize("tokenizer_name", ["smollm2", "gpt2"])
