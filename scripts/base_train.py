@@ -15,7 +15,7 @@ def row_tokenizer(data, tokenizer, max_length):
     text.check_targets(
         data, "base_train.py learns every token of texts; remove the setting, or run mid_train.py or chat_sft.py"
     )
-    return RowTokenizer(text.tokenize, tokenizer, max_length)
+    return RowTokenizer(text.tokenize, tokenizer, max_length, special_tokens=data.special_tokens_in_text)
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "base") as run:
-        tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
+        tokenizer = base_tokenizer(cfg.model, cfg.data, run.dir, run.rt)
         # The objective: the negative log-likelihood of each target, given all tokens before it.
         objective = NextToken(cfg.loss)
         # All other parts are the same in every stage: load model and data, make the engine, run the loop.

@@ -30,7 +30,7 @@ def main() -> None:
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "caption") as run:
-        tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
+        tokenizer = base_tokenizer(cfg.model, cfg.data, run.dir, run.rt)
         # The objective: the negative log-likelihood of each target, given the picture and all tokens before it.
         objective = Caption(cfg.loss)
         # All other parts are the same in every stage: load model and data, make the engine, run the loop.

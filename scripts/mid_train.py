@@ -13,7 +13,7 @@ def row_tokenizer(data, tokenizer, max_length):
     from sftkit.data.tokens.sources import RowTokenizer
 
     learning = chat.Learning(data.targets or "all", data.thinking, data.split_turns)
-    return RowTokenizer(text.tokenize_any, tokenizer, max_length, data.too_long, learning)
+    return RowTokenizer(text.tokenize_any, tokenizer, max_length, data.too_long, learning, data.special_tokens_in_text)
 
 
 def main() -> None:

@@ -61,14 +61,30 @@ SENTENCES = [
 ]
 
 
+FREEZE = gc.freeze
+"The original: what runs in tests call does nothing, and so does their unfreeze."
+
+
 def pytest_collection_finish() -> None:
-    """What is imported by now stays where it is, to the end of the process: each run would look at half a million objects
-    before its first step, and again once it has given them back."""
+    """Freeze all that was imported, to the end of the process: each run would look at half a million objects before its
+    first step."""
     gc.enable()
     gc.collect()
-    gc.freeze()
+    FREEZE()
     atexit.register(gc.unfreeze)  # or nanobind (of triton 3.9) lists on stderr what is left at the end
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Freeze what a test leaves, such as modules that it imported, if it made a full collection; others would examine it."""
+    before = gc.get_stats()[2]["collections"]
+    try:
+        return (yield)
+    finally:
+        if gc.get_stats()[2]["collections"] > before:
+            gc.collect()
+            FREEZE()
 
 
 @pytest.fixture(autouse=True)

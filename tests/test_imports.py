@@ -43,7 +43,7 @@ ROOMS = {
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "engine", "evals"),
     ),
-    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
+    "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory", "evals"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
@@ -63,6 +63,7 @@ SHARED_NAMES = {
     "log": "the logger of a module",
     "main": "what a command starts",
     "T": "a type variable",
+    "question_texts": "questions and answers that data.decontaminate compares, of each file of tasks",
     "build": "what a file of an optimizer or a task makes",
     "parse": "flags, YAML, rows: the module says of what",
     "tokenize": "of conversations and of texts, one of which a stage binds",
@@ -84,7 +85,8 @@ TORCH_FREE = (
         "export/push.py",
         "evals/flags.py",
     ),
-    *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
+    *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading"),
+    *("data/hygiene.py", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
@@ -214,10 +216,11 @@ def test_what_a_refused_recipe_touches_loads_no_torch() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    parts = ["types", "demo", "reading", "tokens", "batches"]
+    parts = ["types", "demo", "reading", "hygiene", "tokens", "batches"]
     assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
     for index, part in enumerate(parts):
-        files = [SRC / "data" / "types.py"] if part == "types" else sorted((SRC / "data" / part).glob("*.py"))
+        folder = SRC / "data" / part
+        files = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
         found = {name.split(".")[2] for path in files for name in imported(path) if name.startswith("sftkit.data.")}
         assert found <= set(parts[: index + 1]), part
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,7 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
     number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
     is_target = number_from_end <= np.repeat(targets, lengths + 1)
-    zeros = np.zeros(len(lengths), dtype=np.int64)
-    return Examples(ids, is_target, offsets, zeros, zeros.astype(np.int16), (SYNTHETIC,), {})
+    return replace(Examples.of(ids, lengths, is_target=is_target), source_names=(SYNTHETIC,))
 
 
 def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -302,8 +301,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     cfg, stage = job.config, job.data.stage
     # Make the model as train.assemble does, but with random weights, the same in every run. The first run of a bench
     # trains the tokenizer of data.stage for all; None: tokens are made up.
-    learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
-    tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
+    tokenizer = base_tokenizer(cfg.model, cfg.data, job.folder.parent, rt) if stage else None
     nf4 = cfg.adapter is not None and cfg.adapter.base == "nf4"
     orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision, nf4=nf4), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)

@@ -120,7 +120,7 @@ def check_plan(
     if train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
     # Evaluations are compared too, so a recipe without any would leave a part of the validation empty.
-    if not data.val and not eval.tasks:
+    if not data.val and not data.val_fraction and not eval.tasks:
         problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
     if not Path(plan.script).is_file():
         problems.append(f"--script: {plan.script}: no such file")

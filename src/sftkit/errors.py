@@ -22,6 +22,10 @@ class DataError(Exception):
         self.reason = reason
 
 
+class LeftOut(DataError):
+    """A valid row that the setting `where` of its source leaves out; `reason` names the column."""
+
+
 class RunError(Exception):
     """An error that ends a run with a message for users. Scripts print it and exit with code 1."""
 

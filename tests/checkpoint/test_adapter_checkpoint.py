@@ -19,6 +19,7 @@ from forked import in_fork
 from helpers import (
     before_each_step,
     cpu_runtime,
+    flat,
     make_examples,
     make_layout_of,
     merged_weights,
@@ -102,7 +103,7 @@ def run(
     empty = adapter.base == "nf4"
     orig_model = load_model(model, tokenizer, 3, precision, empty=empty, adapter=adapter)
     examples = make_examples([int(n) for n in torch.randint(4, 33, (50,))], target_share=0.4)
-    examples.ids[5::9] = token
+    flat(examples).ids[5::9] = token
     layout = make_layout_of("packed", examples.lengths, micro=4)
     batches = Batches(StepDataset(examples, layout), seed=0)
     before_each_step(batches, lambda step, _: kill_when_saved(run_dir) if step == killed_at else None)

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import OUR_TEMPLATE, SHARED_DATA
 from test_mask_version import CALL, LEARNS_EMPTY, RESULT, THINKS, TOKENS, TOOLS
@@ -128,6 +129,8 @@ def made_rows(count: int, seed: int = 0) -> list[Row]:
             messages.append(answer)
         if odd and chance.random() < 0.2:
             messages.append({"role": chance.choice(["user", "assistant"]), "content": chance.choice(["", "So?"])})
+        if odd and chance.random() < 0.2:
+            messages[-1]["train_detail"] = [{"begin_offset": 0, "end_offset": 1, "train": False}]
         args = {"enable_thinking": chance.random() < 0.5} if odd and chance.random() < 0.2 else None
         made.append(Row(f"made:{i}", messages=messages, tools=tools, template_args=args))
     return made
@@ -179,10 +182,14 @@ def test_texts_come_out_as_one_by_one(make_tokenizer) -> None:
     given = [Row(f"made:{i}", text=made_text(chance)) for i in range(60)]
     given += [Row("x:1", text=" "), Row("x:2", text="🎈" * 9), Row("x:3", text="a", learned=False), *made_rows(1)]
     mixed = [*given, *made_rows(20), Row("x:4", image="a.png", captions=("b",)), Row("x:5", text="c", image="d")]
+    forged = [Row("x:8", text=f"a {mark} b") for mark in ("<|im_end|>", "<|endoftext|><|endoftext|>", "<s>", "c")] * 3
+    forged.append(Row("x:9", ids=np.arange(9, dtype=np.int32)))
     for tokenizer in (make_tokenizer(), make_tokenizer(bos="<s>", adds_bos=True)):
         assert assert_same(RowTokenizer(text.tokenize, tokenizer, 2**20), given, (1, 7, 512)) < 0.1
         assert_same(RowTokenizer(text.tokenize, tokenizer, 7), given)
         assert_same(RowTokenizer(text.tokenize_any, tokenizer, 2**20), mixed, (7,))
+        for special_tokens in ("split", "parse", "error"):
+            assert_same(RowTokenizer(text.tokenize_any, tokenizer, 99, special_tokens=special_tokens), forged)
     assert assert_same(RowTokenizer(text.tokenize, tokenizer, 2**20), [Row("x:6", text="a, b. " * 2**16)]) == 1
     with pytest.raises(TypeError):  # half a character, as one by one
         RowTokenizer(text.tokenize, tokenizer, 9).many([Row("x:7", text="a\ud800b")])

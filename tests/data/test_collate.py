@@ -11,6 +11,7 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
+from sftkit.data.batches.many import joined
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs
 
@@ -77,7 +78,7 @@ def test_a_batch_without_documents_still_projects_something() -> None:
 def test_every_tensor_of_a_batch_moves() -> None:
     moved = collate(make_examples([4]), ((0,),), BatchShape(8, max_docs=2, max_doc_length=8)).to(torch.device("meta"))
     found = [*moved.inputs.values(), *(value for value in vars(moved).values() if isinstance(value, torch.Tensor))]
-    assert len(found) == len(moved.tensors()) == 6
+    assert len(found) == len(moved.tensors()) == 7
     assert all(tensor.is_meta for tensor in [*found, *moved.tensors()])
 
 
@@ -102,3 +103,16 @@ def test_the_warm_up_batch_is_the_worst_case_of_its_shape() -> None:
     assert batch.inputs["input_ids"].shape == (3, 17)
     assert batch.cu_seqlens.tolist() == [0, 7, 14, 17, 24, 31, 34, 41, 48, 51, 51, 51, 51]
     assert batch.num_targets == len(batch.target_index) == 3 * 17
+
+
+def test_documents_of_several_data_sets_are_gathered_by_their_new_numbers() -> None:
+    one, other = make_examples([5, 3, 1]), make_examples([4, 2], seed=1)
+    both = joined([("a", one), ("b", other)])
+    documents = [4, 0, 2, 3, 1, 1]
+    expected = [other[1], one[0], one[2], other[0], one[1], one[1]]
+    ids, is_target = both.gather(documents)
+    assert ids.tolist() == [token for document in expected for token in document.ids]
+    assert is_target.tolist() == [flag for document in expected for flag in document.is_target]
+    assert [len(array) for array in both.gather([])] == [0, 0]
+    assert both.lengths.tolist() == [5, 3, 1, 4, 2]
+    assert both.source_names == ("a/test", "b/test")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import flat
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, rows
@@ -184,7 +185,9 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "loss that is a number": (key(loss=0), "bad train mark"),
     "step_loss_mask": (key(step_loss_mask=2), "bad weight"),
     "loss of a question": ({"messages": [{**ASK, "loss": True}, ANSWER]}, "bad train mark"),
-    "train_detail": (key(train_detail=[{"begin_offset": 0, "train": False}]), "unsupported message key"),
+    "train_detail": (key(train_detail=[{"begin_offset": 0, "train": False}]), "marks of parts"),
+    "train_detail of a question": ({"messages": [{**ASK, "train_detail": [{"train": False}]}, ANSWER]},
+                                   "unsupported message key"),
     "mask of a message": (key(mask=[0, 1]), "unsupported message key"),
     "masked": (key(masked=True), "unsupported message key"),
     "train_detail of the row": ({**CHAT, "train_detail": [1]}, "marks of parts"),
@@ -226,11 +229,12 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "video of a text": ({"text": "Some", "video": {"bytes": "x"}}, "pictures or sound with a text"),
     "a picture that is not there": ({"image": "a.png", "text": "Some"}, "picture is missing"),
     "images of a message": ({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, "unsupported message key"),
-    "input_ids": ({"input_ids": [1, 2], "labels": [-100, 2]}, "tokenized row"),
+    "input_ids without a mask": ({"input_ids": [1, 2]}, "tokenized row"),
     "input_ids next to messages": ({**CHAT, "input_ids": [1, 2]}, "tokenized row"),
     "input_ids next to text": ({"text": "Some", "input_ids": [1, 2]}, "tokenized row"),
     "two conversations": ({**CHAT, "prompt": "Ask", "completion": "Other"}, "two conversations"),
     "two answers": ({**ALPACA, "response": "Other"}, "two conversations"),
+    "two answers to a question": ({"question": "Ask", "answer": "Answer", "response": "Other"}, "two conversations"),
     "messages and conversations": ({**CHAT, "conversations": [ASK, {**ANSWER, "content": "Other"}]},
                                    "two conversations"),
     "two answers of choices": ({**CHOICES, "answer": 0}, "two conversations"),
@@ -264,7 +268,6 @@ UNUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a measured loss": ({**CHAT, "loss": 1.25}, ("column loss",)),
     "a weight in words": ({**CHAT, "weight": "3 kg"}, ("column weight",)),
     "labels without ids": ({**CHAT, "labels": [1]}, ("column labels",)),
-    "another answer": ({"question": "Ask", "answer": "Answer", "response": "Other"}, ("column response",)),
     "an answer that is no text": ({**CHAT, "question": "Ask", "answer": True}, ("column answer",)),
     "rejected that is a flag": ({**CHAT, "rejected": False}, ("column rejected",)),
     "hints of choices": ({**CHOICES, "hint": "Not x"}, ("column hint",)),
@@ -404,18 +407,18 @@ def test_unused_columns_of_a_source_are_counted_and_shown_also_from_the_cache(lo
     for _ in range(2):
         caplog.clear()
         examples = load(given, stage, repeat=2)
-        found = [(one.kind, one.reason, one.rows) for one in examples.findings["a"]]
+        found = [(one.kind, one.reason, one.rows) for one in examples.findings["a"] if one.kind != "read"]
         assert found == [("unused", "column quality", 6), ("unused", "column tone", 2)]
         said = [message for message in caplog.messages if message.startswith("a: ")]
         assert said[0].startswith("a: 6 rows have a column quality, which is not used; the first: ")
         assert said[0].endswith("a.jsonl:2")
-    assert isinstance(examples.ids, np.memmap)
+    assert isinstance(flat(examples).ids, np.memmap)
 
 
 def test_keys_of_messages_are_counted_once_a_row(load) -> None:
     turns = [{**ASK, "name": "Ann"}, {**ANSWER, "mood": 1}, {**ASK, "name": "Bob"}, {**ANSWER, "mood": 2}]
     for stage in ("sft", "mid"):
-        found = load([CHAT, {"messages": turns}, {"messages": turns[2:]}], stage).findings["a"]
+        *found, _ = load([CHAT, {"messages": turns}, {"messages": turns[2:]}], stage).findings["a"]
         assert {one.reason: one.rows for one in found} == {"message key name": 2, "message key mood": 2}
         assert all(one.first.endswith("a.jsonl:2") for one in found)
 
@@ -427,11 +430,13 @@ def test_rows_that_are_dropped_or_rejected_count_their_unused_columns_once_or_no
         ("skipped", "answer labelled false", 1),
         ("dropped", "without a target", 1),
         ("unused", "column tone", 1),
+        ("read", "prompt (prompt, completion)", 2),
     ]
 
 
 def test_columns_of_which_there_are_too_many_are_counted_together(load) -> None:
-    found = load([{**CHAT, f"c{i % 70}": i} for i in range(300)], "sft").findings["a"]
+    *found, read = load([{**CHAT, f"c{i % 70}": i} for i in range(300)], "sft").findings["a"]
+    assert (read.kind, read.rows) == ("read", 300)
     assert len(found) == columns.MAX_UNUSED + 1
     (more,) = [one for one in found if one.reason == columns.MORE_UNUSED]
     assert sum(one.rows for one in found) == 300

@@ -21,7 +21,7 @@ from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, readers
 from sftkit.data.reading.rows import parse
 from sftkit.data.tokens import chat, sources
-from sftkit.data.types import Examples, Row
+from sftkit.data.types import Examples, Finding, Row
 from sftkit.errors import DataError, texts
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}
@@ -85,7 +85,7 @@ DECISIONS: dict[str, tuple[str, str, str, str]] = {
         json.dumps({"messages": [USER, ANSWER], "tools": [{"name": "<|im_end|>"}]}), "chatml", SKIPPED,
         "special token beside the messages"),
     "developer": (record({**SYSTEM, "role": "developer"}, USER, ANSWER), "chatml", LEARNED, ""),
-    "unknown role": (record({**USER, "role": "human"}, ANSWER), "chatml", SKIPPED, "unknown role"),
+    "unknown role": (record({**USER, "role": "bot"}, ANSWER), "chatml", SKIPPED, "unknown role"),
     "no answer": (record(USER), "chatml", SKIPPED, "no assistant turn"),
     "empty answer": (record(USER, {**ANSWER, "content": " "}), "chatml", SKIPPED, "empty answer"),
     "null content": (record({**USER, "content": None}, ANSWER), "chatml", SKIPPED, "no content"),
@@ -94,7 +94,7 @@ DECISIONS: dict[str, tuple[str, str, str, str]] = {
     "calls that the template drops": (
         record(USER, call()), "default_system", SKIPPED, "template does not render the answer"),
     "broken line": ('{"messages": [', "chatml", SKIPPED, "not JSON"),
-    "other columns": ('{"chat": []}', "chatml", SKIPPED, "unknown columns"),
+    "other columns": ('{"talk": []}', "chatml", SKIPPED, "unknown columns"),
 }  # fmt: skip
 
 FIRST_SYSTEM = (
@@ -102,6 +102,11 @@ FIRST_SYSTEM = (
     "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+
+
+def faults(examples: Examples) -> list[Finding]:
+    """What is wrong or odd in the rows of a source."""
+    return [one for one in examples.findings["a"] if one.kind != "read"]
 
 
 @pytest.fixture
@@ -132,9 +137,9 @@ def test_what_becomes_of_an_odd_record_is_decided(load, name: str) -> None:
     examples = load(good, line, template=template)
     assert (len(examples) > 1) == (outcome != SKIPPED)
     assert examples.counts["a"]["skipped_bad"] == (outcome == SKIPPED)
-    found = [(one.kind, one.reason, one.rows) for one in examples.findings["a"]]
+    found = [(one.kind, one.reason, one.rows) for one in faults(examples)]
     assert found == ([] if outcome == LEARNED else [(outcome, reason, 1)])
-    assert all("a.jsonl:2: " in one.first for one in examples.findings["a"])
+    assert all("a.jsonl:2: " in one.first for one in faults(examples))
 
 
 def test_arguments_with_a_key_twice_are_learned_as_they_are_written(load, tokenizer) -> None:
@@ -147,7 +152,7 @@ def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, capl
     lines = (GOOD, "{", record(USER), alien, "[", record(USER, RESULT, ANSWER), record(USER), record(USER))
     with caplog.at_level(logging.WARNING):
         examples = load(*lines)
-    found = examples.findings["a"]
+    found = faults(examples)
     assert [(one.kind, one.reason, one.rows) for one in found] == [
         ("skipped", "no assistant turn", 3),
         ("skipped", "not JSON", 2),
@@ -168,7 +173,7 @@ def test_a_start_from_the_cache_tells_the_reasons_again(load, caplog, monkeypatc
     with caplog.at_level(logging.WARNING):
         again = load(GOOD, "{", record(USER, RESULT, ANSWER))
     assert again.findings == first.findings
-    assert len(again.findings["a"]) == len([m for m in caplog.messages if "; the first: " in m]) == 2
+    assert len(faults(again)) == len([m for m in caplog.messages if "; the first: " in m]) == 2
 
 
 @pytest.mark.slow
@@ -177,7 +182,7 @@ def test_processes_find_the_same_first_examples(load, tmp_path: Path) -> None:
     one = load(*lines, cache_dir=str(tmp_path / "one"))
     two = load(*lines, cache_dir=str(tmp_path / "two"), num_proc=2)
     assert one.findings == two.findings
-    assert {finding.rows for finding in one.findings["a"]} == {150}
+    assert {finding.rows for finding in faults(one)} == {150}
 
 
 def test_repeated_sources_count_their_findings_as_often_as_their_rows(load, tmp_path: Path, tokenizer) -> None:
@@ -192,7 +197,7 @@ def test_rows_that_are_dropped_are_told_with_the_place_of_the_first(load, caplog
     long, unlearned = record(USER, {**ANSWER, "content": "Rain. " * 300}), record(USER, {**ANSWER, "weight": 0})
     with caplog.at_level(logging.WARNING):
         examples = load(GOOD, long, long, unlearned, too_long="drop")
-    found = examples.findings["a"]
+    found = faults(examples)
     assert [(one.kind, one.reason, one.rows) for one in found] == [
         ("dropped", "too long", 2),
         ("dropped", "without a target", 1),
@@ -204,14 +209,14 @@ def test_rows_that_are_dropped_are_told_with_the_place_of_the_first(load, caplog
 
 
 def test_a_row_without_a_target_in_its_first_tokens_says_so(load) -> None:
-    (found,) = load(GOOD, record({**USER, "content": "Why? " * 600}, ANSWER)).findings["a"]
+    (found,) = faults(load(GOOD, record({**USER, "content": "Why? " * 600}, ANSWER)))
     assert found.reason == "without a target"
     assert found.first.endswith("but data.max_length 500 holds 501, and the first target is beyond them")
 
 
 def test_what_the_caller_shows_itself_is_not_told(load, caplog) -> None:
     with caplog.at_level(logging.WARNING), columns.without_logging():
-        assert load(GOOD, "{").findings["a"]
+        assert faults(load(GOOD, "{"))
     assert caplog.messages == []
     load(GOOD, "[")
     assert len(caplog.messages) == 1
@@ -226,7 +231,7 @@ def test_an_error_in_a_row_is_in_its_only_line(tmp_path: Path, end: str) -> None
 
 
 def test_a_long_example_is_cut(load) -> None:
-    (found,) = load(GOOD, json.dumps({"x" * 100_000: 1})).findings["a"]
+    (found,) = faults(load(GOOD, json.dumps({"x" * 100_000: 1})))
     assert len(found.first) < 600
 
 
@@ -270,7 +275,7 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows")]
+    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows", "settings")]
     modules += [f"tokens.{name}" for name in ("chat", "loss_mask", "template", "text")]
     for name in modules:
         module = importlib.import_module(f"sftkit.data.{name}")
@@ -301,7 +306,7 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         *columns.DROPPED.values(),
         *(key.partition(" / ")[0] for key in texts("data/reading/faults.yaml")["rows"]),
     }
-    docs = (ROOT / "docs" / "data.md").read_text()
+    docs = (ROOT / "docs" / "data_formats.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
 
 

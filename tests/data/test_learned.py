@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sftkit.config.schema import SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import rows
 from sftkit.data.reading.readers import without_fill
 from sftkit.data.tokens import chat, sources
@@ -191,7 +191,7 @@ def test_a_system_column_is_the_first_message_of_any_conversation(tokenizer, raw
 
 def test_two_system_texts_are_one_if_they_are_the_same_and_else_refused() -> None:
     row = rows.convert({"messages": [SYSTEM, ASK, A], "system": "Be brief."}, "x:1")
-    assert row == Row("x:1", messages=[SYSTEM, ASK, A])
+    assert row == Row("x:1", messages=[SYSTEM, ASK, A], shape="messages")
     with pytest.raises(DataError, match="x:1: the column system and the first message"):
         rows.convert({"messages": [SYSTEM, ASK, A], "system": "Be long."}, "x:1")
     with pytest.raises(DataError, match="x:1: system is a list, expected text"):
@@ -235,7 +235,7 @@ def test_a_row_whose_answer_is_a_call_can_be_a_sample(tmp_path: Path, tokenizer)
     written = [{"messages": [ASK, call, {"role": "tool", "content": "seen"}, A]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
     tokenize = sources.RowTokenizer(chat.tokenize, tokenizer, max_length=500)
-    (row,) = sample_rows([SourceConfig(path=str(tmp_path / "calls.parquet"))], tokenize, 1)
+    (row,) = sample_rows(DataConfig(train=(), val=(SourceConfig(path=str(tmp_path / "calls.parquet")),)), tokenize, 1)
     assert sample_prompt(row, tokenizer)[1] == "user: And?"
 
 

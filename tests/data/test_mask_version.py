@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -107,8 +108,10 @@ def digest(path: Path, tokenize: sources.RowTokenizer, cache_dir: Path) -> str:
     except DataError:
         return "nothing is learned"
     found = hashlib.sha256()
-    for name, dtype in sources.ARRAYS.items():
-        found.update(getattr(examples, name).astype(dtype).tobytes())
+    offsets = np.concatenate([[0], np.cumsum(examples.lengths + 1)])
+    arrays = (*examples.gather(np.arange(len(examples))), offsets, examples.num_bytes, examples.source)
+    for array, dtype in zip(arrays, (np.int32, np.bool_, np.int64, np.int64, np.int16), strict=True):
+        found.update(array.astype(dtype).tobytes())
     counts = {name: count for name, count in examples.counts[path.stem].items() if count}
     reasons = sorted((one.kind, one.reason, one.rows) for one in examples.findings[path.stem])
     found.update(json.dumps([counts, reasons], sort_keys=True).encode())

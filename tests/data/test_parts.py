@@ -170,7 +170,7 @@ def test_a_document_across_chunks_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard", "tensors"), [(FULL_ROW, 6), (RowShard("columns", 0, 2), 6), (RowShard("chunks", 0, 2), 9)]
+    ("shard", "tensors"), [(FULL_ROW, 7), (RowShard("columns", 0, 2), 7), (RowShard("chunks", 0, 2), 10)]
 )
 def test_every_tensor_of_a_part_moves(shard: RowShard, tensors: int) -> None:
     batch = warm_up_batch(2, BatchShape(64, max_docs=4, max_doc_length=64), 10, shard=shard)

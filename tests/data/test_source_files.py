@@ -231,14 +231,14 @@ def test_two_lists_of_rows_in_one_json_value_are_an_error(tmp_path: Path) -> Non
 def test_only_whole_names_are_left_out_of_a_folder_and_every_other_file_is_listed(tmp_path: Path) -> None:
     read_ = ["config-help.jsonl", "license_questions.csv", "readme2.txt", "state-of-mind.jsonl", "web_dev.jsonl"]
     about = ["README.md", "LICENSE", "README.txt", "config.json", "dataset_info.json", "dataset_infos.json"]
-    kinds = ["b.arrow", "c.jsonl.zst", "_old.jsonl", ".x.jsonl"]
+    kinds = ["b.orc", "c.jsonl.lz4", "_old.jsonl", ".x.jsonl"]
     fill(tmp_path, *read_, *about, *kinds, "0.png", ".gitattributes", ".git/config")
     (tmp_path / "license_questions.csv").write_text("text\nlicense_questions.csv\n")
     (tmp_path / "readme2.txt").write_text("readme2.txt")
     assert texts(tmp_path) == read_
     told = said(tmp_path)
     assert told.startswith("train: 5 files; ")
-    assert told.endswith("left out: .x.jsonl, _old.jsonl, b.arrow, c.jsonl.zst, LICENSE and 5 more")
+    assert told.endswith("left out: .x.jsonl, _old.jsonl, b.orc, c.jsonl.lz4, LICENSE and 5 more")
 
 
 @pytest.mark.parametrize(

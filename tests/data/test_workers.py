@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_examples, make_layout_of
+import torch
+from helpers import make_examples, make_layout_of, of_two_sources
 
 from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.batches.epoch import RankRows, RowShard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.tokens import sources
 from sftkit.data.types import Row, Tokenized
@@ -47,6 +51,25 @@ def test_a_data_worker_that_is_killed_ends_the_run_with_its_cause() -> None:
 def test_an_error_that_is_not_of_a_data_worker_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="cheese"), batches_of(0).workers_named():
         raise RuntimeError("cheese")
+
+
+@pytest.mark.parametrize("kind", ["full", "columns", "chunks"])
+def test_a_step_from_another_process_is_the_one_that_was_built_in_one_block_of_memory(kind: str) -> None:
+    examples = of_two_sources(make_examples([30, 4, 25, 8, 31, 3, 17, 29] * 4))
+    layout = make_layout_of("packed", examples.lengths, world_size=2)
+    share = RankRows(1, RowShard(kind, 1, 1 if kind == "full" else 2))  # type: ignore[arg-type]
+    (built,) = Batches(StepDataset(examples, layout, share), seed=0).steps(0, 1)
+    arrived = pickle.loads(pickle.dumps(built))
+    assert len(built.micro_batches) > 1
+    for ours, theirs in zip(arrived.micro_batches, built.micro_batches, strict=True):
+        assert [*map(torch.equal, ours.tensors(), theirs.tensors())] == [True] * len(theirs.tensors())
+        assert ours.each(lambda _: torch.empty(0)).inputs.keys() == theirs.inputs.keys()
+        for name in ("adapters", "num_targets", "num_tokens", "max_doc_length", "noise"):
+            assert getattr(ours, name) == getattr(theirs, name)
+    tensors = [tensor for batch in arrived.micro_batches for tensor in batch.tensors()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(tensor.is_contiguous() and tensor.storage_offset() * tensor.itemsize % 64 == 0 for tensor in tensors)
+    assert replace(arrived, micro_batches=[]) == replace(built, micro_batches=[])
 
 
 def test_workers_end_after_the_last_step_and_not_while_it_is_waited_for() -> None:

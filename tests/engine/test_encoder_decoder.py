@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_layout_of, tiny_llama
+from helpers import cpu_runtime, flat, make_layout_of, tiny_llama
 from made_captioners import CAPTIONER, ENCODER, OWN_POSITIONS, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
@@ -83,7 +83,7 @@ def test_losses_and_gradients_are_those_of_each_document_alone_in_plain_transfor
     sums.loss.backward()
     ours = gradients(model)
     plain = torch.zeros(())
-    for inputs, targets in documents(batch):
+    for inputs, targets, _ in documents(batch):
         logits = model.kind.plain_logits(model.orig_model, inputs)[0]
         plain = plain + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     plain.backward()
@@ -199,7 +199,7 @@ def test_captions_can_be_learned_from_their_pictures() -> None:
     torch.manual_seed(0)
     rt, model = cpu_runtime(), of(CAPTIONER)
     examples = captions(model.orig_model, [5] * 8)
-    examples.ids[examples.offsets[:-1]] = 0  # all begin alike, so what follows is in the picture alone
+    flat(examples).ids[flat(examples).offsets[:-1]] = 0  # all begin alike, so what follows is in the picture alone
     layout = make_layout_of("packed", examples.lengths, batch=2, micro=2)
     layout = replace(layout, docs_per_row=4, encoded=True)
     optimizer = build_optimizer(model.orig_model, OptimConfig(name="adamw"))

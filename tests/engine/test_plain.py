@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny, tiny_llama, tiny_recipe
+from helpers import cpu_runtime, flat, make_examples, make_layout_of, relearned, tiny, tiny_llama, tiny_recipe
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
@@ -209,12 +209,11 @@ def unshifted(examples: Examples, *args: Any, **kwargs: Any) -> Batch:
 
 def masked_late(examples: Examples, *args: Any, **kwargs: Any) -> Batch:
     """The mask is that of the token before."""
-    moved = replace(examples, is_target=np.roll(examples.is_target, 1))
-    return RIGHT(moved, *args, **kwargs)
+    return RIGHT(relearned(examples, np.roll(flat(examples).is_target, 1)), *args, **kwargs)
 
 
 def all_learned(examples: Examples, *args: Any, **kwargs: Any) -> Batch:
-    return RIGHT(replace(examples, is_target=np.ones_like(examples.is_target)), *args, **kwargs)
+    return RIGHT(relearned(examples, np.ones_like(flat(examples).is_target)), *args, **kwargs)
 
 
 RIGHT = collating.collate

@@ -15,6 +15,7 @@ from helpers import (
     make_batch,
     make_examples,
     make_layout_of,
+    of_two_sources,
     tiny_llama,
     tiny_qwen3_with_windows,
     tiny_recipe,
@@ -62,10 +63,11 @@ def steps(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Engine, dict[str, float]]:
     """(means of the sums and the gradient norm of four steps, weights afterwards, the engine, its metrics)."""
     torch._dynamo.reset()
-    examples = make_examples(LENGTHS, target_share=0.4)
+    examples = of_two_sources(make_examples(LENGTHS, target_share=0.4))
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(StepDataset(examples, layout), seed=0)
-    engine = make_engine(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, NextToken(cfg.loss), layout))
+    objective = NextToken(cfg.loss, num_sources=2)
+    engine = make_engine(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, objective, layout))
     verified_warm_up(engine, cpu_runtime(), lambda _: None)
     rows = []
     with engine.guarded():
@@ -85,6 +87,8 @@ def steps(
 
 def assert_same(ours, plain, rel: float) -> None:
     for got, expected in zip(ours[0], plain[0], strict=True):
+        assert expected["nll/0"] + expected["nll/1"] == pytest.approx(expected["nll"], rel=1e-5)
+        assert min(expected["nll/0"], expected["nll/1"]) > 0
         assert got == {name: pytest.approx(value, rel=rel, abs=1e-6) for name, value in expected.items()}
     for name, value in plain[1].items():
         torch.testing.assert_close(ours[1][name].to(value.dtype), value, rtol=1e-3, atol=2e-5)
@@ -177,10 +181,12 @@ def test_a_run_that_ends_before_its_first_step_puts_the_compilers_settings_back(
 
 def test_rows_are_taken_apart_into_their_documents() -> None:
     examples = make_examples([9, 14, 6, 20], target_share=0.5)
+    examples = replace(examples, source=np.asarray([2, 0, 1, 2], np.int16), source_names=("a", "b", "c"))
     found = list(documents(make_batch(examples, ((0, 1), (2,), (), (3,)), 32)))
     assert len(found) == 4
-    for i, (inputs, targets) in enumerate(found):
+    for i, (inputs, targets, source) in enumerate(found):
         assert inputs.keys() == {"input_ids"}
+        assert source == examples.source[i]
         assert inputs["input_ids"][0].tolist() == examples[i].ids[:-1].tolist()
         expected = np.where(examples[i].is_target[1:], examples[i].ids[1:], -100)
         assert targets.tolist() == expected.tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime
+from helpers import cpu_runtime, flat
 from made_captioners import CAPTIONER, TRANSLATOR, captions, made
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -34,9 +34,12 @@ TOKENIZER: Any = SimpleNamespace(
 
 def with_ends(examples: Examples) -> Examples:
     """Each document ends with eos and has the name of what is encoded for it."""
-    ids = np.maximum(examples.ids, 2)
-    ids[examples.offsets[1:] - 1] = 0
-    return replace(examples, ids=ids, encoder_sources=[f"picture {i}" for i in range(len(examples))])
+    tokens = flat(examples)
+    ids = np.maximum(tokens.ids, 2)
+    ids[tokens.offsets[1:] - 1] = 0
+    return replace(
+        examples, tokens=replace(tokens, ids=ids), encoder_sources=[f"picture {i}" for i in range(len(examples))]
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
 from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.ops.grouped import grouped_product
 from sftkit.verify.plain import PlainModel, Start
 
 
@@ -381,3 +382,24 @@ def test_flops_and_sizes_count_the_experts_that_a_token_visits() -> None:
     # Products of experts are not known to torch's counter in fp32.
     grouped = 2 * length * 2 * (4 * 3 * 32 * 16 + 6 * 8 * (64 + 48))
     assert counted + grouped == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_the_compiled_products_of_factors_are_those_of_eager_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    experts, rank, width, outputs = 32, 16, 256, 384
+    a = torch.randn(experts * rank, width, device="cuda", requires_grad=True)
+    b = torch.randn(outputs, rank * experts, device="cuda", requires_grad=True)
+    rows = torch.randn(512, width, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(16, 528, 16, device="cuda", dtype=torch.int32)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        by_expert_a = a.view(experts, -1, width).bfloat16()
+        # As in the file, the expert is the fastest index: the copy has other strides than its source.
+        by_expert_b = b.view(outputs, -1, experts).permute(2, 0, 1).bfloat16().contiguous()
+        inner = grouped_product(rows, by_expert_a, ends, computed=True)
+        return grouped_product(inner, by_expert_b, ends, computed=True).float()
+
+    eager = torch.autograd.grad(product(a, b).square().mean(), (a, b))
+    compiled = torch.autograd.grad(torch.compile(product, fullgraph=True)(a, b).square().mean(), (a, b))
+    assert all(one.any() and torch.equal(one, other) for one, other in zip(eager, compiled, strict=True))

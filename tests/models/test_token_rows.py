@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_batch, make_examples, tiny
+from helpers import flat, make_batch, make_examples, tiny
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
@@ -140,7 +140,7 @@ def test_logits_and_gradients_are_those_of_peft(family: str, room: str, tmp_path
 def sums_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     """The loss as a step computes it: from hidden states, without logits of the whole batch."""
     examples = make_examples([11, 11])
-    examples.ids[:] = ids.flatten().numpy()
+    flat(examples).ids[:] = ids.flatten().numpy()
     batch = make_batch(examples, ((0,), (1,)), 16)
     return ModelWithLoss(model, "reference", NextToken(LossConfig(chunk_tokens=4)))(batch)
 
@@ -162,7 +162,7 @@ def test_the_loss_of_a_step_uses_the_rows_and_leaves_the_table_as_it_is(
     found.loss.backward()
     logits = plain(input_ids=ids[:, :-1], use_cache=False).logits.float()
     examples = make_examples([11, 11])
-    mask = torch.from_numpy(examples.is_target).view(2, 12)[:, 1:]
+    mask = torch.from_numpy(flat(examples).is_target).view(2, 12)[:, 1:]
     expected = F.cross_entropy(logits[mask], ids[:, 1:][mask], reduction="sum")
     expected.backward()
     exact = precision == "fp32"

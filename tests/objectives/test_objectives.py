@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import cpu_runtime, make_batch, make_examples, tiny_llama, tiny_recipe
+from helpers import cpu_runtime, make_batch, make_examples, of_two_sources, tiny_llama, tiny_recipe, token_nll
 from torch import Tensor
 
 from sftkit.config.schema import (
@@ -48,6 +48,26 @@ def test_chunked_sums_and_those_of_whole_logits_are_the_same_by_name(loss: LossC
     assert ("train/objective" in objective.metrics(dict.fromkeys(("loss", *objective.measured), 1.0))) == (
         loss != LossConfig()
     )
+
+
+def test_sums_of_sources_are_those_of_their_tokens_and_change_no_bit_of_loss_and_gradients() -> None:
+    examples = of_two_sources(make_examples([9, 14, 6, 11]))
+    batch = make_batch(examples, ((0, 1), (2, 3)), 32)
+
+    def run(num_sources: int) -> tuple[Sums, list[Tensor]]:
+        model = ModelWithLoss(tiny_llama(), "reference", NextToken(LossConfig(chunk_tokens=64), num_sources))
+        sums = model(batch)
+        sums.loss.backward()
+        return sums, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (with_sources, gradients), (without, plain) = run(2), run(0)
+    assert torch.equal(with_sources.loss, without.loss)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, plain, strict=True))
+    assert with_sources.measured.keys() - without.measured.keys() == {"nll/0", "nll/1"}
+    each, seldom = token_nll(tiny_llama(), batch), (batch.doc_ids == 0) & (torch.arange(2)[:, None] == 0)
+    seldom |= (batch.doc_ids == 1) & (torch.arange(2)[:, None] == 1)  # documents 0 and 3
+    for name, own in (("nll/1", seldom), ("nll/0", ~seldom)):
+        assert float(with_sources.measured[name]) == pytest.approx(float(each[own].sum().detach()), rel=1e-5)
 
 
 def test_what_batches_count_adds_up_to_what_the_plan_counts() -> None:

@@ -84,11 +84,15 @@ def test_what_one_process_computes_is_what_the_reference_engine_does(model: str,
         train=TrainConfig(max_steps=STEPS, engine="reference", precision="fp32"),
     )
     layout, batches = some_batches(cpu_runtime())
-    engine = make_engine(cfg, cpu_runtime(), tmp_path, Training(MODELS[model](), NextToken(cfg.loss), layout))
+    engine = make_engine(
+        cfg, cpu_runtime(), tmp_path, Training(MODELS[model](), NextToken(cfg.loss, num_sources=2), layout)
+    )
     rows = []
     for step in batches.steps(0, STEPS):
         outcome = engine.step(step, LEARNING_RATES.get(model, 1e-2))
-        rows.append([float(outcome.sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+        losses = [float(outcome.sums[name]) / step.num_targets for name in ("nll", "nll/0", "nll/1")]
+        assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
+        rows.append([*losses, float(outcome.grad_norm)])
     for ours, plain in zip(found["rows"], rows, strict=True):
         assert ours == pytest.approx(plain, rel=2e-5)
     weights = {name: value.double().square().sum().item() for name, value in engine.model.orig_model.named_parameters()}

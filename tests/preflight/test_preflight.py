@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
+from helpers import ROOT, cpu_runtime, flat, make_examples, make_layout_of
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config
@@ -33,7 +33,8 @@ from sftkit.data.batches.epoch import num_positions, plan_epoch
 from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, DataError
+from sftkit.evals.tasks import benchmarks
 from sftkit.memory.plan import make_plan, shape_of
 from sftkit.models.load import load_model
 from sftkit.preflight import analysis
@@ -103,7 +104,8 @@ class Prepared:
         max_length = self.cfg.data.max_length
         assert max_length is not None
         tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
-        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
+        compared = benchmarks(self.cfg.data, self.cfg.eval, always=True)
+        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext(), compared)
         self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
     def look(self, **kwargs: Any) -> dict[str, Any]:
@@ -113,6 +115,46 @@ class Prepared:
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
+
+
+PROBLEM = "Natalia sold clips to forty eight friends in April, and then half as many clips in May. How many altogether?"
+
+
+def test_held_out_left_out_and_evaluation_questions_are_in_preflight_lines_and_warnings(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "gsm8k_test.jsonl").write_text(json.dumps({"question": PROBLEM, "answer": "#### 72"}) + "\n")
+    rows = [*CHATS, *CHATS[:5], chat(PROBLEM.replace("clips in May", "pins in May"), "72")]
+    looked: dict[str, Any] = {
+        "data__max_length": 128,
+        "eval__tasks": ["gsm8k", "piqa"],
+        "eval__data": str(tmp_path / "tasks"),
+        "data__val_fraction": 0.2,
+    }
+    counted = Prepared(tmp_path, tokenizer, rows, **looked).look()
+    place = f"{tmp_path}/data.jsonl:26"
+    assert [one["where"] for one in counted["contamination"]["found"]] == [place]
+    assert counted["contamination"]["said"].startswith(
+        "compared with questions and answers of gsm8k: 1 of 26 documents holds one, of gsm8k (1), not left out; not "
+        "compared with piqa: "
+    )
+    assert any("1 training document with a question" in one for one in counted["warnings"])
+    (source,) = counted["sources"]
+    assert source["documents"] + source["held_out"] == 26
+    assert [(one["name"], one["documents"]) for one in counted["validation"]] == [("data", source["held_out"])]
+    assert counted["validation_in_train"] == {"data": 0}
+
+    clean = Prepared(tmp_path, tokenizer, rows, data__decontaminate="all", data__dedup="exact", **looked).look()
+    (source,) = clean["sources"]
+    assert (source["left_out"], source["documents"] + source["held_out"]) == (6, 20)
+    assert f", 6 of its documents left out, {source['held_out']} held out for validation" in "".join(
+        preflight.lines(clean)
+    )
+    assert f"{place}: gsm8k 0" in "".join(preflight.lines(clean))
+    assert not [one for one in clean["warnings"] if "with a question" in one]
+    with pytest.raises(DataError, match="piqa_validation"):
+        Prepared(tmp_path, tokenizer, rows, data__decontaminate=["piqa"], **looked)
 
 
 def test_look_counts_rows_roles_lengths_and_targets(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -180,7 +222,8 @@ def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
 
 def test_the_same_caption_of_another_picture_is_no_copy() -> None:
     training = replace(make_examples([4, 4, 4]), encoder_sources=["a.png", "b.png", "a.png"])
-    training.ids[:] = np.tile(training.ids[:5], 3)
+    ids = flat(training).ids
+    ids[:] = np.tile(ids[:5], 3)
     held_out = replace(training, encoder_sources=["c.png", "a.png", "d.png"])
     found = duplicate_facts(training, {"held_out": held_out}, [SourceConfig(path="a")])
     assert found["duplicate_pct"] == pytest.approx(100 / 3)
@@ -208,9 +251,10 @@ def test_rows_are_told_by_reason_with_the_first_of_each(
     (source,), (held_out,) = found["sources"], found["validation"]
     told = [(one["kind"], one["rows"], one["reason"]) for one in source["findings"]]
     odd = ("accepted", 1, "tool result without a call")
-    assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd]
-    assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7"]
-    assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer")]
+    assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd, ("read", 4, "messages")]
+    assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7", "1"]
+    assert source["findings"][3]["first"].endswith(":1: user: What? | assistant: No. Yes.")
+    assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer"), (1, "messages")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
     plain = shown(prepared, 0, capsys)
     assert f"rows      data: 2 bad rows skipped, empty answer; the first: {tmp_path}/data.jsonl:4: messages[1]" in plain
@@ -430,7 +474,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.6, 0.9, 100_000), 4, 2048).astype(int)
     examples = make_examples(lengths.tolist())
-    prepared.examples = Examples(**{**vars(examples), "source_names": ("data",)})
+    prepared.examples = replace(examples, source_names=("data",))
     prepared.layout = make_layout(prepared.cfg.data, prepared.cfg.train, prepared.examples.lengths, 2048)
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()

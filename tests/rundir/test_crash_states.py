@@ -23,11 +23,11 @@ from crash_states import (
     states,
     unrecovered,
 )
-from helpers import cpu_runtime, make_examples
+from helpers import cpu_runtime, flat, make_examples
 
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.compile import cache as compile_cache
-from sftkit.config.schema import ModelConfig, TokenizerTraining
+from sftkit.config.schema import DataConfig, ModelConfig, TokenizerTraining
 from sftkit.data.reading import store
 from sftkit.data.tokens import sources as token_cache
 from sftkit.errors import ConfigError
@@ -183,7 +183,8 @@ def check_entry(whole: dict[str, bytes], folder: Path, state: State) -> None:
         for found in (token_cache.load_cached_examples(entry), again):
             assert found is not None
             for array in token_cache.ARRAYS:
-                assert np.array_equal(getattr(found, array), getattr(EXAMPLES, array)), f"{name}: other {array}"
+                there, expected = ({**vars(one), **vars(flat(one))}[array] for one in (found, EXAMPLES))
+                assert np.array_equal(there, expected), f"{name}: other {array}"
 
 
 @pytest.mark.parametrize("limit", [4, pytest.param(60, marks=pytest.mark.slow)])
@@ -204,7 +205,7 @@ def test_a_trained_tokenizer_is_whole_or_absent(disk: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenizers, "new_tokenizer", lambda *_: tokenizer)
     model = ModelConfig(train_tokenizer=TokenizerTraining(vocab_size=300))
     with Recording(disk) as recording, closing(cpu_runtime()) as rt:
-        tokenizers.base_tokenizer(model, (), "error", disk, rt)
+        tokenizers.base_tokenizer(model, DataConfig(train=()), disk, rt)
     whole = files_of(disk / TOKENIZER)
 
     def check(folder: Path, state: State) -> None:

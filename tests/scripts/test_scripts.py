@@ -17,7 +17,7 @@ import torch
 from helpers import SHARED_DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftkit.config.schema import SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.evals.suite import sample_rows
@@ -232,11 +232,15 @@ def test_sample_prompts_pass_over_rows_that_cannot_be_asked(tmp_path: Path, toke
     file = tmp_path / "val.jsonl"
     file.write_text("not json\n" + "".join(json.dumps(row) + "\n" for row in rows))
     tokenize = RowTokenizer(chat.tokenize, tokenizer, max_length=64)
-    (row,) = sample_rows([SourceConfig(path=str(file))], tokenize, 3)
+    (row,) = sample_rows(DataConfig(train=(), val=(SourceConfig(path=str(file)),)), tokenize, 3)
     assert row.messages == good["messages"]
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "  ", "Some text.")))
-    (row,) = sample_rows([SourceConfig(path=str(texts))], RowTokenizer(text.tokenize, tokenizer, max_length=64), 3)
+    (row,) = sample_rows(
+        DataConfig(train=(), val=(SourceConfig(path=str(texts)),)),
+        RowTokenizer(text.tokenize, tokenizer, max_length=64),
+        3,
+    )
     assert row.text == "Some text."
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, R
 from sftkit.data.batches.collate import IGNORE, Batch, collate
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.batches.pack import BatchShape, Layout, make_layout
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, FlatTokens
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import adapted, adapted_experts, merged_weight
 from sftkit.models.expert_adapters import merged_experts
@@ -94,8 +95,26 @@ def make_examples(lengths: Sequence[int], seed: int = 0, target_share: float = 0
     is_target = rng.random(len(ids)) < target_share
     is_target[offsets[:-1]] = False
     is_target[offsets[1:] - 1] = True
-    zeros = np.zeros(len(sizes), dtype=np.int64)
-    return Examples(ids, is_target, offsets, zeros + 1, zeros.astype(np.int16), ("test",), {})
+    made = Examples.of(ids, lengths, is_target=is_target)
+    return replace(made, num_bytes=np.ones(len(sizes), dtype=np.int64), source_names=("test",))
+
+
+def flat(examples: Examples) -> FlatTokens:
+    """The arrays of documents that are kept in memory."""
+    assert isinstance(examples.tokens, FlatTokens)
+    return examples.tokens
+
+
+def relearned(examples: Examples, is_target: np.ndarray) -> Examples:
+    """The same documents with other targets."""
+    made = Examples.of(flat(examples).ids, examples.lengths, is_target=is_target)
+    return replace(examples, tokens=made.tokens, num_targets=made.num_targets)
+
+
+def of_two_sources(examples: Examples) -> Examples:
+    """The same documents as those of two sources, which share rows."""
+    source = (np.arange(len(examples)) % 3 == 0).astype(np.int16)
+    return replace(examples, source=source, source_names=("often", "seldom"))
 
 
 def tiny(config: type[PretrainedConfig], seed: int = 0, **fields: Any) -> PreTrainedModel:

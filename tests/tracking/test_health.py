@@ -58,7 +58,7 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_step_and_keeps_its
     health, step_batches = health_of(tmp_path, NumericsConfig())
     (tmp_path / "nonfinite-step-000002-rank003.json").write_text("of an earlier start with more ranks")
     health.add(1, step_batches, outcome())
-    assert health.read_flags(wait=False) == (False, 0)
+    assert health.read_flags(wait=False) == (False, [])
     health.add(2, step_batches, outcome(nll=NAN))
     with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite.*on_nonfinite=skip"):
         health.read_flags(wait=False)
@@ -171,7 +171,8 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig(on_nonfinite="skip", max_skips=2))
     for step, nll in enumerate([NAN, NAN, 1.0, NAN, NAN], start=1):
         health.add(step, step_batches, outcome(nll=nll))
-        assert health.read_flags(wait=False) == (False, 0 if nll == 1.0 else step_batches.num_targets)
+        stop, skipped = health.read_flags(wait=False)
+        assert (stop, [one.documents for one in skipped]) == (False, [] if nll == 1.0 else [step_batches.documents])
     assert health.read() == {"health/spikes": 0, "health/skipped_steps": 4, "health/nonfinite_steps": 4}
     written = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("nonfinite-step-*-rank000.json"))]
     assert [found["step"] for found in written] == [1, 2, 4, 5]
@@ -184,7 +185,7 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
 def test_a_wish_to_stop_on_any_rank_is_heard_once_its_flags_are_known(tmp_path: Path) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
     health.add(1, step_batches, outcome(stop=1))
-    assert health.read_flags(wait=False) == (True, 0)
+    assert health.read_flags(wait=False) == (True, [])
 
 
 def test_flags_that_come_late_are_read_in_order_and_all_of_them_on_demand() -> None:
@@ -226,11 +227,11 @@ def test_a_step_that_was_left_out_is_in_no_mean() -> None:
     targets = step_batches.num_targets
     meter.add(step_batches, outcome(nll=2.0 * targets))
     meter.add(step_batches, outcome(nll=NAN))
-    meter.add_skipped(targets)
+    meter.add_skipped([step_batches])
     meter.add(step_batches, outcome(nll=4.0 * targets))
     assert meter.read()["train/loss"] == pytest.approx(3.0)
     meter.add(step_batches, outcome(nll=NAN, norm=NAN))
-    meter.add_skipped(targets)
+    meter.add_skipped([step_batches])
     values = meter.read()
     assert (values["train/loss"], values["train/grad_norm"]) == (None, None)
 

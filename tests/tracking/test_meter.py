@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import cpu_runtime, make_examples, make_layout_of, of_two_sources, tiny_llama
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
@@ -55,6 +55,37 @@ def test_shapes_that_an_earlier_start_declared_stay_declared_where_the_micro_bat
     found = shapes_check(back.shapes, batches.layout)
     assert found.ok is True
     assert found.found == "2 x 32: 4, 4 x 32: 2; 0 undeclared"
+
+
+def test_losses_of_sources_weighted_by_their_targets_are_the_loss_and_no_skipped_step_is_in_them() -> None:
+    examples = of_two_sources(make_examples(LENGTHS))
+    batches = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0)
+    objective = NextToken(LossConfig(), num_sources=2)
+    meter = Meter(tiny_llama(), objective, batches, cpu_runtime())
+    sums = {"loss": 9.0, "nll": 7.0, "correct": 0.0, "entropy": 0.0, "nll/0": 5.0, "nll/1": 2.0}
+    assert tuple(sums) == (LOSS, *objective.measured)
+    kept, skipped = list(batches.steps(0, 2))
+    nothing = torch.full((len(sums),), torch.nan)
+    for step, vector, number in ((kept, torch.tensor(list(sums.values())), 0.0), (skipped, nothing, 1.0)):
+        flags = Flags.of(torch.zeros(()), torch.tensor(number), torch.tensor(number))
+        meter.add(step, StepOutcome(Totals(tuple(sums), vector), torch.ones(()), flags, torch.ones(2)))
+    meter.add_skipped([skipped])
+    values = meter.read()
+    own = examples.source[[i for batch in batches.plan(0)[:1] for row in batch.rows for i in row]]
+    targets = examples.num_targets[[i for batch in batches.plan(0)[:1] for row in batch.rows for i in row]]
+    of_each = [int(targets[own == source].sum()) for source in (0, 1)]
+    assert [values["train/often/loss"], values["train/seldom/loss"]] == pytest.approx([5 / of_each[0], 2 / of_each[1]])
+    shares = [values["data/target_share/often"], values["data/target_share/seldom"]]
+    assert shares == pytest.approx([n / sum(of_each) for n in of_each])
+    weighted = values["train/often/loss"] * shares[0] + values["train/seldom/loss"] * shares[1]
+    assert values["train/loss"] == pytest.approx(weighted)
+    assert meter.read()["train/often/loss"] is None, "a window without a step"
+
+
+def test_one_source_has_no_loss_of_its_own() -> None:
+    meter, batches = meter_of()
+    meter.add(next(iter(batches.steps(0, 1))), OUTCOME)
+    assert [name for name in meter.read() if name.endswith("/loss")] == ["train/loss"]
 
 
 def test_a_checkpoint_of_a_version_without_counts_resumes_with_its_progress() -> None:

@@ -195,7 +195,8 @@ class Told:
         self.health.add(
             self.step, self.step_batches, StepOutcome(sums, values[1], flags, counts * torch.tensor(losses))
         )
-        return self.health.read_flags(wait=False)
+        stop, skipped = self.health.read_flags(wait=False)
+        return stop, sum(one.divisor for one in skipped)
 
     def events(self) -> list[str]:
         file = self.folder / "events.jsonl"

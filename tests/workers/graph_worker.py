@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny, tiny_llama
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, of_two_sources, over_ranks, tiny, tiny_llama
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +113,7 @@ def config(
 
 def rows_of(rt: runtime.Runtime, kind: str) -> tuple[Layout, Batches]:
     """Rows of a layout, other documents in each step, the same global batches on any number of ranks."""
-    examples = make_examples(LENGTHS, target_share=0.3)
+    examples = of_two_sources(make_examples(LENGTHS, target_share=0.3))
     micro = 1 if rt.data_world_size == 4 else 2  # two micro-batches a step or more
     layout = make_layout_of(kind, examples.lengths, micro=micro, world_size=rt.data_world_size)
     shard = row_shard(rt.topology, rt.rank)
@@ -173,7 +173,7 @@ def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt, cfg.data.layout)
     orig_model = MODELS[model]().to(rt.device)
-    return make_engine(cfg, rt, Path(), Training(orig_model, NextToken(cfg.loss), layout)), batches
+    return make_engine(cfg, rt, Path(), Training(orig_model, NextToken(cfg.loss, num_sources=2), layout)), batches
 
 
 def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
             with measures if number == STEPS - 1 else nullcontext():
                 outcome = engine.step(step, 1e-2)
             sums = over_ranks(rt, outcome.sums)
-            losses.append(float(sums["nll"]) / step.num_targets)
+            losses += [float(sums[name]) / step.num_targets for name in ("nll", "nll/0", "nll/1")]
     report = engine.report()
     stages = engine.captured.stages if isinstance(engine, GraphEngine) else {}
     engine.close()

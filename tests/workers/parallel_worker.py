@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, over_ranks, tiny_llama
+from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, of_two_sources, over_ranks, tiny_llama
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -166,7 +166,7 @@ def in_memory(orig_model: PreTrainedModel) -> int:
 
 def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     """Packed rows, the same global batches on any number of ranks."""
-    examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
+    examples = of_two_sources(make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3))
     micro = min(2, 8 // (rt.data_world_size * rt.topology.stages))  # at least as many micro-batches as stages
     layout = make_layout_of("packed", examples.lengths, micro=micro, world_size=rt.data_world_size)
     batches = Batches(StepDataset(examples, layout, RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))), seed=0)
@@ -187,7 +187,7 @@ def train(
     orig_model, schedule = MODELS[model_name](), option if option in SCHEDULES else "1f1b"
     if option == "checkpointing":
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig(), num_sources=2))
     compile = CompileConfig(backend=backend, fullgraph=True)
     modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
     wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule))  # type: ignore[arg-type]
@@ -221,7 +221,8 @@ def train(
             if number in (0, 2):
                 proved += map(asdict, update.checks(float(outcome.grad_norm), learning_rate))
             sums = over_ranks(rt, outcome.sums)
-            rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
+            losses = [float(sums[name]) / step.num_targets for name in ("nll", "nll/0", "nll/1")]
+            rows.append([*losses, float(outcome.grad_norm)])
             flags.append(outcome.flags.vector[:2].tolist())
         counts = watch.counts()
     with stagewise(orig_model):

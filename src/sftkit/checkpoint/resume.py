@@ -177,7 +177,7 @@ def run_identity(
         "chat_template": _digest(str(tokenizer.chat_template).encode()),
         "data": {
             "documents": len(examples),
-            "tokens": len(examples.ids),
+            "tokens": int(examples.lengths.sum()) + len(examples),
             "ids": _sample_digest(examples),
             **_encoder_sources(examples),
         },
@@ -205,10 +205,12 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
 
 
 def _sample_digest(examples: Examples) -> str:
-    """Return a digest of all lengths and of up to 16 million evenly spread tokens with their target flags."""
-    # Ceiling division, so that at most 2^24 tokens remain.
-    every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
-    arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
+    """Return a digest of all lengths and of the tokens, with their target flags, of evenly spread documents with some
+    16 million tokens."""
+    offsets = np.concatenate([[0], np.cumsum(examples.lengths + 1, dtype=np.int64)])
+    # Ceiling division: all documents up to 2^24 tokens.
+    every = -(-int(offsets[-1]) // 2**24) or 1
+    arrays = (offsets, *examples.gather(np.arange(0, len(examples), every)))
     return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
 
 

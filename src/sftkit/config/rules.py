@@ -19,7 +19,7 @@ from typing import Any
 
 from sftkit.config.commands import install, unusable
 from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
-from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
+from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, TASKS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
 
@@ -432,6 +432,23 @@ def _sources(get: Get) -> Iterator[Problem]:
                     yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
 
 
+def _chosen(get: Get) -> Iterator[Problem]:
+    given = get("data.decontaminate")
+    for task in [given] if isinstance(given, str) else given:
+        if task not in (*TASKS, "all"):
+            near = difflib.get_close_matches(task, TASKS, n=1)
+            meant = f' Did you mean "{near[0]}"?' if near else ""
+            yield "data.decontaminate", f'"{task}" is not one of all, {", ".join(TASKS)}.{meant}'
+    if get("data.val_fraction") is not None:
+        trained = {source_label(SourceConfig(**row)) for row in get("data.train")}
+        for i, row in enumerate(get("data.val")):
+            if (label := source_label(SourceConfig(**row))) in trained:
+                why = "is also a source of data.train, of which data.val_fraction holds out a share under this name"
+                yield f"data.val.{i}.name", f'"{label}" {why}: set another name'
+    if get("data.dedup") == "near" and find_spec("rensa") is None:
+        yield "data.dedup", f"near needs the package rensa: {install('sftkit[dedup]')}"
+
+
 def _buckets(get: Get) -> Iterator[Problem]:
     key = "data.bucket_lengths"
     layout = get("data.layout")
@@ -527,8 +544,9 @@ def _resume(get: Get) -> Iterator[Problem]:
 
 
 def _eval(get: Get) -> Iterator[Problem]:
-    if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
-        yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
+    held_out = get("data.val") or get("data.val_fraction")
+    if get("eval.every") is not None and not get("eval.tasks") and not held_out:
+        yield "eval.every", "has nothing to evaluate: set data.val, data.val_fraction or eval.tasks"
     code = get("eval.allow_code_execution")
     yield from eval_problems(get("eval.tasks"), get("eval.backend"), allow_code_execution=code)
 
@@ -566,7 +584,7 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 _RULES = (
     *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
-    *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
+    *(_sources, _chosen, _buckets, _row_length, _dynamic, _attention, _precision),
     *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
     *(_loss, _optim, _duration, _resume, _eval, _names),
 )

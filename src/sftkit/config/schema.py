@@ -3,6 +3,7 @@ in a second."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -48,22 +49,54 @@ class RunConfig:
     "The same limit for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "tool_call"]
+"Roles of messages; tool_call: an answer whose text is the JSON of its calls."
+COUNTED = ("min_tokens", "max_tokens", "min_turns", "max_turns")
+"Names of `where` that are limits of a document's size; all others are columns."
+
+
+@settings
+class SampleConfig:
+    """Rows of a source that are drawn by chance."""
+
+    rows: Positive
+    "Number of rows; all of a source that has fewer."
+    seed: NonNegative = 0
+    "Another seed draws other rows."
+
+
 @settings
 class SourceConfig:
-    """One source of rows: a builtin, a local file or folder, or a hub dataset."""
+    """One source of rows: a builtin, local files, files at a URL, or a hub dataset."""
 
     path: FilePath
-    "builtin:docs, builtin:tasks, builtin:pictures (with captions), a .jsonl/.json/.parquet/.csv/.txt file (also .gz), a folder of them, or a hub dataset id."
+    "builtin:docs, builtin:tasks, builtin:pictures (with captions), a .jsonl/.json/.parquet/.arrow/.csv/.txt/.tar file (also .gz, .bz2, .xz, .zst), a folder of them, a pattern with wildcards, a URL of these (s3://, hf://, https://), or a hub dataset id."
+    files: tuple[str, ...] | None = None
+    "Names or patterns of the files to read from a folder, a URL or a hub dataset; null: all. A file that is named without a wildcard is of the split that is asked for."
     name: str | None = None
     "Label in metrics; null: the last part of the path."
     subset: str | None = None
     "Configuration name of a hub dataset (GSM8K: main)."
+    revision: str | None = None
+    "Branch, tag or commit of a hub dataset; its commit is in the log, preflight.json and the report."
     split: str = "train"
-    "Split or slice in the notation of datasets: train, train[:1000], train[90%:]. builtin: train or heldout."
+    "Split or slice in the notation of datasets: train, train[:1000], train[90%:], train+test. builtin: train or heldout."
     repeat: Positive = 1
     "Passes over this source in an epoch."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
+    sample: SampleConfig | None = None
+    "Use only rows that are drawn by chance; null: all."
+    columns: dict[str, str] | None = None
+    "Where columns with a meaning are: {messages: data.turns, system: persona}. A point goes into an object. {completion: chosen} learns the chosen answer of preference rows."
+    roles: dict[str, Role] | None = None
+    "Further names of roles, in any case: {bot: assistant, customer: user}."
+    system: str | None = None
+    "System text of conversations that have none."
+    where: dict[str, Any] | None = None
+    "Use only rows whose columns have a value, or one of several: {lang: en, meta.grade: [a, b]}; and documents within min_tokens, max_tokens, min_turns, max_turns."
+    tree: Literal["best", "all"] | None = None
+    "Trees of answers (OASST): best: the path of the best answers; all: every path, an answer is learned in the first path that has it; null: rejected."
 
 
 @settings
@@ -127,6 +160,11 @@ class ModelConfig:
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
 
 
+def one_or_several(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 @settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
@@ -135,6 +173,12 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    "Share of each training source that is held out for validation, under the name of the source: by the first user message or the beginning of the text, so that copies and answers to one question stay together, and stay where they are when rows are added."
+    dedup: Literal["exact", "near"] | None = None
+    "exact: documents whose row has the text of an earlier or a validation row are left out; near: also rows that share most of their words with an earlier one (extra dedup); null: copies are only counted."
+    decontaminate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
+    "Evaluation tasks whose questions and answers are looked for in the training data: documents that hold one are left out and listed. A list, or all: every task whose rows can be read (eval.data, else the hub). Empty: sftkit inspect only counts those of eval.tasks."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
@@ -155,6 +199,8 @@ class DataConfig:
     "auto: an answer without reasoning counts as given with thinking turned off, so an empty thinking block of the template is context; learn_empty: the empty block is learned; off: reasoning in the data is dropped."
     split_turns: bool = True
     "Answers that the chat template renders differently as history (Qwen3 drops their reasoning) each end a separate document, after the prompt that a server would send; false: they are context only. Costs tokens, see sftkit inspect."
+    special_tokens_in_text: Literal["split", "parse", "error"] = "split"
+    "The tokenizer's special tokens in plain texts: split: ordinary characters, counted; parse: special tokens; error: a bad row. Conversations never hold one."
     on_bad_row: Literal["error", "skip"] = "error"
     "If a row cannot be used: error stops and names file and line; skip skips and counts it."
     num_proc: Positive = 1
@@ -162,7 +208,9 @@ class DataConfig:
     num_workers: NonNegative | None = None
     "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
     cache_dir: FilePath = ".cache/sftkit"
-    "Tokenized data, keyed by source, tokenizer, template and settings; safe to delete."
+    "Tokenized data, keyed by source, tokenizer, template and settings, and copies of files at URLs; safe to delete."
+    local_gb: Annotated[float, Field(gt=0)] = 50.0
+    "GB of copies of files at URLs that stay in cache_dir; the least used ones go first."
 
 
 @settings
@@ -259,11 +307,6 @@ class TrainConfig:
 def num_stages(train: TrainConfig) -> int | None:
     """Return the number of stages that the layers are spread over; None: as many as there are processes."""
     return train.pipeline_stages if train.engine == "pipeline" else 1
-
-
-def one_or_several(value: Any) -> Any:
-    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @settings
@@ -447,14 +490,24 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+def where_columns(source: SourceConfig) -> dict[str, Any]:
+    """Return the conditions of `where` on columns of rows."""
+    return {name: value for name, value in (source.where or {}).items() if name not in COUNTED}
+
+
+def where_counts(source: SourceConfig) -> dict[str, int]:
+    """Return the limits of `where` on the size of documents: min_tokens, max_tokens, min_turns, max_turns."""
+    return {name: value for name, value in (source.where or {}).items() if name in COUNTED}
+
+
 def source_label(source: SourceConfig) -> str:
     """Return the name of a source in metrics: its `name`, else the last part of its path without data file suffixes."""
     if source.name is not None:
         return source.name
-    label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]
-    while label.endswith((".gz", ".jsonl", ".ndjson", ".csv", ".tsv", ".json", ".parquet", ".txt")):
-        label = label.rpartition(".")[0]
-    return label
+    whole = source.path.rstrip("/").replace(":", "/")
+    # A URL may end with a query; a pattern has the name of the folder that it is for, if there is one.
+    label = (re.sub(r"[?].*|/[^/]*[*].*", "", whole) or whole).rpartition("/")[2]
+    return re.sub(r"(\.(jsonl|ndjson|csv|tsv|json|parquet|arrow|txt|tar|gz|bz2|xz|zst))+$", "", label)
 
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:

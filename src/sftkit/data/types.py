@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ are read, and most of it is the chat template's to know."""
 @dataclass(frozen=True)
 class Row:
     """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with
-    what it shows."""
+    what it shows, or what is tokenized elsewhere or as it is written: `ids` or `segments`."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -40,6 +40,19 @@ class Row:
     "The role that the row excludes from learning (NeMo's column mask)."
     unused: tuple[str, ...] = ()
     "Columns that nothing reads, each as findings name it: column quality."
+    ids: np.ndarray | None = None
+    "int32 [n]: the tokens of a row that was tokenized elsewhere."
+    is_target: np.ndarray | None = None
+    "bool [n]: which of them are learned; None: the row does not say it."
+    segments: tuple[tuple[str, bool], ...] | None = None
+    "Texts that are tokenized apart, and whether each is learned."
+    shape: str = ""
+    "The kind of row that it was read as: alpaca (instruction, output, input)."
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Return whether its tokens are given, or what each text of it becomes, so that no template or rule decides."""
+        return self.ids is not None or self.segments is not None
 
 
 @dataclass(frozen=True)
@@ -76,20 +89,21 @@ class Tokenized:
     "keys of its messages that nothing reads, each as findings name it: message key mood"
 
 
-Kind = Literal["skipped", "dropped", "accepted", "unused"]
+Kind = Literal["read", "skipped", "dropped", "accepted", "unused", "left out"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Rows of a source with the same fault or oddity, or with the same column that is not used."""
+    """Rows of a source that are read alike, or have the same fault or oddity, or the same column that is not used."""
 
     kind: Kind
-    "skipped as bad; dropped although valid; accepted although odd; or with a column or key that is unused"
+    """read: how; skipped as bad; dropped although valid; accepted although odd; with an unused column or key; or, of
+    documents, left out as the recipe asks"""
     reason: str
-    "a short text, the same for all of them; of an unused one what it is: column quality"
+    "a short text, the same for all of them; of an unused one what it is: column quality; of those read Row.shape"
     rows: int
     first: str
-    "file:line of the first one, and what is wrong there"
+    "file:line of the first one, and what is wrong there, or what it says"
 
 
 @dataclass(frozen=True)
@@ -102,20 +116,40 @@ class EncoderInputs:
     "int64 [D]; document i is given entry index[i]"
 
 
+class DocumentColumns(NamedTuple):
+    """What documents are chosen by (hygiene.py), arrays [D]."""
+
+    row: np.ndarray
+    "int, number of its row in the source"
+    turns: np.ndarray
+    "int, messages of its row; 0: a text"
+    content: np.ndarray
+    "uint64, hygiene.content_hash of its row"
+    head: np.ndarray
+    "uint64, hygiene.head_hash of its row"
+
+
+class Tokens(Protocol):
+    """Where the tokens of documents are kept."""
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [n], is_target bool [n]) of documents, one after the other."""
+
+
 @dataclass(frozen=True)
 class Examples:
-    """All tokenized documents of a set of sources, flat and memory-mappable; D documents, N tokens."""
+    """All tokenized documents of a set of sources, D of them, source after source; the columns may be memory-mapped."""
 
-    ids: np.ndarray
-    "int32 [N]"
-    is_target: np.ndarray
-    "bool [N]"
-    offsets: np.ndarray
-    "int64 [D + 1]; document i is ids[offsets[i] : offsets[i + 1]]"
+    tokens: Tokens
+    lengths: np.ndarray
+    """int [D], the row positions that each document takes. Its last token is only ever a target, so n tokens take
+    n - 1."""
+    num_targets: np.ndarray
+    "int [D]; token 0 of a document has no context and is never one"
     num_bytes: np.ndarray
-    "int64 [D]"
+    "int [D], UTF-8 bytes of the targets"
     source: np.ndarray
-    "int16 [D], index into source_names"
+    "int [D], index into source_names"
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS, \
@@ -128,25 +162,76 @@ and the messages of each role in conversations that are learned from, see source
     "of each document what an encoder reads for it, by name; empty: the data is for models without one"
     encoder_inputs: EncoderInputs | None = None
     "the same as arrays; None: there is no encoder"
+    columns: DocumentColumns | None = None
+    "None: made-up documents, or such as were chosen already"
+    key: str = ""
+    "names all that the documents follow from, as load_sources has loaded them; empty: made-up documents"
+    contamination: Mapping[str, Any] | None = None
+    "the evaluation questions that were found in the documents, as hygiene.contamination; None: none were looked for"
 
     @classmethod
-    def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
-        """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target but the
-        first of each."""
+    def of(
+        cls,
+        ids: np.ndarray,
+        sizes: Sequence[int] | np.ndarray,
+        encoder_inputs: EncoderInputs | None = None,
+        *,
+        is_target: np.ndarray | None = None,
+    ) -> Examples:
+        """Make documents that take `sizes` positions each, one after the other in ids [N].
+
+        Args:
+            is_target: bool [N]; None: every token but the first of each document.
+        """
         # A document of n positions, with targets shifted by one, has n + 1 tokens.
-        offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
-        zeros = np.zeros(len(sizes), dtype=np.int64)
-        is_target = np.ones(len(ids), bool)
-        is_target[offsets[:-1]] = False
-        arrays = (ids.astype(np.int32), is_target, offsets, zeros, zeros.astype(np.int16))
-        return cls(*arrays, ("made up",), {}, encoder_inputs=encoder_inputs)
+        lengths = np.asarray(sizes, dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+        learned = np.ones(len(ids), bool) if is_target is None else is_target.copy()
+        learned[offsets[:-1]] = False
+        tokens = FlatTokens(ids.astype(np.int32), learned, offsets)
+        zeros = np.zeros(len(lengths), dtype=np.int64)
+        return cls(tokens, lengths, tokens.num_targets(), zeros, zeros, ("made up",), {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.lengths)
 
     def __getitem__(self, i: int) -> TokenizedExample:
-        own = slice(self.offsets[i], self.offsets[i + 1])
-        return TokenizedExample(self.ids[own], self.is_target[own], int(self.num_bytes[i]))
+        return TokenizedExample(*self.gather(np.array([i])), int(self.num_bytes[i]))
+
+    def gather(self, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [n], is_target bool [n]) of documents, one after the other."""
+        return self.tokens.gather(np.asarray(documents, dtype=np.int64))
+
+    def pieces(
+        self, documents: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (numbers of some documents, offsets of their tokens, ids, is_target), in order, so that the tokens of
+        all are never in memory at once."""
+        documents = np.asarray(documents, dtype=np.int64)
+        ends = np.cumsum(self.lengths[documents] + 1)
+        first = 0
+        while first < len(documents):
+            before = ends[first - 1] if first else 0
+            # A document that is longer than a piece is a piece of its own.
+            last = max(int(np.searchsorted(ends, before + _PIECE_TOKENS, side="right")), first + 1)
+            offsets = np.concatenate([[0], ends[first:last] - before])
+            yield documents[first:last], offsets, *self.gather(documents[first:last])
+            first = last
+
+    def last_tokens(self, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (the last id, whether it is a target) of each document."""
+        found = [(ids[ends[1:] - 1], learned[ends[1:] - 1]) for _, ends, ids, learned in self.pieces(documents)]
+        ids, learned = map(np.concatenate, zip(*found, strict=True))
+        return ids, learned
+
+    def take(self, documents: np.ndarray, **others: Any) -> Examples:
+        """Return some documents in this order, without their columns. `others`: fields with another value."""
+        names = ("lengths", "num_targets", "num_bytes", "source")
+        taken: dict[str, Any] = {name: getattr(self, name)[documents] for name in names}
+        if self.encoder_sources:
+            taken["encoder_sources"] = [self.encoder_sources[i] for i in documents.tolist()]
+        tokens = _Taken(self.tokens, documents)
+        return replace(self, **{**taken, "tokens": tokens, "columns": None, "key": "", **others})
 
     def name(self, i: int) -> str:
         """Return the name of document i in messages."""
@@ -157,20 +242,43 @@ and the messages of each role in conversations that are learned from, see source
         """Return whether each document has something for an encoder."""
         return bool(self.encoder_sources) or self.encoder_inputs is not None
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return the row positions that each document takes, int64 [D]. Its last token is only ever a target, so n
-        tokens take n - 1."""
-        return np.diff(self.offsets) - 1
 
-    @property
+class _Taken(NamedTuple):
+    """Tokens of some of the documents of others."""
+
+    tokens: Tokens
+    documents: np.ndarray
+    "int [D]"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens.gather(self.documents[documents])
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """Tokens of documents in memory, one document after the other."""
+
+    ids: np.ndarray
+    "int32 [N]"
+    is_target: np.ndarray
+    "bool [N]"
+    offsets: np.ndarray
+    "int64 [D + 1]; document i is ids[offsets[i] : offsets[i + 1]]"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, is_target) of documents, one after the other."""
+        own = [slice(self.offsets[i], self.offsets[i + 1]) for i in documents.tolist()]
+        if not own:
+            return self.ids[:0], self.is_target[:0]
+        return np.concatenate([self.ids[one] for one in own]), np.concatenate([self.is_target[one] for one in own])
+
     def num_targets(self) -> np.ndarray:
-        """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
+        """Return the target tokens of each document, int64 [D]."""
         # In pieces: the sums of all at once would take 8 bytes a token, on every rank.
         offsets = self.offsets
-        counts = np.zeros(len(self), dtype=np.int64)
+        counts = np.zeros(len(offsets) - 1, dtype=np.int64)
         first = 0
-        while first < len(self):
+        while first < len(counts):
             last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1
             last = max(last, first + 1)  # a document that is longer than a piece is a piece of its own
             piece = self.is_target[offsets[first] : offsets[last]]

@@ -29,7 +29,7 @@ from sftkit.models.kind import ModelKind
 from sftkit.models.routing import Routing, routing_of
 from sftkit.models.structure import output_projection
 from sftkit.models.weights import materialize_weights
-from sftkit.objectives.objective import LOSS, Balanced, ModelWithLoss, Objective, Sums, Totals
+from sftkit.objectives.objective import LOSS, Balanced, ModelWithLoss, Objective, Sums, Totals, nll_of
 from sftkit.ops.attention import plain_attention
 from sftkit.optim import adamw, protocol
 from sftkit.runtime.start import Runtime
@@ -45,6 +45,8 @@ class PlainDocument(NamedTuple):
     "[N L], IGNORE where nothing is learned"
     length: int
     "positions of the document, without padding"
+    source: int = 0
+    "number of its source"
 
 
 class Computes(Protocol):
@@ -101,10 +103,10 @@ def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]
     objective needs that."""
     if _balanced(model) is not None:
         for row in single_rows(batch):
-            yield [PlainDocument(inputs, targets, len(targets)) for inputs, targets in documents(row)]
+            yield [PlainDocument(inputs, targets, len(targets), source) for inputs, targets, source in documents(row)]
         return
-    for inputs, targets in documents(batch):
-        yield [PlainDocument(inputs, targets, len(targets))]
+    for inputs, targets, source in documents(batch):
+        yield [PlainDocument(inputs, targets, len(targets), source)]
 
 
 def _balanced(model: Computes) -> Balanced | None:
@@ -124,9 +126,13 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iter
         model.routing.begin(None)  # the load of experts is counted in training steps only
     for row in rows:
         if objective is None:
-            yield from (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
-        elif row:  # else it is padding
-            yield from _of_row(model, objective, row)
+            found = (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
+        else:
+            found = _of_row(model, objective, row) if row else iter(())  # padding only
+        for one, sums in zip(row, found, strict=True):
+            if (name := nll_of(one.source)) in sums.measured:
+                sums.measured[name] = sums.measured[model.objective.monitored]
+            yield sums
 
 
 def plain_logits(model: Computes, document: PlainDocument) -> Tensor:
@@ -294,7 +300,7 @@ class DocumentsAlone:
         handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
         try:
             with plain_attention(model.orig_model):
-                for inputs, _ in documents(batch):
+                for inputs, *_ in documents(batch):
                     model.kind.plain_logits(model.orig_model, inputs)
         finally:
             handle.remove()

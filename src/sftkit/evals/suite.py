@@ -13,14 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.config.schema import DataConfig, EvalConfig, SourceConfig
 from sftkit.config.tables import CODE, WITHOUT_SHOTS
 from sftkit.data.batches.collate import collate
 from sftkit.data.batches.epoch import plan_epoch, row_shard
 from sftkit.data.batches.pack import Layout, validation_layout
+from sftkit.data.hygiene import head_hash, held_out
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.sources import RowTokenizer, read_source
 from sftkit.data.types import Examples, Row
@@ -87,18 +89,23 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
 # ---- sample answers --------------------------------------------------------------------------------------------------
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: RowTokenizer, num_samples: int) -> list[Row]:
-    """Return the first rows of the validation sources, in turn, that can be learned from as a whole; asked as they are
-    trained."""
-    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
+def sample_rows(data: DataConfig, tokenize: RowTokenizer, num_samples: int) -> list[Row]:
+    """Return the first rows of the validation sources, and of those held out by data.val_fraction, in turn, that can be
+    learned from as a whole; asked as they are trained."""
+    shares = [(source, 1.0) for source in data.val]
+    shares += [(source, data.val_fraction) for source in data.train if data.val_fraction]
+    heads = [list(islice(usable_rows(source, data, tokenize, share), num_samples)) for source, share in shares]
     in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
     return in_turn[:num_samples]
 
 
-def usable_rows(source: SourceConfig, tokenize: RowTokenizer) -> Iterator[Row]:
-    """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained."""
+def usable_rows(source: SourceConfig, data: DataConfig, tokenize: RowTokenizer, share: float = 1.0) -> Iterator[Row]:
+    """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained; of a
+    share of the source, those that are held out."""
     learning = tokenize.learning or chat.ANSWERS
-    for row in read_source(source, "skip"):
+    for row in read_source(source, "skip", data):
+        if share < 1.0 and not held_out(np.array([head_hash(row)], np.uint64), share)[0]:
+            continue
         try:
             # Tokenized only to learn whether it is usable; the prompt is made of the row itself.
             tokenized = tokenize(row)
@@ -106,7 +113,7 @@ def usable_rows(source: SourceConfig, tokenize: RowTokenizer) -> Iterator[Row]:
             continue
         if not tokenized.examples or tokenized.note is not None:
             continue
-        if row.messages is None:
+        if row.text is not None:
             yield row
         elif row.messages and row.messages[0]["role"] != "assistant":
             yield chat.as_trained(row, _first_answer(row), tokenize.tokenizer, learning.thinking)

@@ -288,7 +288,7 @@ def dump(stages: Mapping[tuple[int, int], Sequence[Stage]], run_dir: Path) -> No
         log.warning("the graphs of graph.dump cannot be written: %s", error)
 
 
-OWN = ("targets", "doc_ids", "cu_seqlens")
+OWN = ("targets", "doc_ids", "sources", "cu_seqlens")
 "Tensors of a batch that a graph takes next to the inputs of the model."
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 "Name and shape of each tensor that a graph takes."

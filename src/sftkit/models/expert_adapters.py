@@ -73,7 +73,8 @@ class LoraExperts(ExpertFactors):
         missing = -a.shape[1] % 8
         a = F.pad(a, (0, 0, 0, missing)).to(rows.dtype)
         b = F.pad(b, (0, missing)).to(rows.dtype).contiguous()
-        return y + self.lora_scale * grouped_product(grouped_product(rows, a, ends), b, ends)
+        inner = grouped_product(rows, a, ends, computed=True)
+        return y + self.lora_scale * grouped_product(inner, b, ends, computed=True)
 
 
 class PlainExperts(LoraExperts):

@@ -13,12 +13,12 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
+from sftkit.config.schema import DataConfig, ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.config.tables import CHAT_TEMPLATES
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.models.files import adapter_at, reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
@@ -188,9 +188,7 @@ def read_template(template: str) -> str:
         raise ConfigError(f"model.chat_template: {path}: not UTF-8 text ({error.reason}): convert it") from error
 
 
-def base_tokenizer(
-    model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow, run_dir: Path, rt: Runtime
-) -> PreTrainedTokenizerBase:
+def base_tokenizer(model: ModelConfig, data: DataConfig, run_dir: Path, rt: Runtime) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a base run: loaded, or trained by rank 0 on the run's sources and kept in
     the run directory.
     """
@@ -201,18 +199,16 @@ def base_tokenizer(
         if rt.is_main and not folder.exists():
             # Renamed when complete: an interrupted start leaves no partial tokenizer for the next one.
             temporary = folder.with_name(f".{folder.name}.tmp")
-            new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+            new_tokenizer(model, model.train_tokenizer, data).save_pretrained(temporary)
             flush_folder(temporary)
             os.rename(temporary, folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
-def new_tokenizer(
-    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow
-) -> PreTrainedTokenizerBase:
+def new_tokenizer(model: ModelConfig, training: TokenizerTraining, data: DataConfig) -> PreTrainedTokenizerBase:
     """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
-    texts = training_texts(training.sources or train, on_bad_row)
+    texts = training_texts(training.sources or data.train, data)
     with working(f"training a tokenizer of {training.vocab_size:,} tokens"):
         tokenizer = train_tokenizer(texts, training.vocab_size, read_template(template))
     set_template_arguments(tokenizer, model)
@@ -243,12 +239,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     return fast
 
 
-def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: sources.OnBadRow) -> Iterator[str]:
+def training_texts(tokenizer_sources: Iterable[SourceConfig], data: DataConfig) -> Iterator[str]:
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
-        for row in sources.read_source(source, on_bad_row):
+        for row in sources.read_source(source, data.on_bad_row, data):
+            if row.ids is not None:
+                raise DataError(f"{row.where}: tokens (input_ids), but a tokenizer is trained on texts: give its text")
             if row.text is not None:
                 yield row.text
             else:
+                yield from (text for text, _ in row.segments or ())
                 yield from row.captions
                 yield from (str(message.get("content") or "") for message in row.messages or ())

@@ -126,6 +126,11 @@ AUX_LOSS = "aux_loss"
 "Name of the sum of the auxiliary loss."
 
 
+def nll_of(source: int) -> str:
+    """Return the name of the sum of a source's nll."""
+    return f"nll/{source}"
+
+
 class Balanced:
     """An objective with one more sum, the auxiliary loss. See objective.Objective.
 
@@ -251,12 +256,17 @@ class NextToken:
     log-partition squared.
 
     It also measures `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the
-    predicted distributions; the last two are 0 unless loss.token_metrics is set.
+    predicted distributions; the last two are 0 unless loss.token_metrics is set. And the `nll` of each source.
     """
 
     config: LossConfig
+    num_sources: int = 0
+    "sources whose nll is measured; 0: of none"
     measured = ("nll", "correct", "entropy")
     monitored = "nll"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", (*self.measured, *map(nll_of, range(self.num_sources))))
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states of the positions with a target, and of a few others as filler: [P, H]."""
@@ -266,10 +276,17 @@ class NextToken:
         """Return the sums, computed in chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
         found = linear_cross_entropy.linear_nll(selected, head, targets, self.config)
-        return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
+        measured = {"nll": found.nll, "correct": found.correct, "entropy": found.entropy}
+        if self.num_sources:
+            # A sum over a row for each source: the order of a scatter-add would differ from run to run on a GPU.
+            own = batch.sources.flatten().index_select(0, batch.target_index)
+            numbers = torch.arange(self.num_sources, dtype=own.dtype, device=own.device)
+            sums = torch.where(own == numbers[:, None], found.each, 0.0).sum(1)
+            measured |= {nll_of(source): value for source, value in enumerate(sums.unbind())}
+        return Sums(found.loss, measured)
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Return the sums from torch's own cross entropy."""
+        """Return the sums from torch's own cross entropy; those of sources are 0, logits have none."""
         smoothing = self.config.label_smoothing
         is_target = targets != IGNORE
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
@@ -286,7 +303,8 @@ class NextToken:
         if self.config.token_metrics:
             correct = (logits.argmax(-1) == targets).sum().to(nll.dtype)
             entropy = torch.special.entr(logits[is_target].softmax(-1)).sum()
-        return Sums(loss, {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()})
+        found = {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()}
+        return Sums(loss, dict.fromkeys(self.measured, nll.new_zeros(())) | found)
 
     def count(self, batch: Batch) -> int:
         """Return the number of target tokens."""
@@ -313,5 +331,5 @@ class Caption(NextToken):
     addition to the captions that an evaluation generates.
     """
 
-    def __init__(self, config: LossConfig) -> None:
-        super().__init__(replace(config, token_metrics=True))
+    def __init__(self, config: LossConfig, num_sources: int = 0) -> None:
+        super().__init__(replace(config, token_metrics=True), num_sources)

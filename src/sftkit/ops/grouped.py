@@ -50,14 +50,17 @@ class _Ordered(torch.autograd.Function):
         return gradient.index_select(0, back).unflatten(0, (-1, ctx.visits)).sum(1), None, None, None
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor, *, computed: bool = False) -> Tensor:
     """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind
     the last, anything.
 
     Args:
         rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.
+        computed: the matrices are no parameter but made from some in the same graph.
     """
-    if rows.dtype == torch.bfloat16:
+    # Inductor may give a computed operand other strides than it was traced with, which the kernel rejects on a GPU
+    # (torch 2.11); operands of a custom operator keep theirs.
+    if rows.dtype == torch.bfloat16 and not computed:
         return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
     return _grouped_product(rows, matrices, ends)
 

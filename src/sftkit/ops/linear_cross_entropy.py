@@ -38,7 +38,7 @@ class Head(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
+    """Sums over the targets, 0-d, and the nll of each row, in nats: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
     """differentiable: the nll, its smoothed form, or with options.dft its product with the probability of the target,
@@ -49,6 +49,8 @@ class LossSums(NamedTuple):
     "how many targets are the argmax (the first of equals); 0 unless options.token_metrics"
     entropy: Tensor
     "entropy of the predicted distributions; 0 unless options.token_metrics"
+    each: Tensor
+    "[N], the nll of each row, 0 for a row that is not a target"
 
 
 _operator = False
@@ -142,12 +144,12 @@ def _linear_nll(
     tokens: int | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Return the sums, [4], and the gradients that are wanted."""
+    """Return the sums, [4], the nll of each row, and the gradients that are wanted."""
     options = LossConfig(
         chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, dft=dft, token_metrics=token_metrics
     )
-    sums, *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, wanted)
-    return [torch.stack(sums), *(gradient for gradient in gradients if gradient is not None)]
+    (*sums, each), *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, wanted)
+    return [torch.stack(sums), each, *(gradient for gradient in gradients if gradient is not None)]
 
 
 @_linear_nll.register_fake
@@ -156,7 +158,8 @@ def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
     exact = torch.promote_types(hidden.dtype, torch.float32)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     gradients = (d_hidden, head.new_empty(head.shape, dtype=exact), head.new_empty(len(head), dtype=exact))
-    return [hidden.new_empty(4, dtype=exact), *(g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted)]
+    sums = (hidden.new_empty(4, dtype=exact), hidden.new_empty(len(hidden), dtype=exact))
+    return [*sums, *(g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted)]
 
 
 def _called_as_operator(
@@ -165,10 +168,11 @@ def _called_as_operator(
     """Compute `_sums_and_gradients` as one node of a graph; a head there has no separate rows."""
     wanted = wanted[:3]
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.dft, options.token_metrics)
-    sums, *found = _linear_nll(hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
+    given = (hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
+    sums, each, *found = _linear_nll(*given)
     gradients = iter(found)
     d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
-    return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias, None
+    return (*(one.clone() for one in sums), each), d_hidden, d_head, d_bias, None
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, traced: bool) -> Tensor | None:
@@ -223,7 +227,7 @@ def _sums_and_gradients(
             d_bias += logits.sum(0, dtype=exact)
         if d_rows is not None:
             _add_product_(d_rows, logits[:, own_ids].t(), hidden[rows], first=start == 0)
-    return tuple(row.sum() for row in sums), d_hidden, d_head, d_bias, d_rows
+    return (*(row.sum() for row in sums), sums[1]), d_hidden, d_head, d_bias, d_rows
 
 
 def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:

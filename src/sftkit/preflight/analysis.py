@@ -41,8 +41,9 @@ from sftkit.data.batches.many import ManyBatches
 from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading import columns
 from sftkit.data.tokens.sources import RowTokenizer
-from sftkit.data.types import Examples
+from sftkit.data.types import SHOWN, Examples
 from sftkit.errors import ConfigError, hint
+from sftkit.evals import tasks
 from sftkit.memory.estimate import GIB
 from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan, remedies
 from sftkit.memory.plan import log as plan_log
@@ -210,7 +211,7 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
         return load_tokenizer(model)
     # The rows of data.train are tokenized next.
     with columns.without_logging() if training.sources is None else nullcontext():
-        return new_tokenizer(model, training, data.train, data.on_bad_row)
+        return new_tokenizer(model, training, data)
 
 
 def meta_model(
@@ -300,7 +301,8 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     """Return what `analyse` asks of the data: the documents, tokenized as the stage's own script does, which then finds
     them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
-        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+        compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
+        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
     lengths = examples.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
@@ -365,6 +367,7 @@ def analyse(
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
+        "contamination": facts.contamination_facts(examples),
         "layouts": layouts,
         "memory": memory,
         "disk": disk_facts(Path(cfg.run.dir), cfg.checkpoint, steps, orig_model, plan),
@@ -467,6 +470,9 @@ def lines(analysis: dict[str, Any]) -> list[str]:
         share = analysis["end_of_turn_pct"]
         end = "none: text only" if share is None else f"{share:.1f} % of conversations"
         shown.append(f"{'chat':<10}template {template}, end of turn learned in {end}")
+    if found := analysis["contamination"]:
+        shown.append(f"{'questions':<10}{found['said']}")
+        shown += [f"{'':<10}{one['where']}: {one['task']} {one['example']}" for one in found["found"][:SHOWN]]
     own = own_layout(analysis)
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
@@ -482,9 +488,12 @@ def source_text(source: dict[str, Any]) -> str:
         "truncated": "truncated",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
+        "dropped_where": "left out by where",
         "skipped_bad": "skipped as bad",
+        "left_out": "of its documents left out",
+        "held_out": "held out for validation",
     }
-    happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])
+    happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source.get(key))
     unused = sum(one["kind"] == "unused" for one in source["findings"])
     happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
@@ -528,6 +537,12 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
         warnings.append(hint("cut answers", share=100 - share, max_length=analysis["max_length"]))
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
         warnings.append(hint("copies of documents", share=analysis["duplicate_pct"]))
+    found = analysis["contamination"]
+    if found and found["matched"] and not found["left_out"]:
+        tasks = [task for task, count in found["of_tasks"].items() if count]
+        named = sorted({task.removesuffix(" answers") for task in tasks})
+        held = counted(found["matched"], "training document")
+        warnings.append(hint("evaluation questions", held=held, tasks=", ".join(tasks), named=", ".join(named)))
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:

@@ -27,6 +27,8 @@ _WORDS = {
     chat.TOO_LONG: "in documents that are too long",
 }
 "Why an answer is context only."
+MOST_LISTED = 1000
+"Matches with evaluation questions that preflight.json lists."
 COST_PCT = 10.0
 "Share of a source's tokens from which the cost of split_turns is worth a warning."
 
@@ -95,10 +97,33 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
         answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
         learned_of = {"tokens": int(tokens[i]), "targets": int(targets[i])}
+        learned_of |= {key: counts[key] for key in ("left_out", "held_out") if counts.get(key)}
         facts.append({"name": name, **numbers, **learned_of, "answers": answers, "findings": found})
         if name in examples.files:
             facts[-1]["files"] = examples.files[name]
     return facts
+
+
+def contamination_facts(examples: Examples) -> dict[str, Any] | None:
+    """Return which evaluation questions and answers were found in the training documents, with a sentence about it;
+    None: they were not compared with any."""
+    if (facts := examples.contamination) is None:
+        return None
+    found = facts["found"]
+    documents = {task: len({one["document"] for one in found if one["task"] == task}) for task in facts["tasks"]}
+    held = ", ".join(f"{task} ({count:,})" for task, count in documents.items() if count)
+    total = len({one["document"] for one in found})
+    compared = [task for task in facts["tasks"] if not task.endswith(" answers")]
+    said = ""
+    if compared:
+        said = f"compared with questions and answers of {', '.join(compared)}: {total:,} of "
+        said += f"{counted(facts['documents'], 'document')} {'holds' if total == 1 else 'hold'} one"
+        said += f", of {held}, {'left out' if facts['left_out'] else 'not left out'}" if found else ""
+    if short := sum(facts["tasks"][task]["short"] for task in compared):
+        said += f"; {counted(short, 'question')} too short to be found"
+    said += "".join(f"; not compared with {task}: {why}" for task, why in facts["missing"].items())
+    listed = found[:MOST_LISTED]
+    return {**facts, "found": listed, "matched": total, "of_tasks": documents, "said": said.removeprefix("; ")}
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:
@@ -138,7 +163,7 @@ def end_of_turn_pct(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> f
     chosen = np.asarray(flags)[np.asarray(examples.source)]
     if not chosen.any():
         return None
-    last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
+    last, _ = examples.last_tokens(np.flatnonzero(chosen))
     return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
 
 
@@ -173,8 +198,10 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     Args:
         documents: int [D'], indices.
     """
-    ids = np.asarray(examples.ids)
-    offsets = examples.offsets.tolist()
-    names = examples.encoder_sources or [""] * len(examples)
+    names = examples.encoder_sources
     # Python's own hash differs between processes: hashes are compared within one, and never stored.
-    return [hash((ids[offsets[i] : offsets[i + 1]].tobytes(), names[i])) for i in documents.tolist()]
+    return [
+        hash((ids[begin:end].tobytes(), names[i] if names else ""))
+        for some, offsets, ids, _ in examples.pieces(documents)
+        for i, begin, end in zip(some.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]

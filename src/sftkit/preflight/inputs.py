@@ -36,7 +36,7 @@ from sftkit.data.reading import origin as hub
 from sftkit.data.reading.columns import advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, LeftOut
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
 from sftkit.rundir.files import WEIGHTS, read_manifest
@@ -54,7 +54,7 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     no best checkpoint."""
     wanted = get("checkpoint.best")
     tasks = get("eval.tasks")
-    validation = get("data.val")
+    validation = [*get("data.val"), *(get("data.train") if get("data.val_fraction") else ())]
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
     # The names that evals.suite.validate gives values of validation sources, those of all together first.
@@ -98,17 +98,20 @@ def _readable(row: Row) -> list[conversation.Message] | None:
 
 
 def _learnable(row: Row) -> None:
+    if row.is_tokenized:
+        return
     if (messages := _readable(row)) is not None:
         conversation.require_answer(messages, row.where)
 
 
 def _conversation(row: Row) -> None:
-    rows.require_conversation(row)
+    if not row.is_tokenized:
+        rows.require_conversation(row)
     _learnable(row)
 
 
 REQUIRED: dict[str, Callable[[Row], object]] = {
-    "base": rows.require_text,
+    "base": lambda row: None if row.is_tokenized else rows.require_text(row),
     "mid": _learnable,
     "sft": _conversation,
     "caption": rows.require_source_and_texts,
@@ -199,16 +202,18 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
     seen = 0
     most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
     for raw in itertools.islice(origin.beginning(), most):
-        seen += 1
         try:
             row = rows.parse(raw)
             if require is not None:
                 require(row)
+        except LeftOut:
+            continue
         except DataError as error:
             if not skips:
                 # To skip rows whose columns are wrong would skip all of them.
                 raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
+        seen += 1
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:

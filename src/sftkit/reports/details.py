@@ -7,7 +7,7 @@ from sftkit.reports import values
 
 SOURCES = (
     *("name", "rows", "documents", "tokens", "targets", "truncated"),
-    *("dropped_too_long", "dropped_no_target", "skipped_bad"),
+    *("dropped_too_long", "dropped_no_target", "skipped_bad", "left_out", "held_out"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")
 LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")
@@ -44,6 +44,7 @@ def data_tables(preflight: dict[str, Any]) -> list[values.Html | None]:
     # Files of older versions, and of runs that ended early, lack keys: what is not there is left out, never an error.
     overlap = values.mapping(preflight.get("validation_in_train"))
     masks |= {f"{name}: validation rows in training": count for name, count in overlap.items()}
+    masks["evaluation questions"] = values.mapping(preflight.get("contamination")).get("said")
     known = values.facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
     validation = values.dicts(preflight.get("validation"))
     held_out = [source | {"name": f"{source.get('name')} (validation)"} for source in validation]
@@ -68,7 +69,7 @@ def data_tables(preflight: dict[str, Any]) -> list[values.Html | None]:
         _table(validation, SOURCES, "Validation sources"),
         _table([one for one in sources if one.get("files")], ("name", "files"), "Files of folders", text=(1,)),
         _table(answers, ["name", *counts], "Answers"),
-        _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
+        _table(findings, FINDINGS, "How rows are read, left out or odd, and columns not used", text=(1, 3, 4)),
         _table(layouts, LAYOUTS, "Layouts"),
         values.el("div", memory, values.el("div", others), class_="two"),
     ]

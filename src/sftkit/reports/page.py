@@ -75,11 +75,16 @@ def curves(report: values.Report) -> values.Html:
         values.figure(title, unit.format(rank=rank), _series(report, metrics), values.ValueAxis(zero=zero))
         for title, unit, metrics, zero in CURVES
     ]
-    bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
-    names = {"val/bpb": "all"}
-    if len(bits) > 1 and not report["against"]:  # for two runs there would be too many lines to tell apart
-        names |= {name: name.split("/")[1] for name in bits[: _MAX_SOURCES - 1]}
-    found.append(values.figure("Bits per byte", "validation", _series(report, names)))
+    for title, unit, kind, metric in (
+        ("Loss by source", "nats per target of training", "train", "loss"),
+        ("Bits per byte", "validation", "val", "bpb"),
+    ):
+        each = sorted(name for name in report["curves"] if re.fullmatch(f"{kind}/.+/{metric}", name))
+        names = {f"{kind}/{metric}": "all"}
+        if len(each) > 1 and not report["against"]:  # for two runs there would be too many lines to tell apart
+            names |= {one: one[len(kind) + 1 : -len(metric) - 1] for one in each[: _MAX_SOURCES - 1]}
+        if len(names) > 1 or kind == "val":  # else the first chart has it
+            found.append(values.figure(title, unit, _series(report, names)))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
         return values.section("curves", "Curves", lead="No line was logged.")

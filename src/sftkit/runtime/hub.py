@@ -98,6 +98,18 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     return None  # loading it reports any other error
 
 
+def commit_of(name: str, kind: HubKind, revision: str | None) -> str | None:
+    """Return the commit that a branch, tag or commit of a repository is now; None: the hub does not say, and loading
+    reports why."""
+    found: list[str | None] = [None]
+
+    def ask() -> None:
+        found.append(hub.HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS).sha)
+
+    _error_of(ask)
+    return found[-1]
+
+
 def unreachable() -> str:
     """Return why the hub is not asked, when it does not answer."""
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"

@@ -250,11 +250,11 @@ class Health:
         """Take a step that has been launched; call `read_flags` after each."""
         self._flags.push(step, step_batches, outcome)
 
-    def read_flags(self, *, wait: bool) -> tuple[bool, int]:
+    def read_flags(self, *, wait: bool) -> tuple[bool, list[StepBatches]]:
         """Check the steps whose flags have arrived; `wait`: all steps, before a line is logged or a checkpoint written.
 
         Returns:
-            (whether a rank requests a stop, sum of the divisors of the skipped steps)
+            (whether a rank requests a stop, the batches of the skipped steps)
 
         Raises:
             NumericsError: on every rank; the weights are as they were before that step.
@@ -276,7 +276,7 @@ class Health:
                     self._report_skipped(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
-        return stop, sum(known.step_batches.divisor for known in steps if known.skipped)
+        return stop, [known.step_batches for known in steps if known.skipped]
 
     def _report_skipped(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a skipped step; end training if the recipe says so or too many were skipped. The error, which the

@@ -30,7 +30,7 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
-from sftkit.objectives.objective import Objective, Totals
+from sftkit.objectives.objective import Objective, Totals, nll_of
 from sftkit.rundir.names import TRACE
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
@@ -262,6 +262,8 @@ class Meter:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
         self._own_divisor = self._divisor = self._skipped_divisor = 0
+        self._learned = np.zeros(len(self._examples.source_names), np.int64)
+        "targets of each source in the steps that were not skipped"
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
@@ -319,14 +321,17 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
+        self._learned += np.asarray(step_batches.source_targets)
         # Chosen on the device: the host does not know yet whether the step was skipped, and must not wait for it here.
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
 
-    def add_skipped(self, divisor: int) -> None:
-        """Exclude steps of this window that were skipped from the means. `divisor`: their sum."""
-        self._skipped_divisor += divisor
+    def add_skipped(self, steps: Sequence[StepBatches]) -> None:
+        """Exclude steps of this window that were skipped from the means."""
+        for step_batches in steps:
+            self._skipped_divisor += step_batches.divisor
+            self._learned -= np.asarray(step_batches.source_targets)
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
@@ -345,7 +350,13 @@ class Meter:
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
         counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
-        shares = {f"data/share/{name}": count / total for name, count in counts}
+        of_sources: dict[str, float | None] = {f"data/share/{name}": count / total for name, count in counts}
+        of_sums = dict(zip(self._sums.names, sums, strict=True))
+        learned = max(int(self._learned.sum()), 1)
+        for source, (name, targets) in enumerate(zip(self.sources, self._learned.tolist(), strict=True)):
+            if (key := nll_of(source)) in of_sums:  # as in a run with several sources
+                of_sources[f"data/target_share/{name}"] = targets / learned
+                of_sources[f"train/{name}/loss"] = of_sums[key] / targets if targets else None
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
@@ -364,7 +375,7 @@ class Meter:
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(encoded if self._encoder_positions else {}),
-            **(shares if len(shares) > 1 else {}),
+            **(of_sources if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),

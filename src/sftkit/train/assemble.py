@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from sftkit.models.adapter_files import adapter_words
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
-from sftkit.objectives.objective import Objective
+from sftkit.objectives.objective import NextToken, Objective
 from sftkit.rundir import files, names, status
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -201,6 +201,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     Raises:
         ConfigError, DataError: the sources or the layout are invalid.
     """
+    from sftkit.evals import tasks
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
@@ -211,7 +212,8 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     else:
         # The main rank tokenizes and fills the cache, which the others then read.
         with run.rt.main_first():
-            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
+            compared = tasks.benchmarks(cfg.data, cfg.eval)
+            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
@@ -220,7 +222,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
+    return Data(batches, validation, sample_rows(cfg.data, tokenize, shown), prompted)
 
 
 def lay_out(
@@ -265,6 +267,8 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
 
         members = Members(run.cfg.adapters, run.cfg.optim, run.cfg.numerics, objective, run.rt.device)
         objective = members.objective
+    elif isinstance(objective, NextToken) and len(names := data.batches.examples.source_names) > 1:
+        objective = replace(objective, num_sources=len(names))
     training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder, members)
     return make_engine(run.cfg, run.rt, Path(run.cfg.run.dir), training, record)
 

@@ -100,8 +100,8 @@ class Monitor:
         Raises:
             NumericsError: see Health.read_flags.
         """
-        stopped, skipped_divisor = self.health.read_flags(wait=wait)
-        self.meter.add_skipped(skipped_divisor)
+        stopped, skipped = self.health.read_flags(wait=wait)
+        self.meter.add_skipped(skipped)
         return stopped
 
     def counts(self) -> meter.RunCounts:

@@ -14,6 +14,7 @@ from sftkit.data.batches.loader import Batches, load_examples
 from sftkit.data.reading.columns import without_logging
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
+from sftkit.evals import tasks
 from sftkit.evals.suite import Suite
 from sftkit.models.many_adapters import active
 from sftkit.objectives.objective import NextToken, Objective
@@ -30,11 +31,13 @@ def load_several(
         ConfigError, DataError: the sources or the layout are invalid.
     """
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
-    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext())
+    compared = tasks.benchmarks(cfg.data, cfg.eval)
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext(), compared)
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
-            found[one.train], _ = load_examples(one, tokenize, nullcontext())
+            found[one.train], held_out = load_examples(one, tokenize, nullcontext(), compared)
+            validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
     documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
     return lay_out_several(cfg, documents, objective, resume), validation

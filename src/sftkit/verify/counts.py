@@ -45,18 +45,13 @@ def some_documents(examples: Examples) -> Examples:
     """Return the first few documents that are short enough, as separate examples."""
     lengths = examples.lengths
     fitting = np.flatnonzero(lengths <= max(LONGEST, int(lengths.min())))[:DOCUMENTS]
-    parts = [np.arange(examples.offsets[i], examples.offsets[i + 1]) for i in fitting]
-    at = np.concatenate(parts)
+    ids, is_target = examples.gather(fitting)
     encoded = examples.encoder_inputs
+    inputs = None if encoded is None else EncoderInputs(encoded.arrays, np.asarray(encoded.index[fitting]))
     return replace(
-        examples,
-        ids=np.asarray(examples.ids[at]),
-        is_target=np.asarray(examples.is_target[at]),
-        offsets=np.concatenate([[0], np.cumsum([len(part) for part in parts])]),
+        Examples.of(ids, lengths[fitting], inputs, is_target=is_target),
         num_bytes=np.asarray(examples.num_bytes[fitting]),
-        source=np.asarray(examples.source[fitting]),
         encoder_sources=[examples.encoder_sources[i] for i in fitting] if examples.encoder_sources else (),
-        encoder_inputs=None if encoded is None else EncoderInputs(encoded.arrays, np.asarray(encoded.index[fitting])),
     )
 
 
@@ -256,12 +251,12 @@ class FirstWindow:
         if self.done:
             return
         self._steps += 1
-        offsets, targets = self._examples.offsets, 0
+        targets = 0
         for number in step_batches.documents:
-            first, end = int(offsets[number]), int(offsets[number + 1])
-            self._tokens += end - first - 1
-            targets += int(np.count_nonzero(self._examples.is_target[first + 1 : end]))
-            seen = np.arange(1, end - first)  # keys of each query, its own position included
+            document = self._examples[number]
+            self._tokens += len(document.ids) - 1
+            targets += int(np.count_nonzero(document.is_target[1:]))
+            seen = np.arange(1, len(document.ids))  # keys of each query, its own position included
             for (keys, chunked), layers in (self._kinds or {}).items():
                 of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
                 self._pairs += layers * int(of_query.sum())

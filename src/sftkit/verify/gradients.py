@@ -282,9 +282,9 @@ def _micro_batches(
         if adapters is not None and adapters.members:
             first = number * layout.shares
             shape = replace(shape, adapters=tuple((first + k) % len(adapters.members) for k in range(layout.shares)))
-        examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
+        ids = random.choice(tokens, sum(sizes) + len(sizes))
         # A loss that ignored the mask or counted wrong would show in every gradient.
-        examples.is_target[2::3] = False
+        examples = Examples.of(ids, sizes, inputs, is_target=np.arange(len(ids)) % 3 != 2)
         own = collate(examples, tuple(rows), shape, shard=row_shard(rt.topology, rt.rank)).to(rt.device)
         found.append(ProbeBatch(examples, tuple(rows), own))
     return found

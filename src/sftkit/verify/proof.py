@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.watch import Records
 from sftkit.data.batches.pack import Layout
-from sftkit.data.tokens.chat import PromptedTargets
+from sftkit.data.reading.rows import ELSEWHERE
+from sftkit.data.tokens.chat import UNASKED, PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
@@ -67,14 +68,18 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
         eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
-    last = examples.offsets[1:] - 1  # the text after the last target was cut off
     masked = examples.num_targets < examples.lengths
-    tokens, targets = int(examples.lengths.sum()), int(np.count_nonzero(examples.is_target))
+    tokens, targets = int(examples.lengths.sum()), int(examples.num_targets.sum())
     share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
+    every = [one for found in examples.findings.values() for one in found]
+    if elsewhere := sum(one.rows for one in every if one.kind == "read" and one.reason.startswith(ELSEWHERE)):
+        unasked = sum(one.rows for one in every if one.reason == UNASKED)
+        share += f"; {counted(elsewhere, 'row')} tokenized elsewhere, {unasked:,} with {UNASKED}"
     if not masked.any():
         return Check(name, None, share, "-", how)
-    ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
-    percent = 100.0 * float(ended[masked].mean())
+    # The text after the last target was cut off.
+    last, is_target = examples.last_tokens(np.flatnonzero(masked))
+    percent = 100.0 * float((is_target & np.isin(last, list(eos_token_ids))).mean())
     return Check(name, percent >= 99.0, f"{percent:.1f} % of documents with a mask; {share}", "99 % or more", how)
 
 

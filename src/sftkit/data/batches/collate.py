@@ -37,6 +37,8 @@ class Batch:
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
     "int32 [B, T], number of the document within its row, -1 for padding"
+    sources: torch.Tensor
+    "int16 [B, C], number of the document's source, 0 for padding"
     cu_seqlens: torch.Tensor
     "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
     target_index: torch.Tensor
@@ -69,18 +71,18 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. Copies from pinned memory do not block."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned host memory."""
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch."""
         return [value for value in (*vars(self).values(), *self.inputs.values()) if isinstance(value, torch.Tensor)]
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return the batch with every tensor changed by a function."""
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with every tensor changed by a function, called in the order of `tensors`."""
         # Any: `replace` takes the tensors among the fields, which it cannot distinguish from the numbers
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, **changed)
@@ -105,29 +107,33 @@ def collate(
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
     row = np.repeat(np.arange(len(rows)), docs_in_row)
-    lengths = examples.offsets[docs + 1] - examples.offsets[docs] - 1
+    lengths = np.asarray(examples.lengths[docs], dtype=np.int64)
     before = np.cumsum(lengths) - lengths  # document positions in front, padding not counted
     used = np.bincount(row, weights=lengths, minlength=len(rows)).astype(np.int64)
     starts = before + (np.arange(len(rows)) * row_length - (np.cumsum(used) - used))[row]
     assert lengths.max(initial=0) <= max_doc_length
     assert used.max(initial=0) <= row_length
 
-    # For each document position: its place in the document, in the batch, and in the tokens of all examples.
+    # For each document position: its place in the document, in the batch, and in the tokens of these documents.
+    ids, is_target = examples.gather(docs)
     within = np.arange(lengths.sum()) - np.repeat(before, lengths)
     at = within + np.repeat(starts, lengths)
-    source = within + np.repeat(examples.offsets[docs], lengths)
+    source = within + np.repeat(before + np.arange(len(docs)), lengths)  # each has a token more than positions
     # Padding first, then the documents over it. Targets are the next tokens.
     input_ids = np.full(total, pad_id, dtype=np.int64)
     targets = np.full(total, IGNORE, dtype=np.int64)
     position_ids = np.zeros(total, dtype=np.int64)
     doc_ids = np.full(total, -1, dtype=np.int32)
-    input_ids[at] = examples.ids[source]
-    targets[at] = np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)
+    sources = np.zeros(total, dtype=np.int16)
+    input_ids[at] = ids[source]
+    targets[at] = np.where(is_target[source + 1], ids[source + 1], IGNORE)
     position_ids[at] = within
     number_in_row = np.arange(len(docs)) - np.repeat(np.cumsum(docs_in_row) - docs_in_row, docs_in_row)
     doc_ids[at] = np.repeat(number_in_row, lengths)
+    if len(examples.source_names) > 1:
+        sources[at] = np.repeat(examples.source[docs], lengths)
 
-    is_target = targets != IGNORE
+    has_target = targets != IGNORE
     size = (len(rows), row_length)
     per_row = shape.docs_per_row or max(docs_in_row.max(), 1)
     max_docs = number_in_row.max(initial=-1) + 1
@@ -140,14 +146,15 @@ def collate(
         },
         torch.from_numpy(targets.reshape(size)),
         torch.from_numpy(doc_ids.reshape(size)),
+        torch.from_numpy(sources.reshape(size)),
         torch.from_numpy(_cu_seqlens(starts, used, shape)),
-        torch.from_numpy(_target_index(is_target)),
+        torch.from_numpy(_target_index(has_target)),
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
-        num_targets=int(is_target.sum()),
+        num_targets=int(has_target.sum()),
         adapters=shape.adapters,
         targets_of_shares=tuple(
-            int(share.sum()) for share in (np.split(is_target, len(shape.adapters)) if shape.adapters else ())
+            int(share.sum()) for share in (np.split(has_target, len(shape.adapters)) if shape.adapters else ())
         ),
     )
     return batch if shard.kind == "full" else _shard_batch(batch, shard)
@@ -167,10 +174,10 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
     return found
 
 
-def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Yield (inputs, targets) of each document of a batch. Inputs are the model's [1, L] without positions, which begin
-    at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the document to a multiple
-    of `multiple`, with token 0, which is not a target."""
+def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, int]]:
+    """Yield (inputs, targets, number of its source) of each document of a batch. Inputs are the model's [1, L] without
+    positions, which begin at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the
+    document to a multiple of `multiple`, with token 0, which is not a target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
@@ -181,7 +188,7 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch
             inputs = {"input_ids": pad(batch.inputs["input_ids"][row, own], padding)[None]}
             for name, value in encoded.items():
                 inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE)
+            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE), int(batch.sources[row, own][0])
 
 
 def single_rows(batch: Batch) -> Iterator[Batch]:
@@ -189,7 +196,8 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
     for row in range(len(batch.doc_ids)):
         own = slice(row, row + 1)
         inputs = {name: value[own] for name, value in batch.inputs.items()}
-        yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
+        tensors = {"targets": batch.targets[own], "doc_ids": batch.doc_ids[own], "sources": batch.sources[own]}
+        yield replace(batch, inputs=inputs, **tensors)
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
@@ -202,6 +210,7 @@ def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
         batch,
         inputs={**batch.inputs, "input_ids": batch.inputs["input_ids"][:, columns]},
         targets=targets,
+        sources=batch.sources[:, columns],
         target_index=torch.from_numpy(_target_index(is_target)),
         num_targets=int(is_target.sum()),
     )

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sftkit.config.schema import DataConfig, source_label
+from sftkit.data import hygiene
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
@@ -55,14 +56,40 @@ class StepBatches:
     "how many of these documents each micro-batch has"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
+    source_targets: tuple[int, ...] = (0,)
+    "target tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
     adapters: tuple[AdapterStep | None, ...] = ()
     "of several adapters the step of each; None: its data has ended"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the step for another process, with its tensors in one block of memory."""
+        # Each block of shared memory takes a connection between the processes, longer than building a batch.
+        tensors = [tensor for batch in self.micro_batches for tensor in batch.tensors()]
+        block = torch.zeros(sum(map(_in_block, tensors)), dtype=torch.uint8)
+        for piece, tensor in zip(block.split(list(map(_in_block, tensors))), tensors, strict=True):
+            piece[: tensor.nbytes] = tensor.flatten().view(torch.uint8)
+        empty = [batch.to(torch.device("meta")) for batch in self.micro_batches]
+        return _from_block, ({**vars(self), "micro_batches": empty}, block)
+
     def pin_memory(self) -> StepBatches:
         """Return the same step in pinned host memory; DataLoader calls it."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+
+
+def _in_block(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in the block of a step; each begins at a multiple of 64."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def _from_block(fields: dict[str, Any], block: torch.Tensor) -> StepBatches:
+    """Return a step whose tensors are views of a block, see StepBatches.__reduce__. `fields`: with meta tensors."""
+    empty = [tensor for batch in fields["micro_batches"] for tensor in batch.tensors()]
+    pieces = zip(block.split(list(map(_in_block, empty))), empty, strict=True)
+    views = (piece[: one.nbytes].view(one.dtype).view(one.shape) for piece, one in pieces)
+    micro_batches = [batch.each(lambda _: next(views)) for batch in fields["micro_batches"]]
+    return StepBatches(**{**fields, "micro_batches": micro_batches})
 
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
@@ -105,7 +132,10 @@ class StepDataset(Dataset[StepBatches]):
         lengths = self.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
-        source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
+        targets = self.num_targets[docs]
+        sources = self.examples.source[docs]
+        of_sources = [np.bincount(sources, weights=counts, minlength=len(names)) for counts in (lengths, targets)]
+        source_tokens, source_targets = (tuple(counts.astype(np.int64).tolist()) for counts in of_sources)
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
@@ -113,14 +143,15 @@ class StepDataset(Dataset[StepBatches]):
             micro_batches=[
                 self._with_noise(step, rows, self._collated(number, rows, shape)) for number, rows in enumerate(mine)
             ],
-            num_targets=int(self.num_targets[docs].sum()),
+            num_targets=int(targets.sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
             num_positions=self.layout.positions(batch.row_length),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
             documents_per_micro_batch=tuple(sum(map(len, rows)) for rows in mine),
-            source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
+            source_tokens=source_tokens,
+            source_targets=source_targets,
             document_lengths=tuple(lengths.tolist()),
         )
 
@@ -212,14 +243,22 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
+    data: DataConfig,
+    tokenize: RowTokenizer,
+    main_first: AbstractContextManager[object],
+    benchmarks: hygiene.Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source); within `main_first`, so that other ranks
-    find the cache."""
+    """Return (training documents, validation documents by source) that the settings choose; within `main_first`, so
+    that other ranks find the cache.
+
+    Args:
+        benchmarks: evaluation texts that training documents are compared with.
+    """
     with main_first:
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-    return training, validation
+        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+        return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

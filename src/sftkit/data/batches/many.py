@@ -49,6 +49,26 @@ def joint_layout(layouts: Sequence[Layout], train: TrainConfig) -> Layout:
     )
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """Tokens of several data sets, whose documents are numbered one set after the other."""
+
+    parts: list[Examples]
+    starts: np.ndarray
+    "int [parts + 1], the first document of each"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, is_target) of documents, one after the other."""
+        if not len(documents):
+            return self.parts[0].gather(documents)
+        owners = np.searchsorted(self.starts, documents, side="right") - 1
+        # Runs of documents of the same part.
+        runs = np.split(np.arange(len(documents)), np.flatnonzero(np.diff(owners)) + 1)
+        found = [self.parts[owners[run[0]]].gather(documents[run] - self.starts[owners[run[0]]]) for run in runs]
+        ids, is_target = map(np.concatenate, zip(*found, strict=True))
+        return ids, is_target
+
+
 def joined(parts: Sequence[tuple[str, Examples]]) -> Examples:
     """Return the documents of several data sets one after the other; sources are named after the first adapter that
     has them.
@@ -60,14 +80,13 @@ def joined(parts: Sequence[tuple[str, Examples]]) -> Examples:
         return parts[0][1]
     every = [examples for _, examples in parts]
     names = [tuple(f"{name}/{source}" for source in examples.source_names) for name, examples in parts]
-    starts = np.cumsum([0, *(len(examples.ids) for examples in every)])
     first = np.cumsum([0, *map(len, names)])
     return Examples(
-        np.concatenate([examples.ids for examples in every]),
-        np.concatenate([examples.is_target for examples in every]),
-        np.concatenate([[0], *(one.offsets[1:] + start for one, start in zip(every, starts, strict=False))]),
+        _Joined(every, np.cumsum([0, *map(len, every)])),
+        np.concatenate([examples.lengths for examples in every]),
+        np.concatenate([examples.num_targets for examples in every]),
         np.concatenate([examples.num_bytes for examples in every]),
-        np.concatenate([one.source + at for one, at in zip(every, first, strict=False)]).astype(np.int16),
+        np.concatenate([one.source + at for one, at in zip(every, first, strict=False)]),
         tuple(chain.from_iterable(names)),
         {f"{name}/{source}": counts for name, one in parts for source, counts in one.counts.items()},
         {f"{name}/{source}": found for name, one in parts for source, found in one.findings.items()},

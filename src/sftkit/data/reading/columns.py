@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.types import Finding, JsonObject, Kind
 from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
@@ -46,9 +45,9 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
 
 
 def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
-    """Sort findings: rows that are not learned from first, unused columns last, then by frequency. Counts are over
+    """Sort findings: rows that are not learned from first, how rows are read last, then by frequency. Counts are over
     `repeat` passes, as for all of a source."""
-    order = {"accepted": 1, "unused": 2}
+    order = {"accepted": 1, "unused": 2, "read": 3}
     findings = sorted(tally.values(), key=lambda one: (order.get(one.kind, 0), -one.rows))
     return tuple(replace(one, rows=one.rows * repeat) for one in findings)
 
@@ -58,17 +57,21 @@ def finding_text(finding: Finding) -> str:
     column quality, which is not used; the first: a.jsonl:1`."""
     if finding.reason == MORE_UNUSED:
         return f"further columns and keys are not used, of more than {MAX_UNUSED}; the first: {finding.first}"
+    if finding.kind == "read":
+        return f"{counted(finding.rows, 'row')} read as {finding.reason}; the first: {finding.first}"
     if finding.kind == "unused":
         rows = f"{counted(finding.rows, 'row')} {'has' if finding.rows == 1 else 'have'}"
         return f"{rows} a {finding.reason}, which is not used; the first: {finding.first}"
-    rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
+    nouns = {"skipped": "bad row", "left out": "document"}
+    rows = counted(finding.rows, nouns.get(finding.kind, "row"))
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 
 
 def log_findings(name: str, findings: Iterable[Finding]) -> None:
-    """Log one line for each reason."""
+    """Log one line for each reason that rows are left out, odd, or not used whole."""
     for one in findings:
-        log.warning("%s: %s", name, finding_text(one))
+        if one.kind != "read":
+            log.warning("%s: %s", name, finding_text(one))
 
 
 @contextmanager
@@ -102,12 +105,18 @@ FLAG_MARKS = ("loss_mask", "step_loss_mask")
 "Marks that are 0, 1, true or false."
 MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
 "True or 1: it is learned; false or 0: it is not."
-MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
-"Marks that no rule of sftkit honours: of characters, of tokens, or with the opposite meaning."
+PARTS = "train_detail"
+"Key of an answer that says which of its characters are learned (Axolotl)."
+MARKS_OF_PARTS = (PARTS, "assistant_masks", "assistant_mask", "completion_mask", "masked")
+"Marks next to a row that are not honoured: of characters, of tokens, or with the opposite meaning."
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 "Columns of rows that show more than text."
 PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages")
 "Columns of a good and a bad answer to one question."
+MASKS = ("assistant_masks", "assistant_mask", "completion_mask")
+"Columns next to input_ids that are 1 for each token that is learned."
+NEXT_TO_IDS = (*MASKS, "labels", "attention_mask", "position_ids")
+"Columns that are read next to input_ids."
 ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 "Names of the role that is learned, in a column mask."
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -131,13 +140,14 @@ REJECTED_KEYS = {
 "Keys of a message that training cannot honour, and what to do instead."
 _METADATA = """
 _id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
-category categories subject topic domain tags lang language languages model model_name generator url license date
-timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns file_name filename path
-file_path"""
+category categories subject topic domain tags tree_state lang language languages model model_name generator url license
+date timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns token_type_ids
+file_name filename path file_path"""
 METADATA = frozenset(_METADATA.split())
 "Names that describe a row or message and do not affect learning."
 SHAPES = """messages conversations instruction output response prompt completion question question_stem choices answer
-answerKey text content caption captions file_name input_ids from value function_call"""
+answerKey text content caption captions file_name input_ids from value function_call query answers conversation chat
+segments labels attention_mask position_ids"""
 "Columns by which rows are recognised, and keys of turns in other shapes."
 _MARKER = re.compile(r"<(image|video|audio)>")
 
@@ -149,9 +159,9 @@ def _snake(name: str) -> str:
     return re.sub(r"[\s-]+", "_", words).casefold()
 
 
-_KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
-_NAMES = frozenset(_KNOWN)
-_STANDARD = {_snake(name): name for name in _KNOWN}
+KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
+_NAMES = frozenset(KNOWN)
+_STANDARD = {_snake(name): name for name in KNOWN}
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +226,7 @@ def is_learned(row: JsonObject, where: str) -> bool:
             raise fault(where, "marks of parts / column", name=name)
     learned = True
     for name in MARKS:
-        value = _cell(row.get(name))
+        value = cell(row.get(name))
         marks = isinstance(value, list) and (name not in TRUTH_MARKS or all(isinstance(one, bool) for one in value))
         if marks and value:
             raise fault(where, "marks of parts / list", name=name)
@@ -229,13 +239,13 @@ def is_learned(row: JsonObject, where: str) -> bool:
 
 def understood(name: str, value: object) -> bool:
     """Return whether the value of a column label, kto_tag or of a mark is a truth value."""
-    value = _cell(value)
+    value = cell(value)
     if name in NUMBER_MARKS:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, bool) or (name in FLAG_MARKS and isinstance(value, int) and value in (0, 1))
 
 
-def _cell(value: object) -> object:
+def cell(value: object) -> object:
     """Return the truth value or number that a cell of a CSV file writes out; anything else as it is."""
     if not isinstance(value, str):
         return value
@@ -255,7 +265,7 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
         DataError: `label: false` as in KTO, or `mask` with anything but a role that is not learned anyway.
     """
     for name in ("label", "kto_tag"):
-        if understood(name, row.get(name)) and _cell(row[name]) is False:
+        if understood(name, row.get(name)) and cell(row[name]) is False:
             raise fault(where, "answer labelled false", column=name)
     mask = row.get("mask")
     if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
@@ -333,26 +343,7 @@ def is_plain(message: object) -> bool:
     """Return whether a message is a role and a text, which most are and which need no further look at their keys."""
     if not isinstance(message, dict) or len(message) != 2:
         return False
-    return isinstance(message.get("content"), str) and message.get("role", "function") != "function"
-
-
-def current_message(message: object, where: str) -> object:
-    """Return a message as it is written today: known names of keys, role tool for function, and tool_calls for
-    function_call (OpenAI until 2023). What is no object stays, for the check of messages."""
-    if not isinstance(message, dict) or is_plain(message):
-        return message
-    message = named(message, where)
-    if message.get("role") == "function":
-        message = {**message, "role": "tool"}
-    call = message.get("function_call")
-    if call is None:
-        return message
-    if not isinstance(call, dict):
-        raise wrong_kind(f"{where}: function_call", call, "an object with name", reason="malformed tool call")
-    if message.get("tool_calls"):
-        raise DataError(f"{where}: both function_call and tool_calls: keep one", reason="malformed tool call")
-    rest = {key: value for key, value in message.items() if key != "function_call"}
-    return {**rest, "content": message.get("content"), "tool_calls": [{"type": "function", "function": call}]}
+    return isinstance(message.get("content"), str) and "role" in message
 
 
 def check_keys(message: JsonObject, where: str) -> None:
@@ -360,6 +351,8 @@ def check_keys(message: JsonObject, where: str) -> None:
     if message.keys().isdisjoint(REJECTED_KEYS):
         return
     for key, advice in REJECTED_KEYS.items():
+        if key == PARTS and message["role"] == "assistant":
+            continue
         if not is_empty(message.get(key)) and message[key] is not False:
             raise DataError(f"{where}: {key} is not supported in a message: {advice}", reason="unsupported message key")
 

@@ -1,16 +1,16 @@
 """Check conversations before a template renders them: roles, content, tool calls, special tokens in texts.
 
-docs/data.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns in the
-shape of ShareGPT (from, value) are converted to messages here too.
+docs/data_formats.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns
+of other shapes are converted to messages here too: of ShareGPT (from, value), pairs, texts with speakers.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 
-from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty, is_plain
+from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, has_marker, is_empty, is_plain, named
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
@@ -250,39 +250,118 @@ def _strings(value: object) -> Iterable[str]:
             yield from _strings(item)
 
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
-    "function_call": "function_call",
-    **dict.fromkeys(("observation", "tool"), "tool"),
+# ---- other shapes ----------------------------------------------------------------------------------------------------
+
+
+ROLE_NAMES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bing"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "tool_call"),
+    **dict.fromkeys(("observation", "function", "tool_response", "ipython"), "tool"),
 }
-"Value of from -> role."
+"Name of a speaker, in any case -> role; tool_call: an answer whose text is the JSON of its calls."
 
 
-def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
-    """Convert a turn to a message; one of role and content stays as it is."""
-    if "from" not in turn or "value" not in turn:
-        if "role" in turn:
-            return turn
-        problem = f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value"
-        raise DataError(problem, reason="malformed conversations")
-    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+def current_message(message: object, where: str, names: Mapping[str, str] = ROLE_NAMES) -> object:
+    """Return a message as it is written today: known names of keys and roles, role and content for from and value, and
+    tool_calls for function_call (OpenAI until 2023). What is no object stays, for the check of messages.
+
+    Args:
+        names: ROLE_NAMES, with those of the source.
+    """
+    if not isinstance(message, dict) or (names is ROLE_NAMES and is_plain(message) and message["role"] in ROLES):
+        return message
+    message = named(message, where)
+    if "from" in message and "value" in message:
+        message = _of_turn(message, where, names)
+    role = message.get("role")
+    if (role not in ROLES or names is not ROLE_NAMES) and isinstance(role, str):
+        role = names.get(role.strip().casefold(), role)
+        calls = message.get("content")
+        if role == "tool_call":
+            calls = parse_json(calls, f"{where}: {message['role']}") if isinstance(calls, str) else calls
+            calls = calls if isinstance(calls, list) else [calls]
+            if not all(isinstance(call, dict) and "name" in call for call in calls):
+                raise DataError(f"{where}: {message['role']} without a name", reason="malformed tool call")
+            wrapped = [{"type": "function", "function": call} for call in calls]
+            return {**message, "role": "assistant", "content": "", "tool_calls": wrapped}
+        message = message if role == message["role"] else {**message, "role": role}
+    call = message.get("function_call")
+    if call is None:
+        return message
+    if not isinstance(call, dict):
+        raise wrong_kind(f"{where}: function_call", call, "an object with name", reason="malformed tool call")
+    if message.get("tool_calls"):
+        raise DataError(f"{where}: both function_call and tool_calls: keep one", reason="malformed tool call")
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return {**rest, "content": message.get("content"), "tool_calls": [{"type": "function", "function": call}]}
+
+
+def _of_turn(turn: JsonObject, where: str, names: Mapping[str, str]) -> JsonObject:
+    """Return a turn of ShareGPT with role and content."""
+    speaker = turn["from"]
+    role = names.get(speaker.strip().casefold()) if isinstance(speaker, str) else None
     if role is None:
-        raise fault(where, "unknown role / turn", given=turn["from"], roles=", ".join(SHAREGPT_ROLES))
-    calls_tools = role == "function_call"
+        raise fault(where, "unknown role / turn", given=speaker, roles=", ".join(names))
+    said = {"role": speaker if role == "tool_call" else role, "content": turn["value"]}
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    content = "" if calls_tools else turn["value"]
-    for key, said in {"role": "assistant" if calls_tools else role, "content": content}.items():
-        if rest.get(key) not in (None, "", said, turn["from"]):
+    for key, value in said.items():
+        if rest.get(key) not in (None, "", value, speaker):
             raise fault(where, "malformed conversations", key=key)
-    if not calls_tools:
-        return {**rest, "role": role, "content": content}
-    value = turn["value"]
-    if isinstance(value, str):
-        value = parse_json(value, f"{where}: function_call")
-    calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    wrapped = [{"type": "function", "function": call} for call in calls]
-    return {**rest, "role": "assistant", "content": "", "tool_calls": wrapped}
+    return {**rest, **said}
+
+
+def pairs_to_messages(pairs: Iterable[Iterable[object]]) -> list[JsonObject]:
+    """Return the messages of pairs of a question and its answer."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n\s*)(Human|Assistant|SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
+_CALL = re.compile(r"<functioncall>\s*(\{.*\})", re.DOTALL)
+_QUOTED = re.compile(r"""\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
+"A call of Glaive's, whose arguments are JSON in single quotation marks."
+_FUNCTIONS = re.compile(r",? with access to the following functions\. Use them if required -?\s*(?=\{)")
+
+
+def is_transcript(text: object) -> bool:
+    """Return whether a value is the text of turns, each after its speaker, as HH-RLHF and Glaive write them."""
+    return isinstance(text, str) and _SPEAKER.match(text) is not None
+
+
+def transcript_messages(text: str, where: str) -> list[JsonObject]:
+    """Return the messages of the text of turns, with Glaive's function calls as tool calls."""
+    roles = {"FUNCTION RESPONSE": "tool", "Human": "user"}
+    messages: list[JsonObject] = []
+    _, *turns = _SPEAKER.split(text)
+    for speaker, said in zip(turns[::2], turns[1::2], strict=True):
+        content = said.strip().removesuffix("<|endoftext|>").strip()
+        message = {"role": roles.get(speaker, speaker.lower()), "content": content}
+        if message["role"] == "assistant" and (call := _CALL.search(content)):
+            quoted = _QUOTED.fullmatch(call[1])
+            function = {"name": quoted[1], "arguments": quoted[2].replace("\\'", "'")} if quoted else None
+            message["tool_calls"] = [
+                {"type": "function", "function": function or parse_json(call[1], f"{where}: function call")}
+            ]
+            message["content"] = (content[: call.start()] + content[call.end() :]).strip()
+        messages.append(message)
+    return messages
+
+
+def functions_of(system: str) -> tuple[str, list[JsonObject]]:
+    """Return a system text of Glaive's without the functions that it lists, and these; all of the text if they are no
+    JSON."""
+    text = system.removeprefix("SYSTEM:").strip()
+    functions: list[JsonObject] = []
+    if (listed := _FUNCTIONS.search(text)) is None:
+        return text, functions
+    at = listed.end()
+    while at < len(text):
+        try:
+            function, at = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            return text, []
+        functions.append(function)
+        at += len(text[at:]) - len(text[at:].lstrip())
+    return f"{text[: listed.start()]}.", functions

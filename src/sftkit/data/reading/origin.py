@@ -1,12 +1,14 @@
-"""Find where the rows of a source are: a builtin, local files, or a dataset of the Hugging Face hub. No torch.
+"""Find where the rows of a source are: a builtin, local files, files at a URL, or a dataset of the Hugging Face hub. No
+torch.
 
 Names decide which of a folder's files hold the requested split. A downloaded hub dataset with configurations in its
-README.md is read by datasets, as on the hub. Slices of a split are written as in datasets: train[:1000], train[10%:].
-Without network the hub's cache is used, or the error is quick and clear.
+README.md is read by datasets, as on the hub. Slices of a split are written as in datasets: train[:1000], train[10%:],
+and so are joined splits: train+test. Without network the hub's cache is used, or the error is quick and clear.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -15,20 +17,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from sftkit.config.commands import similar_paths
-from sftkit.config.schema import SourceConfig
+from sftkit.config.commands import WILDCARD, similar_paths
+from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers
-from sftkit.data.reading.readers import SUFFIXES, RawRow, suffix_of, without_fill
+from sftkit.data.reading import readers, remote, settings
+from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
-from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
+from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
 
 T = TypeVar("T")
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 FARTHEST = 10_000
 "The most rows before a slice that are skipped to look at its beginning."
 
@@ -80,8 +83,6 @@ def _index(bound: str, total: int) -> int:
     return max(0, rows + total) if bound.startswith("-") else rows
 
 
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-"Suffixes by which a folder of pictures alone is known."
 ABOUT = {
     *("readme.txt", "license.txt", "licence.txt", "notice.txt", "dataset_info.json", "dataset_infos.json"),
     *("dataset_dict.json", "config.json", "state.json"),
@@ -102,42 +103,51 @@ SAMPLED_PARTS = 16
 "Parts of a large file that are hashed, its head and tail included."
 
 
-def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
+def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) -> tuple[list[AnyPath], str]:
     """Return the files that hold the requested split, and in words which splits a folder has and what is left out.
 
-    Names give the splits (`split_of`), and `subset` keeps the files with that name in their path.
+    Names give the splits (`split_of`), and `subset` keeps the files with that name in their path. A file that
+    `source.files` names without a wildcard is of the requested split.
+
+    Args:
+        root: the folder that the names are relative to.
+        present: all of its files, or those that match `source.files`.
 
     Raises:
         ConfigError, DataError: there are none, or some cannot be read.
     """
     split = base_split(source.split)
-    if root.is_file():
-        if suffix_of(root) is None:
-            raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
-        if split not in ("train", split_of(Path(root.name))):
-            problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
-            raise ConfigError(problem)
-        return [root], ""
-    present = sorted(_walk(root))  # sorted: the order of documents must not depend on the file system
-    files = [path for path in present if _is_data(path, root)]
+    relative = {path: path.relative_to(root) for path in present}
+    named = {root / name for name in source.files or () if not WILDCARD.search(name)}
+    saved = {folder: _saved_files(folder) for folder in {path.parent for path in present} if isinstance(folder, Path)}
+    files = [
+        path
+        for path in present
+        if _is_data(path, relative[path], named=path in named)
+        and (saved.get(path.parent) is None or path.name in (saved[path.parent] or ()))
+    ]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
-        parts = {path: path.relative_to(root).parts for path in files}
-        files = [path for path in files if any(p == source.subset or p.startswith(starts) for p in parts[path])]
+        files = [
+            path for path in files if any(p == source.subset or p.startswith(starts) for p in relative[path].parts)
+        ]
     if not files:
         raise DataError(f"{root}: {_nothing_here(source, present)}")
-    splits = {path: split_of(path.relative_to(root)) for path in files}
-    wanted = SPLITS.get(split, split)
+    # The folders of a DatasetDict have the exact names of its splits.
+    is_dict = root / "dataset_dict.json" in relative
+    wanted = split if is_dict else SPLITS.get(split, split)
+    splits = {path: relative[path].parts[0] if is_dict else split_of(relative[path]) for path in files}
+    splits |= dict.fromkeys(named & splits.keys(), wanted)
     chosen = [path for path in files if splits[path] == wanted] or [
         path
         for path in files
         # A split of another name is that of a folder, or of a file without its suffixes.
-        if split not in SPLITS and split in (*path.relative_to(root).parts[:-1], path.name.partition(".")[0])
+        if split not in SPLITS and split in (*relative[path].parts[:-1], path.name.partition(".")[0])
     ]
     if not chosen:
         problem = f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
         raise ConfigError(problem)
-    left_out = [path for path in present if path not in splits and not _is_silent(path, root)]
+    left_out = [path for path in present if path not in splits and not _is_silent(path, relative[path])]
     said = [_splits_text(splits, chosen, root), *_doubts(chosen, root)]
     if left_out:
         # Files that could be data come first: a README is expected there.
@@ -146,12 +156,44 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
     return chosen, "; ".join(said)
 
 
-def split_of(relative: Path) -> str:
+def _check_alone(source: SourceConfig, path: PurePath) -> None:
+    """Reject a source of one file if it holds no rows, or neither the split train nor the requested one by its name."""
+    split = base_split(source.split)
+    if source.files:
+        raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
+    if suffix_of(path) is None:
+        raise ConfigError(f"data source {source.path}: not one of {KINDS_OF_FILES}")
+    if split not in ("train", split_of(PurePath(path.name))):
+        problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
+        raise ConfigError(problem)
+
+
+def _saved_files(folder: Path) -> set[str] | None:
+    """Return the names of the files of a dataset that `save_to_disk` wrote into a folder, whose other files are
+    leftovers; None: it wrote nothing there.
+
+    Raises:
+        DataError: some of them are not there, or the dataset is an old one with rows in another order.
+    """
+    try:
+        state = readers.loads((folder / "state.json").read_bytes())
+        assert isinstance(state, dict)
+        names = {one["filename"] for one in state["_data_files"]}
+    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+        return None
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise DataError(f"{folder}: state.json names {first_of(missing)}, not there. Was all of the dataset copied?")
+    if state.get("_indices_data_files"):
+        raise DataError(f"{folder}: a selection of rows of another file: write it again, with a recent save_to_disk")
+    return names
+
+
+def split_of(relative: PurePath) -> str:
     """Return the split that a path names; train if it names none."""
     return _named_split(relative) or "train"
 
 
-def _named_split(relative: Path) -> str | None:
+def _named_split(relative: PurePath) -> str | None:
     """Return the split that the innermost part of a path names.
 
     A part names a split if it begins with one of its words (train.jsonl, test/, dev-2.csv), never by a word inside it.
@@ -169,6 +211,8 @@ def _named_split(relative: Path) -> str | None:
                 found = SPLITS.get(stem.rpartition("-")[2])
             if found:
                 return found
+        if found := SPLITS.get(_CACHED.sub(r"\1", name)):
+            return found
         word = _WORD.match(name)
         if word and word[0] in SPLITS:
             return SPLITS[word[0]]
@@ -177,6 +221,7 @@ def _named_split(relative: Path) -> str | None:
 
 _SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
 _WORD = re.compile(r"[a-z]+")
+_CACHED = re.compile(r".*-([a-z]+)\.arrow")  # in the cache of datasets: gsm8k-test.arrow
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -194,34 +239,52 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (path for path in (Path(folder, name) for name in folders) if path.is_symlink())
 
 
-def _is_data(path: Path, root: Path) -> bool:
-    """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data.
+def _matching(source: SourceConfig, root: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return the files below a folder that match patterns, in the order of their names.
+
+    Raises:
+        ConfigError: nothing matches one of the patterns.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        inside = not pattern.startswith("/") and ".." not in pattern.split("/")
+        exact = pattern if WILDCARD.search(pattern) else glob.escape(pattern)
+        matches = glob.glob(exact, root_dir=root, recursive=True) if inside else []
+        if not matches:
+            raise ConfigError(f"data source {source.path}: nothing in {root.resolve()} matches {pattern}")
+        found |= {root / name for name in matches}
+    return sorted(found)
+
+
+def _is_data(path: PurePath, relative: PurePath, *, named: bool) -> bool:
+    """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data, or named by the
+    recipe.
 
     Raises:
         DataError: it is a link to a file that is not there.
     """
-    hidden = any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-    if suffix_of(path) is None or hidden or path.name.lower() in ABOUT:
+    hidden = any(part.startswith((".", "_")) for part in relative.parts)
+    if suffix_of(path) is None or ((hidden or path.name.lower() in ABOUT) and not named):
         return False
-    if path.is_symlink() and not path.exists():
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
         raise DataError(f"{path}: a link to {os.readlink(path)}, which is not there. Was all of the dataset copied?")
-    return path.is_file()
+    return not isinstance(path, Path) or path.is_file()
 
 
-def _is_silent(path: Path, root: Path) -> bool:
+def _is_silent(path: PurePath, relative: PurePath) -> bool:
     """Return whether a file that is left out needs no word: a picture, which rows name, or a hidden one of no data."""
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    hidden = any(part.startswith(".") for part in relative.parts)
     return path.suffix.lower() in PICTURE_SUFFIXES or (hidden and suffix_of(path) is None)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
 
 
-def _names(paths: Iterable[Path], root: Path) -> str:
+def _names(paths: Iterable[PurePath], root: PurePath) -> str:
     return first_of([path.relative_to(root) for path in paths], NAMES_SHOWN)
 
 
-def _splits_text(splits: Mapping[Path, str], chosen: list[Path], root: Path) -> str:
+def _splits_text(splits: Mapping[AnyPath, str], chosen: list[AnyPath], root: PurePath) -> str:
     """Return how many files each split has, the chosen ones first, and the names of the others."""
     others = {path: split for path, split in splits.items() if path not in set(chosen)}
     name = splits[chosen[0]]
@@ -232,14 +295,14 @@ def _splits_text(splits: Mapping[Path, str], chosen: list[Path], root: Path) -> 
     return ", ".join(words)
 
 
-def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
+def _doubts(chosen: Sequence[PurePath], root: PurePath) -> Iterator[str]:
     """Yield what may be wrong with the files of a split, which only their owner knows."""
     relative = [path.relative_to(root) for path in chosen]
     # Next to files named train, one of another name may be there by mistake: it would be trained on.
     unnamed = [path for path in relative if _named_split(path) is None]
     if unnamed and any(_named_split(path) == "train" for path in relative):
         yield f"read as train, although its name has no split: {first_of(unnamed, NAMES_SHOWN)}"
-    shards: dict[tuple[Path, str, str], set[str]] = {}
+    shards: dict[tuple[PurePath, str, str], set[str]] = {}
     for path in relative:
         if shard := _SHARD.match(path.name):
             shards.setdefault((path.parent, shard["split"], shard["total"]), set()).add(shard["index"])
@@ -248,16 +311,13 @@ def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
             yield f"{len(found)} of the {int(total)} shards of {name} are there"
 
 
-def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
+def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
     """Return why a folder has no data, and what to do."""
     of = f' with subset "{source.subset}"' if source.subset else ""
-    suffixes = {path.suffix.lower() for path in present}
     advice = ""
-    if suffixes & {*PICTURE_SUFFIXES}:
+    if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
         advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    elif ".arrow" in suffixes:
-        advice = "; a dataset of save_to_disk: write it with to_parquet or to_json"
-    return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{advice}"
+    return f"no file{of} of the kinds {KINDS_OF_FILES} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
@@ -331,7 +391,8 @@ def _of_datasets(source: SourceConfig, load: Callable[[], Any]) -> Origin:
 
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
-    return Origin(raw_rows, lambda: load()._fingerprint)
+    said = f"commit {source.revision}" if source.revision else ""
+    return Origin(raw_rows, lambda: load()._fingerprint, said=said)
 
 
 # Any: datasets has no types.
@@ -348,12 +409,13 @@ def load_from_hub(source: SourceConfig, path: str | None = None) -> Any:
     connected = path is not None or hub_answers()
     try:
         with nullcontext() if connected else offline():
-            return datasets.load_dataset(path or source.path, source.subset, split=source.split)
+            revision = None if path else source.revision
+            return datasets.load_dataset(path or source.path, source.subset, split=source.split, revision=revision)
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
         if not connected:
             from huggingface_hub import constants
 
-            if (folder := _cached_snapshot(source.path)) is None:
+            if (folder := _cached_snapshot(source)) is None:
                 place = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
                 raise _missing(source, place) from None
             return folder
@@ -368,23 +430,26 @@ def check_dataset(source: SourceConfig) -> None:
     Raises:
         ConfigError: where it was looked for, and what to do.
     """
-    if reason := unavailable_reason(source.path, "dataset"):
+    if reason := unavailable_reason(source.path, "dataset", source.revision):
         raise _missing(source, reason)
-    _in_snapshot(source)
+    _joined(source, _in_snapshot)
 
 
 def _in_snapshot(source: SourceConfig) -> Origin | None:
     """Find a source in a downloaded snapshot with configurations if the hub does not answer: datasets would take the
     configuration that its own cache has."""
-    folder = None if hub_answers() else _cached_snapshot(source.path)
-    return _by_configuration(source, folder) if folder and has_configurations(folder) else None
+    folder = None if hub_answers() else _cached_snapshot(source)
+    if folder is None or source.files or not has_configurations(folder):
+        return None
+    return replace(_by_configuration(source, folder), said=f"commit {folder.name}")
 
 
-def _cached_snapshot(name: str) -> Path | None:
+def _cached_snapshot(source: SourceConfig) -> Path | None:
     from huggingface_hub import snapshot_download
 
+    where: Any = {"revision": source.revision, "repo_type": "dataset", "local_files_only": True}
     try:
-        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+        return Path(snapshot_download(source.path, **where))
     except Exception:  # anything that the client raises for a name that it does not know
         return None
 
@@ -443,32 +508,94 @@ class Origin:
     "of a folder: which files are of which split, and which are left out"
 
 
-def find_source(source: SourceConfig) -> Origin:
+def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
     """Find a source and the rows of it that are asked for, or raise a ConfigError that lists the places where it
-    was looked for. Reads no rows."""
-    found = find_here(source) or _on_hub(source)
+    was looked for. Reads no rows.
+
+    Args:
+        data: says where copies of files at URLs are kept, and how many; None: its defaults.
+    """
+    found = _joined(source, lambda part: find_here(part, data) or _with_settings(_on_hub(part, data), part))
+    assert found is not None
     return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
 
 
-def _on_hub(source: SourceConfig) -> Origin:
-    """Find a source on the hub, or in the cache of it."""
+def _with_settings(found: Origin, source: SourceConfig) -> Origin:
+    """Return an origin whose rows are those that the source's settings ask for."""
+    settings.check(source)
+    return replace(
+        found,
+        rows=lambda: settings.with_settings(found.rows(), source),
+        beginning=lambda: settings.with_settings(found.beginning(), source),
+    )
+
+
+def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None]) -> Origin | None:
+    """Find each of the splits that are joined by +, and return their rows one after the other; None: not found."""
+    parts = [find(replace(source, split=split)) for split in source.split.split("+")]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len(found) == 1:
+        return found[0] if len(parts) == 1 and found else None
+    sizes = [part.num_bytes for part in found if part.num_bytes is not None]
+    return Origin(
+        lambda: chain.from_iterable(part.rows() for part in found),
+        lambda: [part.identity() for part in found],
+        found[0].beginning,
+        sum(sizes) if len(sizes) == len(found) else None,
+        "; ".join(dict.fromkeys(part.said for part in found if part.said)),
+    )
+
+
+def _on_hub(source: SourceConfig, data: DataConfig | None) -> Origin:
+    """Find a source on the hub at one commit, or in the cache of it."""
     if found := _in_snapshot(source):
         return found
+    if hub_answers():
+        source = replace(source, revision=commit_of(source.path, "dataset", source.revision) or source.revision)
+        if source.files:
+            found = _remote(replace(source, path=f"hf://datasets/{source.path}@{source.revision or 'main'}"), data)
+            return replace(found, said=f"commit {source.revision}; {found.said}")
+    elif source.revision or source.files:
+        folder = _cached_snapshot(source)
+        if folder is None:
+            raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
+        found = _local(source, folder)
+        return replace(found, said=f"commit {folder.name}; {found.said}")
     dataset = load_from_hub(source)
     return _local(source, dataset) if isinstance(dataset, Path) else _of_datasets(source, lambda: dataset)
 
 
-def find_here(source: SourceConfig) -> Origin | None:
+def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | None:
     """Find a source without the hub; None if a hub dataset may be meant."""
-    if source.path.startswith("builtin:"):
-        return _builtin(source)
+    if "+" in source.split:
+        return _joined(source, partial(find_here, data=data))
     path = Path(source.path)
+    is_url = remote.is_url(source.path)
+    known = source.path.startswith("builtin:") or is_url or path.exists() or WILDCARD.search(source.path)
+    if known and source.revision is not None:
+        raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
+    if source.path.startswith("builtin:"):
+        return _with_settings(_builtin(source), source)
+    if is_url:
+        return _with_settings(_remote(source, data), source)
     if path.exists():
-        return _local(source, path)
+        return _with_settings(_local(source, path), source)
+    if WILDCARD.search(source.path):
+        return _with_settings(_of_files(source, *files_of(source, *_wildcard(source))), source)
     if readers.looks_local(source.path):
         meant = similar_paths(source.path)
         raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){meant}")
     return None
+
+
+def _wildcard(source: SourceConfig) -> tuple[Path, list[Path]]:
+    """Return the folder before the first wildcard of a path, and the files that the path matches."""
+    if source.files:
+        raise ConfigError(f"data source {source.path}: wildcards are in path or in files, not in both")
+    parts = Path(source.path).parts
+    first = next(i for i, part in enumerate(parts) if WILDCARD.search(part))
+    root = Path(*parts[:first])
+    return root, _matching(source, root, ["/".join(parts[first:])])
 
 
 def _builtin(source: SourceConfig) -> Origin:
@@ -494,9 +621,19 @@ def _builtin(source: SourceConfig) -> Origin:
 
 def _local(source: SourceConfig, path: Path) -> Origin:
     """Find a source in a file or folder."""
+    if path.is_file():
+        _check_alone(source, path)
+        return _of_files(source, [path])
+    if source.files:
+        return _of_files(source, *files_of(source, path, _matching(source, path, source.files)))
     if has_configurations(path):
         return _by_configuration(source, path)
-    files, said = files_of(source, path)
+    # Sorted, because the order of documents must not depend on the file system.
+    return _of_files(source, *files_of(source, path, sorted(_walk(path))))
+
+
+def _of_files(source: SourceConfig, files: Sequence[Path], said: str = "") -> Origin:
+    """Return the origin of some files."""
 
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
@@ -505,3 +642,19 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
     num_bytes = sum(file.stat().st_size for file in files)
     return Origin(rows, partial(content_identity, files), first, num_bytes, said)
+
+
+def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
+    """Find a source in files at a URL. What the file system says of them identifies them, so nothing is fetched."""
+    root, listed = remote.list_files(source)
+    files, said = list(listed), ""
+    if files == [root]:
+        _check_alone(source, root)
+    else:
+        files, said = files_of(source, root, sorted(listed))
+    chosen = [listed[path] for path in files]
+
+    def raw_rows() -> Iterator[RawRow]:
+        return (row for copy in remote.local_copies(chosen, data) for row in readers.rows_of(copy))
+
+    return Origin(partial(sliced, raw_rows, source), lambda: [one.identity for one in chosen], said=said)

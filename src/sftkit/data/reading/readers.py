@@ -1,20 +1,25 @@
-"""Read local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
+"""Read local files to raw rows: JSON lines, JSON, Parquet, Arrow, CSV, TSV, text and WebDataset archives, also
+compressed.
 
 Each row has a name (file:line) for messages. A row that cannot be read is one bad row where the next row can still be
 found. The nulls that Arrow adds to rows of tables are removed.
 """
 
+import bz2
 import codecs
 import csv
 import gzip
+import io
 import json
+import lzma
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from pathlib import Path
-from typing import IO, cast
+from itertools import count, groupby
+from pathlib import Path, PurePath
+from typing import IO, Any, cast
 
 from sftkit.config.schema import SourceConfig
 from sftkit.errors import DataError, fault
@@ -26,13 +31,15 @@ def without_fill(value: object, feature: object = None) -> object:
 
     A column of objects has one set of keys for all rows, so `{"x": 1}` next to `{"y": 2}` is read as `{"x": 1, "y":
     None}`. Nulls of the source look the same and are removed too. Elements of lists stay, and so do values that
-    `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
+    `datasets` and Arrow keep as JSON, where a null is one that somebody wrote.
 
     Args:
-        feature: the type of the value in `datasets`; None: Arrow's own.
+        feature: the type of the value in `datasets`, or in Arrow as `_feature`; None: any but JSON.
     """
     if type(feature).__name__ == "Json":
         return value
+    if type(feature).__name__ == "JsonType":
+        return loads(value) if isinstance(value, str) else value
     if isinstance(value, dict):
         types = feature if isinstance(feature, dict) else {}
         return {key: without_fill(item, types.get(key)) for key, item in value.items() if item is not None}
@@ -42,15 +49,17 @@ def without_fill(value: object, feature: object = None) -> object:
     return value
 
 
-RawRow = tuple[str, object]
+RawRow = tuple[str, object] | tuple[str, object, SourceConfig]
 """(place of the row, the row): an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or
-the DataError to raise for it."""
+the DataError to raise for it; and its source, if settings of that say how the row is parsed."""
 LONGEST_RECORD = 32 * 2**20
 "The most bytes of a line, or of a file that is one text: anything longer is no record, and could use up the memory."
 LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+"Suffixes by which a folder of pictures alone is known."
 OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark begins it
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -63,19 +72,32 @@ OTHER_CONTENTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the data. Fetch it: git lfs pull",
     b"\x1f\x8b": "compressed by gzip: name it .gz",
     b"PK\x03\x04": "a zip archive: unpack it",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
-    b"\xfd7zXZ": "compressed by xz: unpack it",
-    b"BZh91AY": "compressed by bzip2: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: name it .zst",
+    b"\xfd7zXZ": "compressed by xz: name it .xz",
+    b"BZh91AY": "compressed by bzip2: name it .bz2",
     b"PAR1": "Parquet: name it .parquet",
-    b"ARROW1": "an Arrow file: write it as Parquet",
+    b"ARROW1": "an Arrow file: name it .arrow",
     b"%PDF-": "a PDF: take its text",
 }
 "First bytes of a file -> what it is in spite of its name, and what to do."
 
 
-def suffix_of(path: Path) -> str | None:
+def _zstd(path: Path) -> IO[bytes]:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+# Any: each of them returns a type of its own.
+COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+"Suffix after that of the kind -> the function that opens such a file for what was compressed."
+KINDS_OF_FILES = f"{', '.join(SUFFIXES)} (also {', '.join(COMPRESSED)})"
+
+
+def suffix_of(path: PurePath) -> str | None:
     """Return the kind of a file: .jsonl for a.jsonl and a.jsonl.gz; None if it is not a known one."""
-    name = path.name.lower().removesuffix(".gz")
+    name = path.name.lower()
+    name = name.removesuffix(next(filter(name.endswith, COMPRESSED), ""))
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
@@ -106,7 +128,7 @@ def parsed(raw: RawRow) -> object:
     Raises:
         DataError: it is not JSON, or the error of a row that could not be read.
     """
-    where, value = raw
+    where, value = raw[:2]
     if isinstance(value, DataError):
         raise value
     return parse_json(value, where) if isinstance(value, bytes) else value
@@ -172,6 +194,8 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     readers: dict[str | None, Callable[[Path], Iterator[RawRow]]] = {
         ".json": partial(_json, beginning=beginning),
         ".parquet": _parquet,
+        ".arrow": _arrow,
+        ".tar": _tar,
         **dict.fromkeys((".csv", ".tsv"), _delimited),
         **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
     }
@@ -179,21 +203,24 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         yield from readers.get(kind, _text)(path)
     except DataError:
         raise
-    except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
+    except Exception as error:  # a file of foreign origin can make its readers raise anything
         reason = str(error).strip() or type(error).__name__
         raise DataError(f"{path}: cannot be read as {kind}: {reason}") from error
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a text file for its bytes.
+def _open(path: Path, *, text: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file for its bytes, decompressed.
 
     Raises:
-        DataError: it is in an encoding that is not read.
+        DataError: a text in an encoding that is not read.
     """
-    with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb") as file:
+    with COMPRESSED.get(path.suffix.lower(), partial(open, mode="rb"))(path) as file:
         head = file.peek(64)[:64]
         _check_content(head, path)
+        if not text:
+            yield file
+            return
         found = next((name for mark, name in OTHER_MARKS.items() if head.startswith(mark)), None)
         # Without a mark: every second byte of a text in mostly Latin letters is zero.
         if found is None and max(head[0::2].count(0), head[1::2].count(0)) > len(head) / 4 > 1:
@@ -201,7 +228,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         if found is not None:
             problem = f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}"
             raise DataError(problem, reason="not UTF-8")
-        yield cast(IO[bytes], file)
+        yield file
 
 
 def _check_content(head: bytes, path: Path) -> None:
@@ -260,6 +287,9 @@ def _json(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(value))
 
 
+# ---- tables and archives ---------------------------------------------------------------------------------------------
+
+
 def _parquet(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet
@@ -267,10 +297,91 @@ def _parquet(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as opened:
         _check_content(opened.read(64).removeprefix(b"PAR1"), path)
     file = pyarrow.parquet.ParquetFile(path)
-    if twice := [name for name, times in Counter(file.schema_arrow.names).items() if times > 1]:
+    return _table_rows(path, file.schema_arrow, file.iter_batches(batch_size=1024))
+
+
+def _arrow(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of an Arrow file, or of a stream, which `datasets` writes."""
+    import pyarrow.ipc
+
+    with path.open("rb") as opened:
+        head = opened.read(64)
+        _check_content(head.removeprefix(b"ARROW1"), path)
+        is_file = head.startswith(b"ARROW1")
+        opened.seek(-min(8, len(head)), io.SEEK_END)
+        # A reader takes a stream that breaks off between two batches for a whole one.
+        if not is_file and opened.read() != b"\xff\xff\xff\xff\0\0\0\0":
+            raise DataError(f"{path}: an Arrow stream without its end mark: it breaks off. Copy or write it again")
+    with pyarrow.memory_map(str(path)) as mapped:
+        if is_file:
+            file = pyarrow.ipc.open_file(mapped)
+            yield from _table_rows(path, file.schema, map(file.get_batch, range(file.num_record_batches)))
+        else:
+            stream = pyarrow.ipc.open_stream(mapped)
+            yield from _table_rows(path, stream.schema, stream)
+
+
+# Any: pyarrow has no types.
+def _table_rows(path: Path, schema: Any, batches: Iterable[Any]) -> Iterator[RawRow]:
+    """Yield the rows of a table."""
+    if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
         raise DataError(f"{path}: several columns are named {', '.join(twice)}")
-    rows = (without_fill(row) for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+    types = {field.name: _feature(field.type) for field in schema}
+    parts = (batch.slice(first, 1024) for batch in batches for first in range(0, batch.num_rows, 1024))
+    rows = (without_fill(row, types) for part in parts for row in part.to_pylist())
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
+
+
+def _feature(kind: Any) -> object:
+    """Return an Arrow type in the form of the features of `datasets`: an object of types, a list of one, or itself."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _feature(field.type) for field in kind}
+    return [_feature(kind.value_type)] if hasattr(kind, "value_type") else kind
+
+
+def _tar(path: Path) -> Iterator[RawRow]:
+    """Yield the samples of a WebDataset archive: neighbours whose names are the same up to the first dot.
+
+    The columns of a .json member and the text of a .txt member are a row. Other members are columns that hold their
+    names, a picture the column image.
+    """
+    with _open(path, text=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        members = (member for member in archive if member.isfile())
+        for name, sample in groupby(members, key=lambda member: _sample_name(member.name)[0]):
+            where = f"{path}:{name}"
+            row: dict[str, object] = {}
+            bad: DataError | None = None
+            for member in sample:
+                kind = _sample_name(member.name)[1]
+                suffix = f".{kind.rpartition('.')[2]}"
+                if kind not in ("json", "txt"):
+                    row["image" if suffix in PICTURE_SUFFIXES else kind or "member"] = member.name
+                    continue
+                content = cast(IO[bytes], archive.extractfile(member)).read(LONGEST_RECORD + 1)
+                try:
+                    if len(content) > LONGEST_RECORD:
+                        raise _too_long(where)
+                    value = parse_json(content, where) if kind == "json" else {"text": content.decode("utf-8-sig")}
+                    if not isinstance(value, dict):
+                        raise wrong_kind(f"{where}.json", value, "an object", reason="row is not an object")
+                    if two := [key for key in row.keys() & value.keys() if row[key] != value[key]]:
+                        problem = f"{where}: two members have a column {two[0]}, and they differ: keep one"
+                        raise DataError(problem, reason="two columns of one name")
+                    row |= value
+                except UnicodeDecodeError as error:
+                    bad = not_utf8(where, error)
+                except DataError as error:
+                    bad = error
+            yield where, bad or row
+
+
+def _sample_name(name: str) -> tuple[str, str]:
+    """Return the name of the sample that a member belongs to, and the rest of the member's name, its kind."""
+    folder, slash, last = name.rpartition("/")
+    stem, _, kind = last.partition(".")
+    return f"{folder}{slash}{stem}", kind.lower()
 
 
 # ---- CSV and TSV -----------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Convert rows of published datasets, recognised by their columns, to one shape: text, messages or a picture."""
+"""Convert rows of published datasets, recognised by their columns, to text, messages, a picture or tokens."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -11,28 +11,34 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from sftkit.data.reading import columns, conversation
-from sftkit.data.reading.conversation import turn_to_message
+import numpy as np
+
+from sftkit.config.schema import SourceConfig
+from sftkit.data.reading import columns, conversation, settings
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
 
 Raw = JsonObject
 
-ACCEPTED = """messages | conversations (from, value) | instruction, output [input] [history] |
-instruction, response [context] [history] | prompt, completion [history] | prompt, response [history] |
-question, choices, answer or answerKey | question, answer [context] [history] |
-image or file_name with caption, captions or text | text | content; next to any conversation: system or system_prompt,
-tools or functions, documents, chat_template_kwargs"""
+ACCEPTED = """messages | conversations, conversation or chat (from, value; pairs; text of turns) |
+instruction, output [input] [history] | instruction, response [context] [history] | prompt, completion [history] |
+prompt, response [history] | query, response [history] | query, answers | question, choices, answer or answerKey |
+question, answer or response [context] [history] | input, output [history] | input_ids with labels or a mask |
+segments | image or file_name with caption, captions or text | text | content; next to any conversation: system or
+system_prompt, tools or functions, documents, chat_template_kwargs"""
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
     "a picture",
     "tokenized row",
+    "tree of answers",
     "preference row",
 }
 "Reasons to reject a row for its columns, which all rows of a file share."
 
+ELSEWHERE = "tokenized elsewhere"
+"Name of the kind of rows that hold tokens."
 GENERATED = "builtin:"
 "Prefix of the names of pictures that are generated, not read."
 
@@ -44,11 +50,19 @@ RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", 
 
 
 def parse(raw: RawRow) -> Row:
-    """Convert a raw row to a Row; raises a DataError for a bad one."""
-    return convert(parsed(raw), raw[0])
+    """Convert a raw row to a Row, as the settings of its source say; raises a DataError for a bad one, and LeftOut for
+    one that `where` leaves out."""
+    found = parsed(raw)
+    if len(raw) == 2:
+        return convert(found, raw[0])
+    where, _, source = raw
+    if isinstance(found, dict):
+        settings.check_where(found, source, where)
+        found = settings.moved(found, source)
+    return convert(found, where, source)
 
 
-def convert(raw: object, where: str) -> Row:
+def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null columns and NaN
     count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
     if not isinstance(raw, dict):
@@ -56,52 +70,82 @@ def convert(raw: object, where: str) -> Row:
     # NaN is the null of tables.
     given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
     present = columns.named(given, where)
-    if not columns.is_empty(present.get("input_ids")):
-        raise fault(where, "tokenized row")
-    fitting = _fitting(tuple(present))
+    if "input_ids" in present and columns.is_empty(present["input_ids"]):
+        del present["input_ids"]
+    fitting, name = _shapes(frozenset(present))
+    if fitting and fitting[0].columns[0] in _IF_TURNS:
+        fitting = tuple(shape for shape in fitting if _holds_turns(shape, present))
+        name = _named(fitting, present) if fitting else ""
     if not fitting:
         columns.check_preferences(present, [], where)
+        if "message_tree_id" in present:
+            raise fault(where, "tree of answers")
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         shapes = " ".join(ACCEPTED.split())
         raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
+    of_tokens = shape.convert is _tokens
+    marked = {k: v for k, v in present.items() if k not in columns.MASKS} if of_tokens else present
     row = shape.make(present, where)
-    if not columns.is_learned(present, where):
-        row = replace(row, learned=False)
+    # The fields of the row that no kind of rows decides; written at once, for a copy of a Row takes as long as JSON.
+    fields: dict[str, Any] = {"learned": columns.is_learned(marked, where), "shape": name}
     marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
     used = {*shape.columns, *shape.extra, *marks, *columns.MARKS_OF_PARTS}
     if row.image is not None and row.text is None:
-        return replace(row, unused=columns.unused_columns(present, used, lambda: row.captions))
+        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: row.captions))
     columns.check_media(present, where)
     if row.messages is None:
+        if of_tokens and len(fitting) > 1:
+            raise fault(where, "tokenized row", columns=", ".join(fitting[1].columns))
         columns.check_preferences(present, [], where)
-        return replace(row, unused=columns.unused_columns(present, used, lambda: [row.text]))
+        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: [row.text]))
     labels = {name for name in ("label", "kto_tag") if name in present and not columns.understood(name, present[name])}
     used |= {*columns.SYSTEM, *columns.WITH_ANSWERS} - labels
-    row = _completed(row, present, shape)
+    fields |= _completed(row, present, shape, source)
     if not isinstance(row.messages, list):
-        return row  # conversation.validated rejects it
-    turns = columns.turns_of(row.messages)
-    used |= {*columns.check_preferences(present, turns, where)}
+        return replace(row, **fields)  # conversation.validated rejects it
+    turns = columns.turns_of(fields["messages"])
+    moved = (source and source.columns) or {}
+    if not any(path.partition(".")[0] in columns.PREFERENCES for path in moved.values()):
+        used |= {*columns.check_preferences(present, turns, where)}
     for other in fitting[1:]:
         used |= _repeated(other, shape, present, turns, where)
     texts = [text for _, text in turns]
     _check_context(present, used, texts, where)
     used |= {*columns.CONTEXT_COLUMNS}
     nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
-    unused = (*columns.unused_columns(present, used, lambda: texts), *(f"choices key {name}" for name in nested))
-    return replace(row, unused=unused) if unused else row
+    unused = columns.unused_columns(present, used, lambda: texts)
+    return replace(row, **fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
-@lru_cache(maxsize=256)
-def _fitting(names: tuple[str, ...]) -> list[RowShape]:
-    """Return the kinds of rows with these columns."""
-    return [shape for shape in FORMATS if all(column in names for column in shape.columns)]
+def as_read(row: Row, decode: Callable[[Sequence[int]], str]) -> str:
+    """Return a row in one line, as inspection shows the first one of each shape. `decode`: the tokenizer's."""
+    if row.ids is not None:
+        return f"{len(row.ids):,} tokens: {_short(decode(row.ids[:200].tolist()))}"
+    if row.segments is not None:
+        return " | ".join(f"{'learned' if learned else 'context'}: {_short(text)}" for text, learned in row.segments)
+    if row.messages is None:
+        return _short(row.text if row.image is None else f"{row.image}: {row.captions[0]}")
+    said = []
+    for message in row.messages if isinstance(row.messages, list) else ():
+        if isinstance(message, dict):
+            calls = message.get("tool_calls")
+            said.append(f"{message.get('role')}: {_short(message.get('content') or calls)}")
+    return " | ".join(said)
 
 
-_CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+_IF_TURNS = ("conversation", "chat")
+"Columns that many rows have for something else: they hold turns, or say nothing of the row's kind."
+_CONVERSATIONS = (
+    *("messages", "conversations", *_IF_TURNS, "instruction", "prompt", "query", "question", "question_stem"),
+)
 "First columns of the kinds of rows that are conversations."
 
 
@@ -116,7 +160,8 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
     if "choices" in shape.columns and "choices" not in other.columns:
         return set()  # a question and its answer, which the choices belong to
     try:
-        second = other.make(raw, where).messages
+        second = other.make(raw, where).messages or []
+        second = [conversation.current_message(message, where) for message in second]
     except DataError:
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
@@ -187,22 +232,27 @@ def multiple_choice(question: str, choices: Sequence[str]) -> str:
     return f"{question.strip()}\n\n{options}\n\nAnswer with the letter."
 
 
-def _turns(user: str, assistant: str) -> list[JsonObject]:
-    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-
-
-def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
-    """Add what any conversation may have in columns of its own: turns before it, tools, a system text, arguments of
-    the template. Messages are written as they are today."""
+def _completed(row: Row, raw: Raw, shape: RowShape, source: SourceConfig | None) -> dict[str, Any]:
+    """Return the fields of what any conversation may have in columns of its own: turns before it, tools, a system text,
+    arguments of the template. Messages are written as they are today."""
     where = row.where
     columns.check_answer_columns(raw, where)
     masked = "" if columns.is_empty(raw.get("mask")) else str(raw["mask"])
-    more: JsonObject = {"tools": _tools(raw, where), "template_args": _template_args(raw, where), "masked_role": masked}
+    tools = _tools(raw, where)
+    system = _system_text(raw, where)
+    if system.startswith("SYSTEM:") and tools is None:
+        system, functions = conversation.functions_of(system)
+        tools = _wrapped(functions)
+    found = {"tools": tools, "template_args": _template_args(raw, where), "masked_role": masked}
     if not isinstance(row.messages, list):
-        return replace(row, **more)
+        return found
+    names: Mapping[str, str] = conversation.ROLE_NAMES
+    if source and source.roles:
+        names = {**names, **{name.strip().casefold(): role for name, role in source.roles.items()}}
+    column = "messages" if len(shape.columns) > 1 else shape.columns[0]
     messages: list[Any] = [
-        m if columns.is_plain(m) else columns.current_message(m, f"{where}: messages[{i}]")
-        for i, m in enumerate(row.messages)
+        conversation.current_message(message, f"{where}: {column}[{i}]", names)
+        for i, message in enumerate(row.messages)
     ]
     context = row.context_messages
     if not columns.is_empty(raw.get("history")):
@@ -212,16 +262,15 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
         messages = [*_history(raw["history"], where), *messages]
         context = 0
     # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
-    system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if system and first.get("role") in ("system", "developer"):
-        if first.get("content") != system:
+    if first.get("role") in ("system", "developer"):
+        if system and first.get("content") != system:
             raise fault(where, "two system texts")
-    elif system:
+    elif system := system or (source and source.system) or "":
         # The system message goes in front, so the context, if any, is one message longer.
         messages = [{"role": "system", "content": system}, *messages]
         context += bool(context)
-    return replace(row, messages=messages, context_messages=context, **more)
+    return {**found, "messages": messages, "context_messages": context}
 
 
 def _system_text(raw: Raw, where: str) -> str:
@@ -237,12 +286,10 @@ def _system_text(raw: Raw, where: str) -> str:
 
 def _history(history: object, where: str) -> list[JsonObject]:
     """Return the turns of a column history: pairs of a question and its answer, as LLaMA-Factory and ms-swift have."""
-    turns: list[JsonObject] = []
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise fault(where, "malformed history / pairs")
-        turns += _turns(*pair)
-    return turns
+    return conversation.pairs_to_messages(history)
 
 
 def _template_args(raw: Raw, where: str) -> JsonObject | None:
@@ -269,18 +316,97 @@ def _plain(raw: Raw, where: str, column: str) -> Row:
 
 
 def _messages(raw: Raw, where: str, column: str) -> Row:
-    """Take messages as they are."""
-    return Row(where, messages=raw[column])
+    """Take messages as they are, or from text: of JSON, or of turns after their speakers."""
+    messages = raw[column]
+    if conversation.is_transcript(messages):
+        messages = conversation.transcript_messages(messages, where)
+    elif isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = parse_json(messages, f"{where}: {column}")
+    return Row(where, messages=messages)
 
 
 def _conversations(raw: Raw, where: str, column: str) -> Row:
-    """Convert ShareGPT's turns; some datasets have role and content under this name too."""
-    turns = raw[column]
+    """Convert turns: of ShareGPT (from, value), pairs of texts, or messages under this name."""
+    row = _messages(raw, where, column)
+    turns = row.messages
+    if isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns):
+        return Row(where, messages=_history(turns, where))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: {column} is not a list of objects", reason="malformed conversations")
-    places = [f"{where}: {column}[{i}]" for i in range(len(turns))]
-    messages = [turn_to_message(columns.named(turn, at), at) for turn, at in zip(turns, places, strict=True)]
-    return Row(where, messages=messages)
+    if turns and all(turn.keys() == {"human", "assistant"} for turn in turns):
+        pairs = ((turn["human"], turn["assistant"]) for turn in turns)
+        return Row(where, messages=conversation.pairs_to_messages(pairs))
+    for i, turn in enumerate(turns):
+        keys = columns.named(turn, where).keys()
+        if "role" not in keys and not {"from", "value"} <= keys:
+            problem = f"{where}: {column}[{i}] has the keys {', '.join(turn) or '(none)'}, expected from and value"
+            raise DataError(problem, reason="malformed conversations")
+    return row
+
+
+def _calls(raw: Raw, where: str, question: str, column: str) -> Row:
+    """Convert a question with the calls that answer it (xLAM), as a list or its JSON text."""
+    calls = raw[column]
+    calls = parse_json(calls, f"{where}: {column}") if isinstance(calls, str) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where}: {column} is not a list of calls", reason="malformed tool call")
+    [asked, answer] = conversation.pairs_to_messages([(_text(raw, question, where), "")])
+    return Row(where, messages=[asked, {**answer, "tool_calls": calls}])
+
+
+def _tokens(raw: Raw, where: str, column: str) -> Row:
+    """Convert a row that was tokenized elsewhere; labels and masks say which tokens are learned."""
+    ids = _numbers(raw, column, where)
+    kept = _numbers(raw, "attention_mask", where, len(ids), most=1)
+    masks = [_numbers(raw, name, where, len(ids), most=1) for name in columns.MASKS]
+    labels = _numbers(raw, "labels", where, len(ids), least=-100)
+    at = np.flatnonzero(np.ones(len(ids)) if kept is None else kept)
+    if len(at) and at[-1] - at[0] != len(at) - 1:
+        raise fault(where, "malformed tokens / attention_mask")
+    positions = _numbers(raw, "position_ids", where, len(ids))
+    if positions is not None and (np.diff(positions[at]) != 1).any():
+        raise fault(where, "malformed tokens / position_ids")
+    ids = ids[at]
+    is_target = np.ones(len(ids), dtype=bool)
+    if labels is not None:
+        labels = labels[at]
+        is_target = labels != -100
+        if (wrong := np.flatnonzero(is_target & (labels != ids))).size:
+            shifted = labels[:-1], ids[1:]
+            is_shifted = len(ids) > 2 and bool(np.all((shifted[0] == -100) | (shifted[0] == shifted[1])))
+            words = {"label": labels[wrong[0]], "token": ids[wrong[0]], "i": at[wrong[0]]}
+            if is_shifted:
+                raise fault(where, "malformed tokens / shifted", **words)
+            raise fault(where, "malformed tokens / labels", **words)
+    for mask in masks:
+        is_target &= True if mask is None else mask[at] == 1
+    masked = labels is not None or any(mask is not None for mask in masks)
+    return Row(where, ids=ids.astype(np.int32), is_target=is_target if masked else None)
+
+
+def _numbers(raw: Raw, name: str, where: str, size: int | None = None, *, least: int = 0, most: int = 2**31 - 1) -> Any:
+    """Return a column of whole numbers, int64 [size]; None if it is not there."""
+    if name not in raw:
+        return None
+    try:
+        numbers = np.asarray(raw[name])
+    except ValueError:  # lists of several lengths
+        numbers = np.empty(0)
+    if numbers.ndim != 1 or numbers.dtype.kind not in ("bi" if most == 1 else "i") or size not in (None, len(numbers)):
+        raise fault(where, "malformed tokens / numbers", name=name, size="" if size is None else f"{size} ")
+    if len(numbers) and (numbers.min() < least or numbers.max() > most):
+        raise fault(where, "malformed tokens / range", name=name, least=least, most=most)
+    return numbers.astype(np.int64)
+
+
+def _segments(raw: Raw, where: str, column: str) -> Row:
+    """Convert texts that are tokenized apart, as they are written (input_output of Axolotl): label says whether it
+    is learned."""
+    given = raw[column] if isinstance(raw[column], list) else [None]
+    for one in given:
+        if not (isinstance(one, dict) and isinstance(one.get("text"), str) and isinstance(one.get("label"), bool)):
+            raise fault(where, "malformed segments")
+    return Row(where, segments=tuple((one["text"], one["label"]) for one in given))
 
 
 def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
@@ -291,7 +417,8 @@ def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
     if len({text.strip() for text in below}) > 1:
         both = " and ".join(columns.CONTEXT_COLUMNS)
         raise fault(where, "context outside the messages / two", both=both)
-    return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
+    turn = "\n\n".join([asked, *below[:1]]), _text(raw, answer, where)
+    return Row(where, messages=conversation.pairs_to_messages([turn]))
 
 
 def _prompt(raw: Raw, where: str, prompt: str, answer: str) -> Row:
@@ -322,7 +449,8 @@ def _choices(raw: Raw, where: str, question: str, column: str, answer: str) -> R
     labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
     own = labelled and answer == "answerKey"
     index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
-    return Row(where, messages=_turns(multiple_choice(asked, choices), ascii_uppercase[index]))
+    turn = multiple_choice(asked, choices), ascii_uppercase[index]
+    return Row(where, messages=conversation.pairs_to_messages([turn]))
 
 
 def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
@@ -376,6 +504,7 @@ def _missing(image: str, where: str) -> DataError:
 class RowShape(NamedTuple):
     """One kind of row."""
 
+    name: str
     columns: tuple[str, ...]
     "Columns that must be there."
     convert: Callable[..., Row]
@@ -390,19 +519,47 @@ class RowShape(NamedTuple):
 
 _QA = (*columns.CONTEXT_COLUMNS, "history")
 FORMATS = (
-    *(RowShape(pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
-    RowShape(("image", "text"), _picture),
-    RowShape(("messages",), _messages),
-    RowShape(("conversations",), _conversations),
-    *(RowShape(("instruction", answer), _question, _QA) for answer in ("output", "response")),
-    *(RowShape(("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
-    *(RowShape((question, "choices", "answerKey"), _choices) for question in ("question", "question_stem")),
-    RowShape(("question", "choices", "answer"), _choices),
-    RowShape(("question", "answer"), _question, _QA),
-    RowShape(("file_name", "text"), _picture),
-    *(RowShape((column,), _plain) for column in ("text", "content")),
+    *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
+    RowShape("pictures", ("image", "text"), _picture),
+    RowShape(ELSEWHERE, ("input_ids",), _tokens, columns.NEXT_TO_IDS),
+    RowShape("a path of a tree", (settings.TREE,), _conversations),
+    RowShape("messages", ("messages",), _messages),
+    *(RowShape("turns", (column,), _conversations) for column in ("conversations", *_IF_TURNS)),
+    RowShape("alpaca", ("instruction", "output"), _question, _QA),
+    RowShape("dolly", ("instruction", "response"), _question, _QA),
+    *(RowShape("prompt", ("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
+    RowShape("query", ("query", "response"), _question, _QA),
+    RowShape("calls", ("query", "answers"), _calls),
+    *(RowShape("choices", (asked, "choices", "answerKey"), _choices) for asked in ("question", "question_stem")),
+    RowShape("choices", ("question", "choices", "answer"), _choices),
+    *(RowShape("question", ("question", answer), _question, _QA) for answer in ("answer", "response")),
+    RowShape("input and output", ("input", "output"), _prompt, ("history",)),
+    RowShape("pictures", ("file_name", "text"), _picture),
+    *(RowShape("text", (column,), _plain) for column in ("text", "content")),
+    RowShape("segments", ("segments",), _segments),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
+
+
+@lru_cache(maxsize=4096)
+def _shapes(present: frozenset[str]) -> tuple[tuple[RowShape, ...], str]:
+    """Return the kinds of rows that have these columns, and the name of the first."""
+    fitting = tuple(shape for shape in FORMATS if present.issuperset(shape.columns))
+    return fitting, _named(fitting, present) if fitting else ""
+
+
+def _named(fitting: tuple[RowShape, ...], present: Collection[str]) -> str:
+    """Return the name of a kind of rows with the columns that are read: alpaca (instruction, output, input)."""
+    shape = fitting[0]
+    found = [*shape.columns, *(name for name in shape.extra if name in present)]
+    return shape.name if found == [shape.name] else f"{shape.name} ({', '.join(found)})"
+
+
+def _holds_turns(shape: RowShape, raw: Raw) -> bool:
+    """Return whether the column of a kind of rows holds turns, where it is one of _IF_TURNS."""
+    value = raw[shape.columns[0]]
+    is_text = conversation.is_transcript(value) or (isinstance(value, str) and value.lstrip().startswith("[{"))
+    return shape.columns[0] not in _IF_TURNS or isinstance(value, list) or is_text
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -429,6 +586,11 @@ def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
         tools = parse_json(tools, f"{where}: {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: {name} is not a list of objects (or the JSON text of one)", reason="malformed tools")
+    return _wrapped(tools)
+
+
+def _wrapped(tools: list[JsonObject]) -> list[JsonObject] | None:
+    """Return tools in OpenAI's shape; None if there are none."""
     # Tools of OpenAI's Responses API are bare functions with the type next to their name.
     bare = [{key: value for key, value in tool.items() if (key, value) != ("type", "function")} for tool in tools]
     wrapped = zip(tools, bare, strict=True)

@@ -154,16 +154,17 @@ class Batch:
                 return
             self._tokenized += 1
 
-    def _encode(self, texts: Sequence[str], *, plain: bool) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], *, split: bool, whole: bool) -> list[list[int]]:
         """Return the ids of texts.
 
         Args:
-            plain: special tokens in a text are ordinary characters, and the tokenizer puts its own around it.
+            split: special tokens in a text are ordinary characters.
+            whole: the tokenizer puts its own around it.
         """
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = plain
+        backend.encode_special_tokens = split
         result: list[list[int]] = []
         first = 0
         while first < len(texts):
@@ -172,7 +173,7 @@ class Batch:
             while past < len(texts) and characters < TOGETHER:
                 characters += len(texts[past])
                 past += 1
-            encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=plain)
+            encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=whole)
             result += [one.ids for one in encoded]
             first = past
         return result
@@ -184,19 +185,23 @@ class Batch:
         if self.rule not in (text.tokenize, text.tokenize_any):
             return
         assert self._sizes is not None
-        found: dict[int, str] = {}
+        special_tokens = self.settings.get("special_tokens", "split")
+        found: dict[int, tuple[str, dict[str, str]]] = {}
         for i, row in enumerate(rows):
-            if self.rule is text.tokenize or (row.messages is None and row.image is None):
+            if row.messages is None and row.image is None and not row.is_tokenized:
                 try:
-                    found[i] = text.text_of(row)
+                    given = text.text_of(row, tuple(self._special_ids), special_tokens)
                 except DataError as error:
                     self._results[i] = error
-        found = {i: given for i, given in found.items() if given and _is_encoded_here(given)}
-        for (i, given), ids in zip(found.items(), self._encode(list(found.values()), plain=True), strict=True):
+                else:
+                    if given[0] and _is_encoded_here(given[0]):
+                        found[i] = given
+        encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse", whole=True)
+        for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
+            # Special tokens that are parsed are counted otherwise.
             if self._sizes.sizes[ids].sum() == len(given.encode()):
-                self._results[i] = text.documents_of(
-                    rows[i], given, ids, self.tokenizer, self.settings["max_length"], self._sizes
-                )
+                max_length = self.settings["max_length"]
+                self._results[i] = text.documents_of(ids, odd, self.tokenizer, max_length, self._sizes)
 
     # ---- conversations -----------------------------------------------------------------------------------------------
 
@@ -206,12 +211,13 @@ class Batch:
             return
         every = {"learning": chat.EVERYTHING} if self.rule is text.tokenize_any else {}
         settings = {**every, **self.settings, "seen": self._seen, "sizes": self._sizes}
+        settings.pop("special_tokens", None)
         waiting: list[_Waiting] = []
         for i, row in enumerate(rows):
-            if self.rule is chat.tokenize or (row.messages is not None and row.image is None):
+            if row.messages is not None and row.image is None and not row.is_tokenized:
                 waiting += self._next(i, chat.steps(row, self.tokenizer, **settings), None)
         while waiting:
-            encoded = self._encode([one.to_encode for one in waiting], plain=False)
+            encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
             now = zip(waiting, encoded, strict=True)
             waiting = [following for one, ids in now for following in self._after(one, ids)]
 

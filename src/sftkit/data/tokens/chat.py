@@ -5,7 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +71,10 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
+    if row.is_tokenized:
+        if row.ids is not None and row.is_target is None and learning.targets != "all":
+            raise fault(row.where, "tokenized row / no mask")
+        return take(row, tokenizer, max_length=max_length, too_long=too_long)
     asking = steps(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
     answer: tuple[Encoded, set[int]] | None = None
     while True:
@@ -97,7 +101,7 @@ def steps(
     seen: loss_mask.Seen | None = None,
     sizes: TokenBytes | None = None,
 ) -> Steps[Tokenized]:
-    """Do what `tokenize` does, with texts encoded by the caller.
+    """Do what `tokenize` does with a conversation, with texts encoded by the caller.
 
     Args:
         seen: how the template rendered answers of other rows.
@@ -108,6 +112,7 @@ def steps(
     messages = conversation.validated(row, specials)
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
+    unlearned = loss_mask.unlearned_parts(row, messages, learning.targets)
     if not row.learned:
         counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
@@ -124,7 +129,7 @@ def steps(
     if learning.targets == "all":
         texts = yield from _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = yield from _answers(locator, learnable, max_length, counts, split=learning.split_turns)
+        texts = yield from _answers(locator, learnable, max_length, counts, unlearned, split=learning.split_turns)
     counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or rejected as too_long says; the rest is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long, sizes) for text in texts]
@@ -142,6 +147,55 @@ def steps(
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned", unused=keys)
 
 
+UNASKED = "targets after no header of the chat template"
+"Data warning about a row that was tokenized elsewhere."
+_HEADER_TOKENS = 64
+"Tokens before a run of targets that may be the header."
+
+
+def take(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str | None) -> Tokenized:
+    """Return the documents of a row that was tokenized elsewhere, or of its segments, which are tokenized apart as they
+    are written, special tokens included. Nothing is added.
+
+    Args:
+        too_long: what happens to a row that is too long; None: it is cut into documents, as a text is.
+
+    Raises:
+        DataError: a token that the tokenizer does not have, or a row that is too long.
+    """
+    ids = row.ids
+    is_target = row.is_target
+    if ids is None:
+        parts = [(encode(tokenizer, text).ids, learned) for text, learned in row.segments or ()]
+        ids = np.concatenate([part for part, _ in parts])
+        is_target = np.concatenate([np.full(len(part), learned) for part, learned in parts])
+    if not row.learned or not len(ids):
+        why = "a row without tokens" if row.learned else "the row is marked as not to be learned"
+        return Tokenized([], "dropped_no_target", details=why)
+    if (largest := int(ids.max())) >= len(tokenizer):
+        raise fault(row.where, "tokenized row / vocabulary", token=largest, size=len(tokenizer))
+    odd = {} if is_target is None else _unasked(row, ids, is_target, tokenizer)
+    is_target = np.ones(len(ids), dtype=bool) if is_target is None else is_target
+    if too_long is not None:
+        return replace(fit(row, Text(ids, is_target), tokenizer, max_length, too_long), odd=odd)
+    pieces = [slice(i, i + max_length + 1) for i in range(0, max(len(ids) - 1, 1), max_length)]
+    documents = [one for piece in pieces if (one := document(ids[piece], is_target[piece], tokenizer))]
+    if not documents:
+        return Tokenized([], "dropped_no_target", details="no token of it is to be learned")
+    return Tokenized(documents, odd=odd)
+
+
+def _unasked(row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the warning about runs of targets that do not begin after a header of the chat template, if any do not."""
+    if row.ids is None or not tokenizer.chat_template:
+        return {}
+    headers = tuple(header for header in template_of(tokenizer).headers if header.strip())
+    begins = np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0) == 1)
+    before = (tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist()) for begin in begins)
+    unasked = sum(not text.endswith(headers) for text in before)
+    return {UNASKED: f"{row.where}: {unasked} of {len(begins)} runs of targets"} if unasked else {}
+
+
 class Text(NamedTuple):
     """A document before it is cut to its length."""
 
@@ -156,7 +210,13 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: loss_mask.AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
+    locator: loss_mask.AnswerLocator,
+    learnable: set[int],
+    max_length: int,
+    counts: Counter[str],
+    unlearned: Mapping[int, list[Span]],
+    *,
+    split: bool,
 ) -> Steps[list[Text]]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
@@ -174,7 +234,12 @@ def _answers(
         answers = {k: parts for k, parts in document.spans.items() if k not in shared}
         spans = sorted(span for parts in answers.values() for span in parts)
         places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
-        learned = _finished(locator, encoded, encoded.inside(spans), places, last)
+        is_target = encoded.inside(spans)
+        for k in answers.keys() & unlearned:
+            for part in loss_mask.placed_parts(locator.messages[k], unlearned[k], document.text, places[k][0]):
+                # A token that is only partly to be learned is not learned.
+                is_target &= ~encoded.inside([part])
+        learned = _finished(locator, encoded, is_target, places, last)
         rest = None if encoded.complete else bool(spans)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
@@ -220,7 +285,7 @@ def _everything(
     reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
     apart = locator.reasons - reasoned - skipped.keys() if split else set()
-    before = yield from _answers(locator, apart, max_length, counts, split=split)
+    before = yield from _answers(locator, apart, max_length, counts, {}, split=split)
     encoded, shared = yield document.text, document.spans, last
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared

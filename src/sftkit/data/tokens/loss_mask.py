@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
+from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, PARTS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.tokens.template import Span, T, Template, Tools, check_context, render_conversation, template_of
@@ -67,7 +67,7 @@ def common_prefix(texts: list[str]) -> str:
     return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
-_NO_MARKS = frozenset(MARKS).isdisjoint
+_NO_MARKS = frozenset((*MARKS, PARTS)).isdisjoint
 _NO_REASONING = frozenset(REASONING).isdisjoint
 Targets = Literal["assistant", "last_turn", "all"]
 
@@ -112,7 +112,38 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
 
 def without_marks(messages: list[Message]) -> list[Message]:
     """Return the messages as a template should see them."""
-    return [m if _NO_MARKS(m) else {key: m[key] for key in m if key not in MARKS} for m in messages]
+    return [m if _NO_MARKS(m) else {key: m[key] for key in m if key not in (*MARKS, PARTS)} for m in messages]
+
+
+def unlearned_parts(row: Row, messages: list[Message], targets: Targets) -> dict[int, list[Span]]:
+    """Return the characters of answers' contents that train_detail marks as not to be learned, by answer.
+
+    Raises:
+        DataError: a mark that does not fit the content, or one where every token is learned.
+    """
+    found: dict[int, list[Span]] = {}
+    for k, message in enumerate(messages):
+        parts = message.get(PARTS)
+        if not parts:
+            continue
+        if targets == "all" or THOUGHT.match(message["content"]):
+            raise fault(row.where, "marks of parts / not here", k=k)
+        most = len(message["content"])
+        for part in parts if isinstance(parts, list) else [None]:
+            given = [part.get(key) for key in ("begin_offset", "end_offset", "train")] if isinstance(part, dict) else []
+            if [type(one) for one in given] != [int, int, bool] or not 0 <= given[0] <= given[1] < most:
+                raise fault(row.where, "marks of parts / offsets", k=k, length=most)
+            if not given[2]:
+                found.setdefault(k, []).append((given[0], given[1] + 1))
+    return found
+
+
+def placed_parts(message: Message, parts: list[Span], text: str, start: int) -> list[Span]:
+    """Return the characters of a rendered text where parts of an answer's content are. `start`: of the answer."""
+    core = answer_core(message)
+    place = text.find(core, start)
+    moved = place - message["content"].find(core)
+    return [(max(a + moved, place), min(b + moved, place + len(core))) for a, b in parts]
 
 
 def _marked(message: Message, row: str, i: int) -> bool | None:

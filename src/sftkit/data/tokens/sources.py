@@ -28,23 +28,25 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
+from sftkit.data import hygiene
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import conversation, readers, rows, store
 from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.batch import Batch
-from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError, hint
+from sftkit.data.types import DocumentColumns, Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
+from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import counted, likely_cause, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
-FORMAT = 4
+FORMAT = 5
 "The version of the files of a cache entry."
-MASK_VERSION = 1
+MASK_VERSION = 2
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
+ARRAYS |= {"row": np.int32, "turns": np.int32, "content": np.uint64, "head": np.uint64}
 "Arrays of a cache entry, each in a file of its own."
 
 log = logging.getLogger(__name__)
@@ -70,21 +72,26 @@ def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> 
 
     def build(arrays: dict[str, Any]) -> Examples:
         meta = json.loads((folder / "meta.json").read_text())
-        examples = Examples(
-            **arrays,
+        tokens = FlatTokens(arrays["ids"], arrays["is_target"], arrays["offsets"])
+        # The arrays must fit together.
+        sizes = {"ids": tokens.offsets[-1], "is_target": tokens.offsets[-1], "offsets": len(tokens.offsets)}
+        for name, dtype in ARRAYS.items():
+            size = sizes.get(name, len(tokens.offsets) - 1)
+            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
+                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
+        return Examples(
+            tokens,
+            np.diff(tokens.offsets) - 1,
+            tokens.num_targets(),
+            num_bytes=arrays["num_bytes"],
+            source=arrays["source"],
             source_names=tuple(meta["source_names"]),
             counts=meta["counts"],
             findings={name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()},
             encoder_sources=meta["given"],
+            columns=DocumentColumns(**{name: arrays[name] for name in DocumentColumns._fields}),
+            key=folder.name,
         )
-        # The arrays must fit together.
-        tokens = int(examples.offsets[-1])
-        sizes = {"ids": tokens, "is_target": tokens, "offsets": len(examples) + 1}
-        for name, dtype in ARRAYS.items():
-            size = sizes.get(name, len(examples))
-            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
-                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
-        return examples
 
     return store.load(folder, ARRAYS, build, instead=instead)
 
@@ -93,8 +100,13 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     """Write examples to a folder. Return the memory-mapped copy, or `examples` on a full disk."""
 
     def write(temporary: Path) -> None:
+        flat = examples.tokens
+        assert isinstance(flat, FlatTokens)
+        assert examples.columns is not None
+        arrays = {**vars(flat), "num_bytes": examples.num_bytes, "source": examples.source}
+        arrays |= examples.columns._asdict()
         for name, dtype in ARRAYS.items():
-            array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
+            array: np.ndarray = np.asarray(arrays[name], dtype=dtype)
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
         meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
@@ -126,6 +138,8 @@ class RowTokenizer:
     "data.too_long; None: the rule cuts a text into documents that fit"
     learning: chat.Learning | None = None
     "which tokens of a conversation are learned; None: the rule's own choice"
+    special_tokens: str | None = None
+    "data.special_tokens_in_text; None: the rule takes no plain texts"
 
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
@@ -142,7 +156,12 @@ class RowTokenizer:
     @property
     def settings(self) -> dict[str, object]:
         """Return the keyword arguments of the rule."""
-        given = {"learning": self.learning, "max_length": self.max_length, "too_long": self.too_long}
+        given = {
+            "learning": self.learning,
+            "max_length": self.max_length,
+            "too_long": self.too_long,
+            "special_tokens": self.special_tokens,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     @cached_property
@@ -168,12 +187,13 @@ def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int
     return found  # type: ignore[no-any-return]
 
 
-COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
+COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad")
 BECAME = {
     "truncated": "truncated",
     "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
     "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be "
     "learned",
+    "dropped_where": "left out by where",
     "skipped_bad": "skipped as bad",
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
@@ -185,13 +205,19 @@ ROWS_PER_CHUNK = 128
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: DataConfig | None = None) -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out, and
-    reported at the end."""
+    reported at the end.
+
+    Args:
+        data: as for find_source.
+    """
     tally: findings.Tally = {}
-    for raw in find_source(source).rows():
+    for raw in find_source(source, data).rows():
         try:
             row = rows.parse(raw)
+        except LeftOut as out:
+            findings.add(tally, "dropped", out.reason, str(out))
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
@@ -209,14 +235,15 @@ class _TokenizedRows:
     """The outcome of some rows: arrays of their documents, and counts."""
 
     documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    "of each chunk that has any: ids, is_target, lengths and bytes of its documents"
+    "of each chunk that has any: ids, is_target, lengths and bytes of its documents, and DocumentColumns"
     encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
-        self.documents += other.documents
+        rows_before = self.counts["rows"]
+        self.documents += [(*d[:4], d[4] + rows_before, *d[5:]) for d in other.documents]
         self.encoder_sources += other.encoder_sources
         self.counts += other.counts
         for one in other.tally.values():
@@ -232,7 +259,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    origins = [find_source(source) for source in sources]
+    origins = [find_source(source, data) for source in sources]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
@@ -272,7 +299,8 @@ def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> 
         raise readers.no_rows(source)
     if not total.documents:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        found = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
+        said = (one for one in findings.sort_findings(total.tally) if one.kind != "read")
+        found = "".join(f". {findings.finding_text(finding)}" for finding in said)
         rows_read = counted(total.counts["rows"], "row")
         raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
     return total
@@ -282,17 +310,25 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
     """Tokenize some rows, and count what became of each."""
     part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     documents: list[TokenizedExample] = []
-    for raw in chunk:
+    of_rows: list[tuple[int, ...]] = []
+    for number, raw in enumerate(chunk):
         # A bad row ends the run, or is counted and left out.
         try:
             row = rows.parse(raw)
             result = tokenize(row)
+        except LeftOut as out:
+            part.counts["dropped_where"] += 1
+            findings.add(part.tally, "dropped", out.reason, str(out))
+            continue
         except DataError as error:
             if on_bad_row == "error":
                 raise findings.advised(error) from error
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue
+        is_first = ("read", row.shape) not in part.tally
+        said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
+        findings.add(part.tally, "read", row.shape, said)
         for name in (*row.unused, *result.unused):
             findings.add(part.tally, "unused", name, row.where)
         # The outcome of the row: learned from, dropped, or learned from with data warnings.
@@ -306,11 +342,15 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             for reason, where in result.odd.items():
                 findings.add(part.tally, "accepted", reason, where)
         documents += result.examples
+        of_row = number, len(row.messages or ()), hygiene.content_hash(row), hygiene.head_hash(row)
+        of_rows += [of_row] * len(result.examples)
     # One array for the chunk: a worker hands it over at once.
     if documents:
         part.counts["documents"] = len(documents)
         columns = zip(*((d.ids, d.is_target, [len(d.ids)], [d.num_bytes]) for d in documents), strict=True)
-        part.documents = [tuple(map(np.concatenate, columns))]
+        of_documents = zip(DocumentColumns._fields, zip(*of_rows, strict=True), strict=True)
+        chosen_by = (np.array(values, ARRAYS[name]) for name, values in of_documents)
+        part.documents = [(*map(np.concatenate, columns), *chosen_by)]
         part.encoder_sources = [d.encoder_source for d in documents if d.encoder_source]
     return part
 
@@ -330,17 +370,19 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
     columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
-    ids, is_target, lengths, num_bytes = map(np.concatenate, columns)
+    ids, is_target, lengths, num_bytes, *chosen_by = map(np.concatenate, columns)
+    tokens = FlatTokens(ids, is_target, np.concatenate([[0], np.cumsum(lengths)]))
     return Examples(
-        ids=ids,
-        is_target=is_target,
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        tokens,
+        lengths - 1,
+        tokens.num_targets(),
         num_bytes=num_bytes,
         source=np.concatenate([np.full(part.counts["documents"], i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
         counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
         findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},
         encoder_sources=[name for _, part in repeated for name in part.encoder_sources],
+        columns=DocumentColumns(*chosen_by),
     )
 
 

@@ -4,51 +4,76 @@ Plain text is split into chunks that fit rows. Captions of pictures, and answers
 document each."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.reading.columns import has_marker, unused_keys
-from sftkit.data.reading.conversation import NO_MEDIA
+from sftkit.data.reading.conversation import NO_MEDIA, special_pattern
 from sftkit.data.reading.rows import reject_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, TokenBytes, encode
 from sftkit.data.tokens.loss_mask import not_learned
+from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, fault
 from sftkit.runtime.script import counted
 
+SpecialTokens = Literal["split", "parse", "error"]
 TEXT_START = "sftkit_text_start"
 "Attribute of a tokenizer, which is not saved: what models/tokenizer.py found in the config of the start model."
 
 
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
+def tokenize(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, special_tokens: SpecialTokens = "split"
+) -> Tokenized:
     """Tokenize one text to chunks of at most max_length + 1 tokens.
 
     The last token of a chunk is the first of the next, so each token of the text is a target exactly once. The
     chunks begin with one BOS if the tokenizer adds it, and end with one eos.
+
+    Args:
+        special_tokens: what the text of special tokens becomes: ordinary characters (split) or those tokens (parse), or
+            the row is bad (error).
     """
-    text = text_of(row)
-    return documents_of(row, text, _ids(text, tokenizer), tokenizer, max_length) if text else _without_text(row)
+    if row.is_tokenized:
+        return chat.take(row, tokenizer, max_length=max_length, too_long=None)
+    text, odd = text_of(row, special_tokens_of(tokenizer), special_tokens)
+    if not text:
+        details = "an empty text" if row.learned else "the row is marked as not to be learned"
+        return Tokenized([], "dropped_no_target", details=details)
+    ids = _ids(text, tokenizer, split=special_tokens != "parse")
+    return documents_of(ids, odd, tokenizer, max_length)
 
 
-def text_of(row: Row) -> str:
-    """Return the text that is learned from a row; empty: none of it. Raises a DataError for a row that is no text."""
+def text_of(row: Row, specials: Sequence[str], special_tokens: SpecialTokens) -> tuple[str, dict[str, str]]:
+    """Return (the text that is learned from a row, empty if there is none; what is odd in it).
+
+    Args:
+        specials: special_tokens_of(tokenizer).
+        special_tokens: as in `tokenize`.
+
+    Raises:
+        DataError: the row is no text, or one with special tokens that makes it bad.
+    """
     text = require_text(row)
-    return text if row.learned and text.strip() else ""
-
-
-def _without_text(row: Row) -> Tokenized:
-    details = "an empty text" if row.learned else "the row is marked as not to be learned"
-    return Tokenized([], "dropped_no_target", details=details)
+    if not row.learned or not text.strip():
+        return "", {}
+    odd = {NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {}
+    if found := special_pattern(tuple(specials)).search(text):
+        if special_tokens == "error":
+            raise fault(row.where, "special token in text", token=found[0])
+        odd["special token in text"] = f"{row.where}: {found[0]}, data.special_tokens_in_text={special_tokens}"
+    return text, odd
 
 
 def documents_of(
-    row: Row,
-    text: str,
     token_ids: list[int],
+    odd: dict[str, str],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     sizes: TokenBytes | None = None,
@@ -56,7 +81,8 @@ def documents_of(
     """Return the documents of a text, as `tokenize` does.
 
     Args:
-        token_ids: its ids with what the tokenizer puts around them.
+        token_ids: those of the text, with what the tokenizer puts around them.
+        odd: what is odd in it.
         sizes: bytes of each id; None: documents are decoded to count their bytes.
     """
     ids = _ended(token_ids, tokenizer)
@@ -66,7 +92,7 @@ def documents_of(
     documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer, sizes))]
     if not documents:
         return Tokenized([], "dropped_no_target", details="a text without tokens")
-    return Tokenized(documents, odd={NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {})
+    return Tokenized(documents, odd=odd)
 
 
 def tokenize_any(
@@ -76,11 +102,12 @@ def tokenize_any(
     max_length: int,
     too_long: str = "truncate",
     learning: chat.Learning = chat.EVERYTHING,
+    special_tokens: SpecialTokens = "split",
 ) -> Tokenized:
     """Tokenize text as text, conversations as conversations; mid-training learns every token of both."""
     reject_picture(row)
-    if row.messages is None:
-        return tokenize(row, tokenizer, max_length=max_length)
+    if row.messages is None and row.is_target is None and row.segments is None:
+        return tokenize(row, tokenizer, max_length=max_length, special_tokens=special_tokens)
     return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
 
 
@@ -175,12 +202,14 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize a text with what the tokenizer puts around it."""
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, *, split: bool) -> list[int]:
+    """Tokenize a text with what the tokenizer puts around it. `split`: special tokens in it are ordinary characters."""
     if len(text) <= CHUNK_CHARACTERS:
-        return list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
+        return list(
+            tokenizer(text, return_attention_mask=False, split_special_tokens=split, verbose=False)["input_ids"]
+        )
     before, after = _around(tokenizer)
-    return [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
+    return [*before, *encode(tokenizer, text, split_special_tokens=split).ids.tolist(), *after]
 
 
 def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -5,8 +5,9 @@ from importlib import import_module
 from typing import Any
 
 from sftkit.config import rules, tables
-from sftkit.config.schema import EvalConfig
-from sftkit.errors import ConfigError
+from sftkit.config.schema import DataConfig, EvalConfig
+from sftkit.data.hygiene import LONG_GRAM, Benchmarks, words_of
+from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
 
@@ -58,3 +59,35 @@ def load_task(
     module = import_module(f"sftkit.evals.tasks.{MODULES[name]}")
     task: Task[Any, Any] = module.build(name, partial(rows.read_split, folder=data), shots, format, max_examples)
     return task
+
+
+def benchmarks(data: DataConfig, config: EvalConfig, *, always: bool = False) -> Benchmarks | None:
+    """Return the texts that training documents are compared with: of the tasks of data.decontaminate. None: no task.
+
+    Args:
+        always: without that setting, those of eval.tasks.
+
+    Raises:
+        ConfigError, DataError: the rows of a task that data.decontaminate names cannot be read, or of all those of
+            `all`.
+    """
+    wanted = data.decontaminate or (config.tasks if always else ())
+    texts: dict[str, list[str]] = {}
+    missing: dict[str, str] = {}
+    for name in tables.TASKS:
+        if name not in wanted and "all" not in wanted:
+            continue
+        module = import_module(f"sftkit.evals.tasks.{MODULES[name]}")
+        try:
+            pairs = list(module.question_texts(name, partial(rows.read_split, folder=config.data)))
+        except (ConfigError, DataError) as error:
+            if name in data.decontaminate:
+                raise
+            missing[name] = str(error)
+        else:
+            # Shorter answers stand in many texts that have nothing to do with their question.
+            answers = [answer if len(words_of(answer)) >= LONG_GRAM else "" for _, answer in pairs]
+            texts |= {name: [question for question, _ in pairs], f"{name} answers": answers}
+    if data.decontaminate and not texts:
+        raise DataError(f"data.decontaminate: no task can be read: {'; '.join(missing.values())}")
+    return Benchmarks(texts, missing) if texts or missing else None

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.data.demo import builtin
@@ -39,6 +39,11 @@ def build(
     examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
     settings = data.settings_of(rows, format, max_examples, shots, pool, data.DRAWN[format])
     return Task(name, examples, judge_chat if format == "chat" else judge, "exact_match", 0.0, settings)
+
+
+def question_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
+    """Yield question and answer of each row of GSM8K."""
+    yield from ((row.text("question"), row.text("answer")) for row in read(GSM8K_TEST))
 
 
 def heldout(max_per_family: int | None = None) -> tuple[Question, ...]:

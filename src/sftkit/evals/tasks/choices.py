@@ -8,11 +8,12 @@ import math
 import re
 import string
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+from sftkit.data.hygiene import SHORT_GRAM, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Message, Task, each
 from sftkit.evals.tasks import data
@@ -140,7 +141,7 @@ def build(
     design = DESIGNS[name]
     shots = shots or 0
     drawn: Sequence[Sequence[data.CheckedRow]]
-    rows = read(data.DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split))
+    rows = read(_split(name))
     # Shots never come from the examples that are asked. Those of MMLU are of the example's subject.
     train = "dev" if name == "mmlu" else "train"
     shots_split = data.DatasetSplit((f"{name}_{train}",), design.hub, design.subset, train)
@@ -160,6 +161,19 @@ def build(
     metric = "acc" if format == "chat" and design.metric == "acc_norm" else design.metric
     chance = sum(len(one.gold) / len(one.continuations) for one in examples) / len(examples)
     return Task(name, examples, JUDGES[metric], metric, chance, settings)
+
+
+def _split(name: str) -> data.DatasetSplit:
+    design = DESIGNS[name]
+    return data.DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split)
+
+
+def question_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
+    """Yield question and right answer of each row. A question too short to be recognised has its options with it."""
+    for row in read(_split(name)):
+        item = DESIGNS[name].item(row, "chat")
+        short = len(words_of(item.question)) < SHORT_GRAM
+        yield " ".join([item.question, *item.choices * short]), item.choices[item.gold[0]]
 
 
 def _example(name: str, row: data.CheckedRow, shots: Sequence[data.CheckedRow], format: str) -> Choices:

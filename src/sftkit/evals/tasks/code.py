@@ -4,7 +4,7 @@ import ast
 import platform
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -89,6 +89,13 @@ def _program_tests(target: dict[str, Any], written: str) -> ProgramTests:
     prompt = target.get("prompt", "")
     names = target["names"] if "names" in target else [target["name"]]
     return ProgramTests(prompt + written, target["tests"], tuple(names), preamble=prompt)
+
+
+def question_texts(name: str, read: Read) -> Iterator[tuple[str, str]]:
+    """Yield the problem and the published solution of each row."""
+    columns = ("prompt", "canonical_solution") if name == "humaneval" else ("text", "code")
+    rows = read(HUMANEVAL) if name == "humaneval" else _of_ids(read(MBPP_TEST), MBPP_IDS)
+    yield from ((row.text(columns[0]), row.text(columns[1])) for row in rows)
 
 
 def _humaneval(row: CheckedRow, format: str) -> Question:
