@@ -199,7 +199,7 @@ class Batch:
         encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse", whole=True)
         for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
             # Special tokens that are parsed are counted otherwise.
-            if self._sizes.sizes[ids].sum() == len(given.encode()):
+            if self._sizes.sizes.take(ids).sum() == len(given.encode()):
                 max_length = self.settings["max_length"]
                 self._results[i] = text.documents_of(ids, odd, self.tokenizer, max_length, self._sizes)
 
@@ -239,11 +239,11 @@ class Batch:
         found = encoded if one.prompt is None else one.prompt + encoded
         ids = np.array(found, dtype=np.int32)
         specials = [(match.end(), match.group()) for match in self._pattern.finditer(one.text)]
-        places = np.flatnonzero(self._is_special[ids]).tolist()
+        places = self._is_special.take(ids).nonzero()[0].tolist()
         is_long = len(found) > self.settings["max_length"]
         if is_long or [found[i] for i in places] != [self._special_ids[token] for _, token in specials]:
             return []
-        if self._text_sizes[ids].sum() != len(one.text.encode()):
+        if self._text_sizes.take(ids).sum() != len(one.text.encode()):
             return []
         ends = [end for end, _ in specials]
         at = dict(zip(ends, [place + 1 for place in places], strict=True))

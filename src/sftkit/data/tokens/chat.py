@@ -344,14 +344,15 @@ def document(
     """
     is_target = is_target.astype(bool)
     is_target[:1] = False
-    if not is_target.any():
+    targets = is_target.nonzero()[0]
+    if not len(targets):
         return None
     # Tokens after the last target change no loss, but would be computed.
-    n = int(np.flatnonzero(is_target)[-1]) + 1
+    n = int(targets[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
     if sizes is not None and sizes.whole[ids[0]]:
-        return TokenizedExample(ids, is_target, int(sizes.sizes[ids[is_target]].sum()))
+        return TokenizedExample(ids, is_target, int(sizes.sizes.take(ids.take(targets)).sum()))
     # An array: of a list transformers looks at every number first.
     learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
@@ -407,7 +408,7 @@ def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Toke
         kept = max_length + 1 if one.examples else 0
         counts[TOO_LONG] += sum(first >= kept for first, _ in text.answers)
         counts[CUT] += sum(first < kept < past for first, past in text.answers)
-    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in (CUT, *NOT_LEARNED))
+    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in (CUT, *NOT_LEARNED))
 
 
 def fit(

@@ -327,10 +327,10 @@ class AnswerMatcher:
         """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
         # All rendered answers of the situation must agree: a single answer may match by chance.
         situation = self._situation(k)
-        alike = self._known.get(situation, [])
-        outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
-        if outcome is None and self._seen:
-            outcome = self._seen.find((self._row, self._turns(k), situation))
+        outcome = self._seen.find((self._row, self._turns(k), situation)) if self._seen else None
+        alike = self._known.get(situation, []) if outcome is None else []
+        if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1:
+            outcome = alike[0]
         if outcome is None:
             return None
         if outcome == NOT_THERE:
