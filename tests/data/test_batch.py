@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -216,6 +217,10 @@ def test_tokens_that_are_added_later_are_special_in_later_rows(of_template) -> N
     (found,) = tokenize.many(given)
     assert isinstance(found, DataError)
     assert "[new]" in str(found)
+    tokenizer.chat_template = OUR_TEMPLATE.read_text()
+    in_worker = pickle.loads(pickle.dumps(tokenize))  # as a process that tokenizes is given it
+    for one in (tokenize, in_worker):
+        assert all(map(batch.same, one_by_one(tokenize, made_rows(20)), one.many(made_rows(20))))
 
 
 def test_bytes_of_ids_are_those_of_their_texts(make_tokenizer) -> None:

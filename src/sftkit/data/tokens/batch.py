@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.encode import TokenBytes, encode, token_bytes
+from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
 from sftkit.data.tokens.template import Span, special_tokens_of
 from sftkit.data.types import Row, Tokenized
@@ -97,13 +97,16 @@ class Batch:
         self.different: str | None = None
         "Place of a row that came out otherwise by itself. After it each row is tokenized by itself."
         self._tokenized = 0
-        self._vocab_size = -1
+        self._known: tuple[object, ...] = ()
         self._results: list[Result | None] = []
 
     def many(self, rows: Sequence[Row]) -> list[Result]:
         """Return the documents of each row, or its error."""
-        if len(self.tokenizer) != self._vocab_size:  # tokens were added
-            self._read_tokenizer()
+        specials = tuple(special_tokens_of(self.tokenizer))
+        known = len(self.tokenizer), specials, self.tokenizer.chat_template
+        if known != self._known:  # the first rows, or the tokenizer was changed
+            self._read_tokenizer(specials)
+            self._known = known
         self._results = [None] * len(rows)
         if self._sizes is not None and self.different is None:
             # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
@@ -121,21 +124,19 @@ class Batch:
         self._results = []
         return [self._alone(row) if one is None else one for row, one in zip(rows, done, strict=True)]
 
-    def _read_tokenizer(self) -> None:
-        self._vocab_size = len(self.tokenizer)
-        is_fast = isinstance(self.tokenizer, PreTrainedTokenizerFast)
-        self._sizes: TokenBytes | None = token_bytes(self.tokenizer, self._vocab_size) if is_fast else None
+    def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
+        self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
         self._seen = Seen()
         self._headers: dict[str, list[int]] = {}
-        specials = tuple(special_tokens_of(self.tokenizer))
         self._pattern = special_pattern(specials)
-        self._special_ids = {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in specials}
-        self._is_special = np.zeros(self._vocab_size, dtype=bool)
-        self._is_special[list(self._special_ids.values())] = True
+        special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
+        self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
         if self._sizes is not None:
             self._text_sizes = self._sizes.sizes.copy()
+            self._is_special = np.zeros(len(self._text_sizes), dtype=bool)
             for token, i in self._special_ids.items():
                 self._text_sizes[i] = len(token.encode())
+                self._is_special[i] = True
 
     def _alone(self, row: Row) -> Result:
         try:
@@ -190,12 +191,11 @@ class Batch:
         for i, row in enumerate(rows):
             if row.messages is None and row.image is None and not row.is_tokenized:
                 try:
-                    given = text.text_of(row, tuple(self._special_ids), special_tokens)
+                    given, odd = text.text_of(row, tuple(self._special_ids), special_tokens)
+                    if given and _is_encoded_here(given):
+                        found[i] = given, odd
                 except DataError as error:
                     self._results[i] = error
-                else:
-                    if given[0] and _is_encoded_here(given[0]):
-                        found[i] = given
         encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse", whole=True)
         for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
             # Special tokens that are parsed are counted otherwise.

@@ -195,23 +195,26 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenByt
         vocab_size: len(tokenizer), which grows with tokens that are added.
     """
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-    steps = [(step["type"], step.get("content"), step.get("pattern")) for step in decoder.get("decoders", [decoder])]
+    steps = [(one.get("type"), one.get("content"), one.get("pattern")) for one in decoder.get("decoders", [decoder])]
     # Gemma's tokens have another character for a space, and <0x0A> for a byte that is part of no other token.
     gemma = [("Replace", " ", {"String": "▁"}), ("ByteFallback", None, None), ("Fuse", None, None)]
     byte_level = steps == [("ByteLevel", None, None)]
     if not byte_level and steps != gemma:
         return None
     added = tokenizer.added_tokens_decoder
-    sizes = np.zeros(vocab_size, dtype=np.int32)
-    whole = np.ones(vocab_size, dtype=bool)
-    for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(vocab_size)))):
-        data = (token or "").replace("▁", " ").encode()
+    vocabulary = tokenizer.get_vocab()
+    entries = max(vocab_size, max(vocabulary.values()) + 1)  # some vocabularies have gaps
+    sizes = np.zeros(entries, dtype=np.int32)
+    whole = np.ones(entries, dtype=bool)
+    for token, i in vocabulary.items():
         if i in added:
             data = b"" if added[i].special else added[i].content.encode()
-        elif byte_level and token and _BYTES.keys() >= set(token):
-            data = bytes(map(_BYTES.__getitem__, token))
-        elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token or ""):
+        elif byte_level:
+            data = bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
+        elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             data = bytes.fromhex(found[1])
+        else:
+            data = token.replace("▁", " ").encode()
         sizes[i] = len(data)
         whole[i] = data.decode(errors="replace").encode() == data
     return TokenBytes(sizes, whole)
