@@ -1,6 +1,6 @@
 """Measure whether the data workers of a node build batches as fast as its GPUs take them, without GPUs.
 
-python -m labs.loader [OUT.json] [--ranks 8] [--tokens-per-second 1e6] [--seconds 10] [--busy 0.5]
+python -m labs.loader [OUT.json] [--ranks 8] [--tokens-per-second 1e6] [--seconds 10] [--busy 0.5] [--way NAME]
 
 Each rank is a process that takes its batches as the training loop does, from `Batches.steps` with data workers, and the
 ranks meet after each step. Documents are made up, as long as those of chats, in packed rows of 16,384 tokens.
@@ -11,7 +11,8 @@ ranks meet after each step. Documents are made up, as long as those of chats, in
   process computes, as one that launches kernels does. `wait_pct` is what perf/data_wait_pct of a run would be: the
   share of the time in which the rank that waits most waits for the next step.
 
-Each row is the median of three measurements. With a GPU batches are copied to pinned memory, as in a run.
+Each row is the median of three measurements. With a GPU batches are copied to pinned memory, as in a run. OUT.json
+keeps the rows of other versions under their --way; benchmarks/loader has its table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from labs.tables import markdown_table
+from labs.pages import loader_table
 from sftkit.config.commands import Parser
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.terminal import print_text
@@ -39,32 +40,31 @@ from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.runtime.script import script
 
-LENGTHS = {"median": 270, "sigma": 0.9, "longest": 2048}
-"Of documents, lognormal; other sizes would change the number of documents in a row."
+MEDIAN, SIGMA, LONGEST = 270, 0.9, 2048
+"Lengths of documents, lognormal."
 ROW_LENGTH = 16_384
 SOURCES = 4
 STARTING = 5
 "Steps that are not counted: workers begin with empty queues."
 FREE_STEPS = 30
 "Steps taken as fast as they come, at least: many times what the workers have ready when it begins."
-COLUMNS = ["rows in a step", "data workers a rank", "CPU s per 1M tokens", "free, M tokens/s", "paced, M tokens/s"]
 
 
 def made_up(documents: int) -> Examples:
     """Return documents of several sources, with random tokens of which all are targets."""
     rng = np.random.default_rng(0)
-    sizes = rng.lognormal(np.log(LENGTHS["median"]), LENGTHS["sigma"], documents).astype(np.int64)
-    sizes = sizes.clip(8, LENGTHS["longest"])
-    examples = Examples.of(rng.integers(0, 50_000, int(sizes.sum()) + documents), sizes)
+    sizes = rng.lognormal(np.log(MEDIAN), SIGMA, documents).astype(np.int64)
+    sizes = sizes.clip(8, LONGEST)
+    examples = Examples.of(rng.integers(0, 50_000, int(sizes.sum()) + documents), sizes.tolist())
     source = rng.integers(0, SOURCES, documents).astype(np.int16)
     return replace(examples, source=source, source_names=tuple(f"source {i}" for i in range(SOURCES)))
 
 
 def dataset_of(examples: Examples, rows: int, ranks: int, rank: int) -> StepDataset:
     """Return a rank's dataset of steps with so many rows over all ranks, one row in a micro-batch."""
-    data = DataConfig(train=(), max_length=LENGTHS["longest"], row_length=ROW_LENGTH)
+    data = DataConfig(train=(), max_length=LONGEST, row_length=ROW_LENGTH)
     train = TrainConfig(max_steps=1, global_batch_size=rows, micro_batch_size=1)
-    layout = make_layout(data, train, examples.lengths, LENGTHS["longest"], ranks)
+    layout = make_layout(data, train, examples.lengths, LONGEST, ranks)
     return StepDataset(examples, layout, RankRows(rank))
 
 
@@ -141,26 +141,11 @@ def cases(examples: Examples, args: Any) -> Iterator[dict[str, Any]]:
             yield {**same, "steps": steps, "build_seconds": build, "free": free, "paced": paced}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return a result as Markdown."""
-    rows = [
-        [
-            str(row["rows"]),
-            str(row["workers"]),
-            f"{row['build_seconds']:.3f}",
-            f"{row['free']['tokens_per_second'] / 1e6:.2f}",
-            f"{row['paced']['tokens_per_second'] / 1e6:.2f}",
-            f"{row['paced']['wait_pct']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
-    return markdown_table([*COLUMNS, "data wait, %"], rows)
-
-
 def main() -> None:
     """Measure and print the table; write the raw file."""
     parser = Parser(description=__doc__)
     parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--way", default="a block for each step")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens-per-second", dest="rate", type=float, default=1e6)
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -168,21 +153,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--documents", type=int, default=100_000)
     args = parser.parse_args()
-    examples = made_up(args.documents)
-    result = {
+    # Asked of NVML, a GPU can still be used by the ranks, which are forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    rows = list(cases(made_up(args.documents), args))
+    found = {
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "ranks": args.ranks,
         "asked_tokens_per_second": args.rate,
-        "rows": list(cases(examples, args)),
+        "rows": rows,
     }
+    # A file may have several ways that were measured on one machine: each call replaces its own.
+    results = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    results[args.way] = found
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print_text(
-        f"{result['ranks']} ranks, {result['cores']} cores, {args.rate / 1e6:g} M tokens/s asked\n\n{table(result)}"
-    )
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print_text(loader_table({args.way: found}))
 
 
 if __name__ == "__main__":

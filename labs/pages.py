@@ -527,6 +527,29 @@ PAPER: dict[str, Callable[[], Table]] = {
     "beside": partial(paper.beside_measured, BENCHMARKS),
 }
 "Tables of docs/parallelism.md: calculations."
+LOADER_COLUMNS = (
+    *("batches cross as", "rows in a step", "data workers a rank", "building, CPU s per M tokens"),
+    *("as fast as they come, M tokens/s", "paced, M tokens/s", "data wait, %"),
+)
+
+
+def loader_table(results: dict[str, Any]) -> str:
+    """Return how fast data workers build steps, as Markdown. `results`: way to pass batches on -> measurements."""
+    rows = [
+        [
+            *(way, str(row["rows"]), str(row["workers"]), f"{row['build_seconds']:.3f}"),
+            *(f"{row[part]['tokens_per_second'] / 1e6:.2f}" for part in ("free", "paced")),
+            f"{row['paced']['wait_pct']:.1f}",
+        ]
+        for way, found in results.items()
+        for row in found["rows"]
+    ]
+    (first, *_) = results.values()
+    asked = f"{first['asked_tokens_per_second'] / 1e6:g} M tokens/s asked"
+    machine = f"{first['ranks']} ranks on {first['cores']} cores, {first['gpu'] or 'no GPU'}, torch {first['torch']}"
+    return f"{machine}; {asked}.\n\n{markdown_table(LOADER_COLUMNS, rows)}"
+
+
 PAGES: dict[str, Callable[[str], str]] = {
     "labs/compile_lab.md": lambda name: lab_tables(BENCHMARKS / name),
     "labs/patterns/README.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
@@ -535,6 +558,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "benchmarks/lab_gpt2/README.md": lambda _: gpt2_tables(BENCHMARKS / "lab_gpt2"),
     "benchmarks/lab_layouts/README.md": lambda _: layout_tables(BENCHMARKS / "lab_layouts"),
     "benchmarks/lab_captioning/README.md": lambda _: caption_tables(BENCHMARKS / "lab_captioning"),
+    "benchmarks/loader/README.md": lambda name: loader_table(_raw(f"loader/results/{name}.json")),
     "benchmarks/h200_decode/README.md": lambda _: decode_tables(_raw("h200_decode/results/decode.json")),
 }
 "Page -> function that makes one of its tables, by the table's name."

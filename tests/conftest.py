@@ -22,10 +22,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "support" / "startup"), os.environ.get("PYTHONPATH")])
 )
 
-if "torch" not in sys.modules:
+if gc.isenabled():
     gc.disable()  # until all is imported: a quarter of that time was a search of half a million objects for garbage
+if "torch" not in sys.modules:
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
+import preloaded
 import pytest
 from own_process import pytest_pyfunc_call  # noqa: F401
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -59,6 +61,15 @@ SENTENCES = [
     "She sells sea shells by the sea shore, and then she counts them: one, two, three, four.",
     "Die Straßenbahn fährt über die Brücke. Где находится библиотека? 你好，世界。",
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the workers from the process that ranks and scripts are forked from, unless they may use a GPU or the hub."""
+    workers = getattr(config.option, "tx", None)
+    is_default = "not network" in config.option.markexpr and not Path("/dev/nvidiactl").exists()
+    if workers and not hasattr(config, "workerinput") and is_default and preloaded.FORKS:
+        os.environ[preloaded.SOCKET] = preloaded.server()
+        config.option.tx = [f"popen//python={sys.executable} {preloaded.__file__}" for _ in workers]
 
 
 FREEZE = gc.freeze

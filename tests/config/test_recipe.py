@@ -84,6 +84,9 @@ def test_overrides_are_yaml_and_index_lists(recipe: Path):
         recipe,
         [
             "data.train.0.max_rows=100",
+            "data.train.0.where={lang: [en, de], min_turns: 2}",
+            "data.train.0.sample={rows: 20}",
+            "data.train.0.roles={bot: assistant}",
             "data.layout=bucketed",
             "data.bucket_lengths=[128,256]",
             "model.revision=null",
@@ -92,7 +95,9 @@ def test_overrides_are_yaml_and_index_lists(recipe: Path):
             "compile.dynamic=true",
         ],
     )
-    assert cfg.data.train[0].max_rows == 100
+    source = cfg.data.train[0]
+    assert (source.max_rows, source.where) == (100, {"lang": ["en", "de"], "min_turns": 2})
+    assert (source.sample.rows, source.sample.seed, source.roles) == (20, 0, {"bot": "assistant"})
     assert cfg.data.bucket_lengths == (128, 256)
     assert (cfg.train.max_steps, cfg.train.epochs, cfg.compile.dynamic) == (None, 2, True)
 
@@ -483,9 +488,50 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["eval.every=5"], "eval.every: has nothing to evaluate"),
         (["data.train=[]"], "data.train: is empty"),
         (["data.train=[{path: a/x.jsonl}, {path: b/x.parquet}]"], 'data.train.1.name: "x" is already the name of'),
+        (["data.train=[{path: a, where: {min_tokens: 0}}]"], "data.train.0.where.min_tokens: is 0, not a whole number"),
+        (["data.train=[{path: a, where: {max_turns: true}}]"], "data.train.0.where.max_turns: is True, not a whole"),
+        (["data.train=[{path: a, roles: {bot: robot}}]"], "data.train.0.roles.bot: "),
+        (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
+        (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),
         (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),
         (["data.train.0.path=builtin:doc"], "is not one of builtin:docs, builtin:tasks"),
         (["data.train.0.split=test"], 'data.train.0.split: "test" is not one of train, heldout'),
+        (
+            ["data.train=[{path: a, weight: 1}, {path: b}]"],
+            "data.train.1.weight: is missing, and a has one: give each source a weight",
+        ),
+        (
+            ["data.train.0.weight=1", "data.train.0.repeat=2"],
+            "data.train.0.repeat: 2 does not go with weights",
+        ),
+        (["data.train.0.max_epochs=2"], "data.train.0.max_epochs: only goes with weights"),
+        (["data.train.0.weight=0"], "data.train.0.weight: is 0 like all others"),
+        (["data.train.0.weight=1", *BUCKETED], "data.train.0.weight: does not go with layout bucketed"),
+        (["data.train.0.weight=1", "train.epochs=1"], "train.epochs: does not go with weights, with which each source"),
+        (
+            ["data.train=[{path: a, order: given}, {path: b}]"],
+            "data.train.0.order: given goes with a single source, or with a weight for each",
+        ),
+        (["data.val=[{path: v, weight: 1}]"], "data.val.0.weight: 1 only goes with data.train"),
+        (["data.val=[{path: v, repeat: 1.5}]"], "data.val.0.repeat: 1.5 only goes with data.train if it is no whole"),
+        (["data.tokens=1e6"], "data.tokens: and train.max_steps are both given"),
+        (
+            ["data.tokens=1e6", "train.max_steps=null", "data.layout=fixed"],
+            "data.tokens: only goes with layout packed, not fixed",
+        ),
+        (["data.stages=[{at: 0.5, weights: {tasks: 1}}]"], "data.stages: only go with weights"),
+        (
+            ["data.train.0.weight=1", "data.stages=[{at: 0.5, weights: {taks: 1}}]"],
+            'data.stages.0.weights: "taks" is not one of tasks. Did you mean "tasks"?',
+        ),
+        (
+            ["data.train.0.weight=1", "data.stages=[{at: 0.5, weights: {tasks: 0}}]"],
+            "data.stages.0.weights: are all 0",
+        ),
+        (
+            ["data.train.0.weight=1", "data.stages=[{at: 0.5, weights: {tasks: 1}}, {at: 0.5, weights: {tasks: 2}}]"],
+            "data.stages.1.at: 0.5 is not after the stage before, at 0.5",
+        ),
         (["train.resume=atuo"], 'train.resume: "atuo" is neither auto'),
         (["log.project=a/b"], "log.project: must be 1 to 80"),
     ],
@@ -516,6 +562,8 @@ def test_settings_that_exclude_each_other(recipe: Path, overrides: list[str], te
         ["adapter=null", "optim.name=muon"],
         ["adapter.targets=attention", "adapter.scaling=rslora", "optim.name=adamw"],
         ["adapter={}", "adapters=[{name: lr-1.0e-4, lr: 1.0e-4}, {name: b, rank: 4, seed: 1}]"],
+        ["data.tokens=100e9", "train.max_steps=null", "data.train.0.weight=1", "data.train.0.max_epochs=2"],
+        ["data.train.0.repeat=2.5"],
         ["train.resume=auto"],
         ["train.resume=runs/x/step-000100"],
         ["compile.mode=max-autotune", "compile.dynamic=null"],

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import SHARED_DATA, flat
+from helpers import SHARED_DATA
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data.batches.pack import make_layout, pack
 from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
-from sftkit.data.reading import store
+from sftkit.data.reading import pictures as store
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.text import start_id, tokenize_captions
@@ -106,7 +106,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     assert list(examples.encoder_sources) == [a, b, b]
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
     assert list(again.encoder_sources) == [a, b, b]  # from the cache
-    assert isinstance(flat(again).ids, np.memmap)
+    assert isinstance(again.lengths, np.memmap)
     found = store.load_images(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)

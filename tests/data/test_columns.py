@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import flat
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, rows
@@ -412,7 +411,7 @@ def test_unused_columns_of_a_source_are_counted_and_shown_also_from_the_cache(lo
         said = [message for message in caplog.messages if message.startswith("a: ")]
         assert said[0].startswith("a: 6 rows have a column quality, which is not used; the first: ")
         assert said[0].endswith("a.jsonl:2")
-    assert isinstance(flat(examples).ids, np.memmap)
+    assert isinstance(examples.lengths, np.memmap)
 
 
 def test_keys_of_messages_are_counted_once_a_row(load) -> None:

@@ -121,18 +121,18 @@ GOLDEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, list[str]]] =
         [{"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "system": "Do."},
          {"messages": [{"role": "system", "content": "Do."}, ASK, ANSWER]}],
         {"system": "Be."}, "messages", [f"system {one}.. {PLAIN}" for one in ("Be", "Do", "Do")]),
-    "tree, best": ([TREE], {"tree": "best"}, "a path of a tree (tree of answers)",
+    "tree, best": ([TREE], {"tree": "best"}, "tree of answers",
                    ["user Q1. assistant [[BEST.]] user Q2. assistant [[A2.]]"]),
     "tree, all": (
-        [TREE], {"tree": "all"}, "a path of a tree (tree of answers)",
+        [TREE], {"tree": "all"}, "tree of answers",
         ["user Q1. assistant [[BEST.]] user Q2. assistant [[A2.]]", "user Q1. assistant [[WORSE.]] user Q3. assistant [[A3.]]"]),
     "rows of trees": (
         [*flat(TREE["prompt"])[:3], *flat(tree("Q5", tree("A5"), role="prompter"), tree_id="t2")],
-        {"tree": "all"}, "a path of a tree (tree of answers)",
+        {"tree": "all"}, "tree of answers",
         ["user Q1. assistant [[WORSE.]]", "user Q5. assistant [[A5.]]"]),
     "an answer that two paths share": (
         [{**TREE, "prompt": tree("Q1", tree("A1", *(tree(f"Q{i}", tree(f"A{i}"), role="prompter") for i in (2, 3))), role="prompter")}],
-        {"tree": "all"}, "a path of a tree (tree of answers)",
+        {"tree": "all"}, "tree of answers",
         ["user Q1. assistant [[A1.]] user Q2. assistant [[A2.]]", "user Q1. assistant A1. user Q3. assistant [[A3.]]"]),
     "segments": ([{"segments": [{"label": False, "text": "<s>Ask"}, {"label": True, "text": "Answer</s>"}]}], {},
                  "segments", ["<s>Ask[[Answer</s>]]"]),
@@ -258,7 +258,7 @@ def test_where_leaves_rows_out_and_counts_them_by_column(tmp_path: Path) -> None
     assert where_counts(source) == {"min_tokens": 3}
     left_out: dict[str, list[str]] = {}
     kept = []
-    for raw in origin.find_source(source).rows():
+    for raw in origin.find_source(source).part():
         try:
             kept.append(rows.parse(raw).where.rpartition(":")[2])
         except LeftOut as out:

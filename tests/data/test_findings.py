@@ -169,7 +169,7 @@ def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, capl
 def test_a_start_from_the_cache_tells_the_reasons_again(load, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(GOOD, "{", record(USER, RESULT, ANSWER))
     caplog.clear()
-    monkeypatch.setattr(sources, "_tokenize_source", None)  # would raise if called
+    monkeypatch.setattr(sources, "_tokenize_chunk", lambda *_: pytest.fail("tokenized again"))
     with caplog.at_level(logging.WARNING):
         again = load(GOOD, "{", record(USER, RESULT, ANSWER))
     assert again.findings == first.findings
@@ -275,7 +275,7 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows", "settings")]
+    modules = [f"reading.{name}" for name in ("columns", "conversation", "rows", "rare")]
     modules += [f"tokens.{name}" for name in ("chat", "loss_mask", "template", "text")]
     for name in modules:
         module = importlib.import_module(f"sftkit.data.{name}")

@@ -134,9 +134,7 @@ def files_of_rows(folder: Path) -> dict[str, Path]:
 def digests(
     tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, str]:
-    # Nothing is read from the cache: neither its hashes nor a wait for the disk says anything here.
-    monkeypatch.setattr(sources, "load_cached_examples", lambda _: None)
-    monkeypatch.setattr(sources, "save_cached_examples", lambda _, examples: examples)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a wait for the disk says nothing here
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS.values()))
     found = {}
@@ -175,10 +173,14 @@ def test_what_is_learned_changes_only_with_the_version_of_masks(digests: dict[st
     assert (known["version"], known["digests"]) == (sources.MASK_VERSION, digests), "write it: SFTKIT_UPDATE_GOLDEN=1"
 
 
-def test_an_entry_of_another_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = sources.data_key({"files": ["a"]})
-    assert key != sources.data_key({"files": ["b"]})
-    for name in ("MASK_VERSION", "FORMAT"):
-        monkeypatch.setattr(sources, name, getattr(sources, name) + 1)
-        assert sources.data_key({"files": ["a"]}) != key
-        monkeypatch.undo()
+def test_a_store_of_another_version_is_not_read(
+    tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "One row."}\n')
+    tokenize = sources.RowTokenizer(text.tokenize, make_tokenizer(), max_length=100)
+    for number, name in enumerate(("", "MASK_VERSION", "FORMAT"), start=1):
+        if name:
+            monkeypatch.setattr(sources, name, getattr(sources, name) + 1)
+        digest(path, tokenize, tmp_path / "cache")
+        assert [len(list((tmp_path / "cache" / kind).iterdir())) for kind in ("stores", "views")] == [number, number]

@@ -11,7 +11,7 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import collate, warm_up_batch
-from sftkit.data.batches.epoch import RankRows, num_positions, plan_epoch
+from sftkit.data.batches.epoch import GlobalBatch, RankRows, num_positions, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, Layout, make_layout, pack, validation_layout
 from sftkit.errors import ConfigError
@@ -44,6 +44,10 @@ def padding_share(lengths: np.ndarray, of: Layout) -> float:
 def steps_of(of: Layout, rank: int = 0) -> list:
     batches = Batches(StepDataset(make_examples(LENGTHS.tolist()), of, RankRows(rank)), seed=0)
     return list(batches.steps(0, batches.num_steps(epochs=1)))
+
+
+def texts(plan: list[GlobalBatch]) -> list[str]:
+    return [f"{batch.row_length} {batch.rows} {batch.pairs}" for batch in plan]
 
 
 # ---- plans ----
@@ -91,7 +95,7 @@ def test_all_batches_of_a_shape_have_as_many_document_slots_and_of_a_run_one_max
 def test_the_global_batches_do_not_change_with_the_world_size(kind: str, world_size: int, micro: int) -> None:
     one, split = layout(kind, 1, micro), layout(kind, world_size, micro)
     plan = plan_epoch(LENGTHS, one, seed=0, epoch=0)
-    assert plan == plan_epoch(LENGTHS, split, seed=0, epoch=0)
+    assert texts(plan) == texts(plan_epoch(LENGTHS, split, seed=0, epoch=0))
     for batch in plan:
         rows = [row for rank in range(world_size) for part in batch.micro_batches(split, rank) for row in part]
         assert sorted(filter(None, rows)) == sorted(filter(None, batch.rows))
@@ -100,7 +104,7 @@ def test_the_global_batches_do_not_change_with_the_world_size(kind: str, world_s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_epochs_differ_and_a_plan_repeats(kind: str) -> None:
-    plans = [plan_epoch(LENGTHS, layout(kind), seed=0, epoch=epoch) for epoch in (0, 0, 1)]
+    plans = [texts(plan_epoch(LENGTHS, layout(kind), seed=0, epoch=epoch)) for epoch in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
 
 
@@ -114,7 +118,7 @@ def test_buckets_pad_less_than_fixed_rows_and_packed_rows_less_than_buckets() ->
 def test_steps_and_epochs_limit_a_run_whichever_comes_first() -> None:
     batches = Batches(StepDataset(make_examples(LENGTHS.tolist()), layout("packed")), seed=0)
     epoch = batches.num_steps(epochs=1)
-    assert batches.num_steps(epochs=2) == epoch + len(batches.plan(1))
+    assert batches.num_steps(epochs=2) == epoch + len(plan_epoch(LENGTHS, layout("packed"), seed=0, epoch=1))
     assert batches.num_steps(epochs=2, max_steps=3) == 3
     assert batches.num_steps(epochs=1, max_steps=10**6) == epoch
     assert batches.num_steps(epochs=None, max_steps=7) == 7

@@ -26,7 +26,7 @@ ROW = b'{"text": "x"}\n'
 def read(path: Path, **settings: object) -> list[object]:
     """The rows of a source; of a bad one its reason."""
     found = []
-    for raw in find_source(SourceConfig(path=str(path), **settings)).rows():
+    for raw in find_source(SourceConfig(path=str(path), **settings)).part():
         try:
             found.append(readers.parsed(raw))
         except DataError as error:
@@ -109,7 +109,7 @@ def test_row_numbers_that_pandas_has_written_are_a_column_of_their_own(tmp_path:
 def test_a_record_across_lines_is_named_by_its_first_line(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text('a,b\n"1\n\n",2\n1\n')
     origin = find_source(SourceConfig(path=str(tmp_path / "x.csv")))
-    assert [where.rpartition(":")[2] for where, _ in origin.rows()] == ["2", "5"]
+    assert [where.rpartition(":")[2] for where, _ in origin.part()] == ["2", "5"]
 
 
 # ---- encodings -------------------------------------------------------------------------------------------------------
@@ -359,14 +359,14 @@ def test_an_offline_name_obeys_the_configurations_of_its_snapshot(
 # ---- identity --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("at", [0, 5_000, -1])
 def test_an_edit_that_keeps_size_and_time_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool, at: int
 ) -> None:
-    if not whole:  # every tenth byte is a sample, the first and the last too
-        for name, value in (("WHOLE_BYTES", 0), ("SAMPLED_PARTS", 1001), ("PART_BYTES", 1)):
-            monkeypatch.setattr(folders, name, value)
+    monkeypatch.chdir(tmp_path)
+    if not small:  # its digest is kept
+        monkeypatch.setattr(folders, "SMALL_BYTES", 0)
     path = tmp_path / "a.txt"
     content = bytearray(b"x" * 10_001)
     path.write_bytes(content)
@@ -381,9 +381,11 @@ def test_an_edit_that_keeps_size_and_time_is_seen(
     assert folders.content_identity([path]) == before
 
 
-def test_the_time_of_a_small_file_is_no_part_of_its_identity(tmp_path: Path) -> None:
+def test_place_and_time_of_a_file_are_no_part_of_its_identity(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x")
     before = folders.content_identity([path])
     os.utime(path, (1, 1))
-    assert folders.content_identity([path]) == before
+    moved = path.rename(tmp_path / "b.txt")
+    assert folders.content_identity([moved]) == before
+    assert folders.content_identity([moved.rename(tmp_path / "a.json")]) != before, "it is read otherwise"

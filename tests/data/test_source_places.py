@@ -29,7 +29,7 @@ LINES = b'{"text": "a"}\n{"text": "b"}\n'
 def read(path: Path | str, **settings: object) -> list[object]:
     """The rows of a source; of a bad one its reason."""
     found = []
-    for raw in find_source(SourceConfig(path=str(path), **settings)).rows():
+    for raw in find_source(SourceConfig(path=str(path), **settings)).part():
         try:
             found.append(readers.parsed(raw))
         except DataError as error:
@@ -270,13 +270,14 @@ def bucket() -> Iterator[fsspec.AbstractFileSystem]:
         fs.pipe(f"/bucket/train-{i:05d}-of-00006.jsonl", json.dumps({"text": str(i) * 1000}).encode())
     fs.pipe("/bucket/test.csv", b"text\nt\n")
     yield fs
-    fs.rm("/bucket", recursive=True)
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 def remote_texts(folder: Path, local_gb: float = 1.0, **settings: object) -> Iterator[str]:
     source = SourceConfig(**{"path": "memory://bucket", **settings})
     data = DataConfig(train=(source,), cache_dir=str(folder), local_gb=local_gb)
-    return (readers.parsed(raw)["text"] for raw in find_source(source, data).rows())
+    return (readers.parsed(raw)["text"] for raw in find_source(source, data).part())
 
 
 def test_files_at_a_url_are_chosen_as_those_of_a_folder(bucket: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_copies_are_fetched_two_ahead_and_what_stays_has_a_limit(
     for text in rows:
         seen.append(text[0])
         assert kept() <= 3500
-        assert len(fetched) <= len(seen) + remote.AHEAD
+        assert len(fetched) <= len(seen) + remote.FILES_AHEAD
     assert seen == list("012345")
     assert len(fetched) == 6
     assert len(list(remote_texts(tmp_path, local_gb=1e-9))) == 6  # a file may be larger than the limit
@@ -315,7 +316,7 @@ def test_copies_are_fetched_two_ahead_and_what_stays_has_a_limit(
     rows = remote_texts(tmp_path)
     next(rows)
     rows.close()
-    assert len(fetched) <= 1 + remote.AHEAD  # what nobody reads is not fetched
+    assert len(fetched) <= 1 + remote.FILES_AHEAD  # what nobody reads is not fetched
     assert len(list(remote_texts(tmp_path))) == 6
     fetched.clear()
     assert len(list(remote_texts(tmp_path))) == 6
@@ -340,12 +341,22 @@ def test_what_identifies_a_file_at_a_url_needs_no_download(
     assert before == find_source(source).identity()
     bucket.pipe("/bucket/train-00003-of-00006.jsonl", json.dumps({"text": "9" * 1000}).encode())
     assert find_source(source).identity() != before
-    info = {"size": 3, "ETag": '"abc"', "Last-Modified": "today"}
-    assert remote._described(bucket, "/one", info).identity == remote._described(bucket, "/two", info).identity
-    lfs = {"size": 3, "blob_id": "of the pointer", "lfs": {"sha256": "of the content", "size": 3}}
-    assert remote._described(bucket, "/one", lfs).identity == (3, "of the content")
-    del info["ETag"]  # a time is no digest: two files may have the same
-    assert remote._described(bucket, "/one", info).identity != remote._described(bucket, "/two", info).identity
+
+
+@pytest.mark.parametrize(
+    ("info", "identity"),
+    [
+        ({"ETag": '"abc"', "Last-Modified": "today"}, (3, '"abc"')),
+        ({"blob_id": "of the pointer", "lfs": {"sha256": "of the content", "size": 3}}, (3, "of the content")),
+        # A time is no digest: two files may have the same.
+        ({"LastModified": "today"}, ("/bucket/test.csv", 3, "today")),
+    ],
+)
+def test_a_file_at_a_url_is_known_by_its_digest_wherever_it_is(
+    bucket: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch, info: dict[str, object], identity: object
+) -> None:
+    monkeypatch.setattr(type(bucket), "info", lambda *_: {"type": "file", "size": 3, **info})
+    assert list(find_source(SourceConfig(path="memory://bucket/test.csv")).identity()) == [identity]
 
 
 def test_a_download_that_breaks_off_is_tried_again_and_then_an_error(
@@ -378,8 +389,8 @@ def test_a_download_that_breaks_off_is_tried_again_and_then_an_error(
     ("path", "told"),
     [
         ("memory://nowhere", r"memory://nowhere: no such file or folder: "),
-        ("memory://bucket/*.parquet", r"nothing there matches /bucket/\*\.parquet"),
-        ("foo://bucket/x.jsonl", r"no protocol foo\. There are hf, s3"),
+        ("memory://bucket/*.parquet", r"bucket/\*\.parquet: no files are there"),
+        ("foo://bucket/x.jsonl", r"foo://bucket/x\.jsonl: cannot be read: Protocol not known: foo"),
         ("http://127.0.0.1:9/x.jsonl", r"http://127\.0\.0\.1:9/x\.jsonl: no such file or folder: .*connect"),
         ("hf://datasets/org/name/x.jsonl", r"hf://datasets/org/name/x\.jsonl: (HF_HUB_OFFLINE|\S+ cannot be reached)"),
     ],

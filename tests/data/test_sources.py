@@ -5,31 +5,24 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import pickle
-import shutil
 import time
-import tracemalloc
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SHARED_DATA
-from helpers import flat
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import types
 from sftkit.data.reading import origin, rows
+from sftkit.data.store import view
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.chat import ANSWER_COUNTS
-from sftkit.data.types import FlatTokens
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
 from sftkit.preflight.data import source_facts
-from sftkit.rundir import files as manifest
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -407,7 +400,7 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
     b = write_lines(tmp_path / "b.jsonl", [{"messages": MESSAGES}, {"messages": [MESSAGES[0], *MESSAGES[1:] * 30]}])
     examples = load(a, b)
     assert examples.source.tolist() == sorted(examples.source.tolist())
-    zeros = dict.fromkeys((*sources.COUNTS, *ANSWER_COUNTS, *sources.ROLE_COUNTS.values()), 0)
+    zeros = dict.fromkeys((*view.COUNTS, *ANSWER_COUNTS, *view.ROLE_COUNTS.values()), 0)
     pieces = examples.counts["a"]["documents"]
     assert pieces > 2
     assert examples.counts["a"] == {**zeros, "rows": 2, "documents": pieces, "dropped_no_target": 1}
@@ -429,7 +422,7 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
 def test_repeat(tmp_path, load):
     path = write_lines(tmp_path / "a.jsonl", numbered(3))
     once, twice = load(path), load(SourceConfig(path=str(path), repeat=2))
-    assert flat(twice).ids.tolist() == flat(once).ids.tolist() * 2
+    assert twice.gather(range(6))[0].tolist() == once.gather(range(3))[0].tolist() * 2
     assert twice.lengths.tolist() == once.lengths.tolist() * 2
     assert twice.counts["a"]["rows"] == 6
 
@@ -453,176 +446,6 @@ def test_a_bad_row_in_a_process_is_reported(tmp_path, load):
     path = write_lines(tmp_path / "a.jsonl", [*numbered(300), "{broken"])
     with pytest.raises(DataError, match=rf"^{path}:301: not JSON"):
         load(path, num_proc=2)
-
-
-# ---- cache -----------------------------------------------------------------------------------------------------------
-
-
-def folders(data: DataConfig) -> list[Path]:
-    return sorted(Path(data.cache_dir).iterdir())
-
-
-def test_cache_hit_is_equal_and_reads_nothing(tmp_path, data, load, monkeypatch):
-    path = write_lines(tmp_path / "a.jsonl", numbered(5))
-    first = load(path)
-    monkeypatch.setattr(sources, "_tokenize_source", None)  # would raise if called
-    again = load(path)
-    assert_equal(first, again)
-    assert isinstance(flat(again).ids, np.memmap)
-    assert len(folders(data)) == 1
-
-
-def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
-    path = write_lines(tmp_path / "a.jsonl", numbered(5))
-    load(path)
-    write_lines(path, numbered(6))
-    assert len(load(path)) == 6
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    path.write_text(path.read_text().replace("row 5", "row 7"))
-    os.utime(path, ns=times)
-    assert len(load(path)) == 6
-    assert len(folders(data)) == 3
-    load(path, max_length=32)
-    load(path, too_long="drop")
-    load(path, on_bad_row="skip")
-    load(SourceConfig(path=str(path), max_rows=2))
-    bound = sources.RowTokenizer(text.tokenize_any, tokenizer, max_length=8)
-    sources.load_sources([SourceConfig(path=str(path))], data, bound)
-    sources.load_sources([SourceConfig(path=str(path))], data, replace(bound, rule=text.tokenize))
-    assert len(folders(data)) == 9
-    assert sources.tokenizer_fingerprint(tokenizer) == sources.tokenizer_fingerprint(make_tokenizer())
-    prints = {
-        sources.tokenizer_fingerprint(t) for t in (tokenizer, make_tokenizer("qwen3"), make_tokenizer(eos="</s>"))
-    }
-    assert len(prints) == 3
-
-
-def damage_truncate(folder: Path) -> None:
-    (folder / "ids.npy").write_bytes((folder / "ids.npy").read_bytes()[:-8])
-
-
-def damage_meta(folder: Path) -> None:
-    (folder / "meta.json").write_text("{")
-
-
-def damage_missing(folder: Path) -> None:
-    (folder / "offsets.npy").unlink()
-
-
-def damage_shape(folder: Path) -> None:
-    np.save(folder / "is_target.npy", np.zeros(3, dtype=bool))
-
-
-@pytest.mark.parametrize("damage", [damage_truncate, damage_meta, damage_missing, damage_shape])
-def test_damaged_cache_is_built_again(tmp_path, data, load, caplog, damage):
-    path = write_lines(tmp_path / "a.jsonl", numbered(5))
-    first = load(path, cache_dir=str(tmp_path / "intact"))
-    load(path)
-    (folder,) = folders(data)
-    damage(folder)
-    with caplog.at_level(logging.WARNING):
-        assert_equal(load(path), first)
-    assert caplog.text.count("damaged cache") == 1
-    assert folders(data) == [folder]
-    caplog.clear()
-    assert_equal(load(path), first)
-    assert not caplog.records
-
-
-def flip(path: Path, byte: int, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 1 << bit
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    time.sleep(0.02)  # a tick of the file system's clock
-    path.write_bytes(content)
-    os.utime(path, ns=times)
-
-
-@pytest.mark.parametrize("name", [*(f"{array}.npy" for array in sources.ARRAYS), "meta.json"])
-def test_one_flipped_bit_of_an_entry_is_named_and_the_entry_is_built_again(tmp_path, data, load, caplog, name):
-    path = write_lines(tmp_path / "a.jsonl", numbered(50))
-    first = load(path, cache_dir=str(tmp_path / "intact"))
-    load(path)
-    (folder,) = folders(data)
-    flip(folder / name, -2 if name.endswith("npy") else 40, 0)
-    with caplog.at_level(logging.WARNING):
-        assert_equal(load(path), first)
-    assert caplog.text.count("damaged cache") == 1
-    if name.endswith("npy"):
-        assert f"{name} is not what was written: sha256" in caplog.text
-    caplog.clear()
-    assert_equal(load(path), first)
-    assert not caplog.records
-
-
-def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, load, monkeypatch):
-    path = write_lines(tmp_path / "a.jsonl", numbered(5))
-    load(path)
-    (folder,) = folders(data)
-    hashed, real = [], manifest.sha256_of
-    monkeypatch.setattr(
-        manifest, "sha256_of", lambda paths: hashed.append([path.name for path in paths]) or real(paths)
-    )
-    load(path)
-    assert hashed == []
-    time.sleep(0.02)
-    os.utime(folder / "ids.npy")
-    load(path)
-    load(path)
-    assert hashed == [["ids.npy"]]
-    time.sleep(0.02)
-    shutil.copytree(folder, tmp_path / "copied")  # as to another machine: its times are others
-    for _ in range(2):
-        assert sources.load_cached_examples(tmp_path / "copied") is not None
-    assert hashed[1:] == [sorted([*(f"{array}.npy" for array in sources.ARRAYS), "meta.json"])]
-
-
-def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp_path, load):
-    target = tmp_path / "cache" / "key"
-    old, new = (target.with_name(f".{name}.tmp") for name in ("old", "new"))
-    for folder in (old, new):
-        folder.mkdir(parents=True)
-        (folder / "ids.npy").write_bytes(b"x" * 100)
-    (tmp_path / "cache" / ".images.tmp").write_text("x")
-    for path in (old, old / "ids.npy", tmp_path / "cache" / ".images.tmp"):
-        os.utime(path, (0, 0))
-    examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)), cache_dir=str(tmp_path / "other"))
-    sources.save_cached_examples(target, examples)
-    assert {path.name for path in target.parent.iterdir()} == {"key", new.name}
-
-
-def test_counting_targets_takes_less_memory_than_the_tokens(monkeypatch):
-    lengths = np.random.default_rng(0).integers(1, 2000, 3000)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    is_target = np.random.default_rng(1).integers(0, 2, offsets[-1]).astype(bool)
-    tokens = FlatTokens(np.zeros(1, np.int32), is_target, offsets)
-    expected = [int(is_target[a:b].sum()) for a, b in pairwise(offsets.tolist())]
-    monkeypatch.setattr(types, "_PIECE_TOKENS", 2**14)
-    tracemalloc.start()
-    found = tokens.num_targets()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert found.tolist() == expected
-    assert peak < len(is_target) / 4
-    monkeypatch.setattr(types, "_PIECE_TOKENS", 10)  # each document is longer than a piece
-    assert tokens.num_targets().tolist() == expected
-
-
-def test_two_writers(tmp_path, load):
-    examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)))
-    target = tmp_path / "shared" / "key"
-    assert_equal(sources.save_cached_examples(target, examples), examples)
-    inode = target.stat().st_ino
-    assert_equal(sources.save_cached_examples(target, examples), examples)
-    assert target.stat().st_ino == inode
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_unwritable_cache_only_warns(tmp_path, load, caplog):
-    (tmp_path / "file").write_text("")
-    path = write_lines(tmp_path / "a.jsonl", numbered(5))
-    assert len(load(path, cache_dir=str(tmp_path / "file"))) == 5
-    assert "cannot write the cache" in caplog.text
 
 
 # ---- real data, where it is ------------------------------------------------------------------------------------------

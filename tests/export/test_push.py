@@ -47,7 +47,7 @@ class Hub(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.failing: str | None = None
         "a request whose address has this text is rejected"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def make(self, name: str, files: dict[str, bytes], *, private: bool = False) -> None:
         self.repositories[name] = {"private": private, "commits": [files]}

@@ -79,7 +79,7 @@ def serve(model: Path) -> Iterator[Callable[..., str]]:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         started.append(server)
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"
 
     yield start

@@ -145,7 +145,7 @@ def _(packed: Tensor, *_: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("budget", "checkpointing", "naive"),
     [
-        *((0.9, False, False), (1.0, True, False), (1.0, False, True)),
+        *((0.9, False, False), (1.0, True, False), pytest.param(1.0, False, True, marks=pytest.mark.slow)),
         *((None, False, False), (None, True, False), (None, False, True)),
     ],
 )

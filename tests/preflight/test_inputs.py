@@ -296,6 +296,26 @@ def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(
     assert problems("data.train.0.path=rows.jsonl", stage=stage) == []
 
 
+def test_special_tokens_in_text_are_a_setting_of_stages_that_learn_texts(here: Path) -> None:
+    (told,) = problems("data.special_tokens_in_text=parse", stage="sft")
+    assert told.startswith(
+        "data.special_tokens_in_text: is for plain texts: chat_sft.py takes special tokens in no text"
+    )
+    assert problems("data.special_tokens_in_text=parse", stage="mid") == []
+    write(here / "rows.jsonl", TEXT)
+    assert problems("data.train.0.path=rows.jsonl", "data.special_tokens_in_text=error", stage="base") == []
+
+
+def test_rows_that_are_tokenized_fit_each_stage_and_those_that_where_leaves_out_are_not_looked_at(here: Path) -> None:
+    write(here / "rows.jsonl", {"input_ids": [1, 2], "labels": [1, 2]})
+    for stage in ("base", "mid", "sft"):
+        assert problems("data.train.0.path=rows.jsonl", stage=stage) == []
+    (here / "rows.jsonl").write_text('{"messages": [], "label": false}\n' + json.dumps({**CHAT, "label": True}) + "\n")
+    where = "data.train=[{path: rows.jsonl, where: {label: true}}]"
+    assert problems(where, stage="sft") == []
+    assert "label is false" in refused("data.train.0.path=rows.jsonl", stage="sft")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -555,7 +575,7 @@ def stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a hub on this machine; nobody is logged in."""
     StandIn.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(here / "token"))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Prepared:
         assert max_length is not None
         tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
         compared = benchmarks(self.cfg.data, self.cfg.eval, always=True)
-        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext(), compared)
+        self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, benchmarks=compared)
         self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
     def look(self, **kwargs: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_rows_are_told_by_reason_with_the_first_of_each(
     odd = ("accepted", 1, "tool result without a call")
     assert told == [("skipped", 2, "empty answer"), ("skipped", 1, "unknown columns"), odd, ("read", 4, "messages")]
     assert [one["first"].split(":")[1] for one in source["findings"]] == ["4", "5", "7", "1"]
-    assert source["findings"][3]["first"].endswith(":1: user: What? | assistant: No. Yes.")
+    assert source["findings"][3]["first"].endswith(":1: user: What comes after 0? | assistant: It is 1.")
     assert [(one["rows"], one["reason"]) for one in held_out["findings"]] == [(1, "empty answer"), (1, "messages")]
     assert any("3 of 7 rows not used. 3 bad (2 empty answer, 1 unknown columns)" in w for w in found["warnings"])
     plain = shown(prepared, 0, capsys)

@@ -15,7 +15,7 @@ from helpers import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from sftkit.data.reading import store
+from sftkit.data.reading import pictures as store
 from sftkit.models.kind import kind_of
 from sftkit.rundir.names import step_dirs
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import preloaded
 import pytest
@@ -164,6 +165,57 @@ def test_inspect_data_shows_lengths_targets_and_the_padding_of_every_layout(runs
     assert done.returncode == 0, done.stderr[-2000:]
     for expected in ("% targets", "median", "packed *", "bucketed", "fixed", "<<|im_start|>>assistant"):
         assert expected in done.stdout
+
+
+def mixed_rows() -> dict[str, list[dict[str, Any]]]:
+    """Rows of the four shapes of recipes/qwen3_0_6b/mix.yaml, by the folder of each."""
+    numbers = range(40)
+    asked = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    return {
+        "dolly": [{"instruction": f"Say {n}.", "context": "", "response": f"It is {n}."} for n in numbers],
+        "sgd": [
+            {
+                "tools": [asked],
+                "messages": [
+                    {"role": "user", "content": f"Find {n}."},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "content": f"{n}", "tool_call_id": "1"},
+                    {"role": "assistant", "content": f"Found {n}."},
+                ],
+            }
+            for n in numbers
+        ],
+        "oasst": [
+            {"messages": [{"role": role, "content": f"{role} {n}"} for _ in (0, 1) for role in ("user", "assistant")]}
+            for n in numbers
+        ],
+        "gsm8k": [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in numbers],
+    }
+
+
+def test_the_recipe_of_a_mix_logs_the_loss_of_each_source_and_their_weighted_mean_is_the_loss(
+    runs: Path, tmp_path: Path
+) -> None:
+    settings = []
+    for number, (name, rows) in enumerate(mixed_rows().items()):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings.append(f"data.train.{number}.path={tmp_path / name}")
+    places = (f"model.path={runs}/mid", f"run.dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache", "log.wandb=off")
+    quick = ("train.max_steps=4", "train.global_batch_size=2", "data.max_length=256", "compile.backend=eager")
+    done = run("scripts/chat_sft.py", "recipes/smoke/mix.yaml", *places, *quick, *settings)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        losses = {name: line[f"train/{name}/loss"] for name in mixed_rows()}
+        known = [loss * line[f"data/target_share/{name}"] for name, loss in losses.items() if loss is not None]
+        assert sum(known) == pytest.approx(line["train/loss"], rel=1e-5)
+        assert len(known) > 1
+    (evals,) = [json.loads(line) for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines()]
+    assert all(evals[f"val/{name}/loss"] > 0 for name in mixed_rows())
+    assert "Loss by source" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

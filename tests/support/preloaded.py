@@ -2,7 +2,7 @@
 their start.
 
 A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them
-and forks the others, each in its own session, with the arguments, environment, standard streams and exit of `python
+and forks the others, also the workers of pytest, each in its own session, with the arguments, environment, standard streams and exit of `python
 script.py`, or of several ranks under torchrun. If forking is unsafe once torch is loaded, and with GPUs, each process
 starts from scratch.
 """
@@ -36,11 +36,14 @@ PYTHONPATH = os.pathsep.join([*(str(ROOT / name) for name in FOLDERS), *filter(N
 FORKS = sys.platform == "linux"
 PRELOADED = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
+    *("torch._inductor.compile_fx", "torch._inductor.lowering", "torch.distributed.tensor.experimental"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
     *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.engine.blocks", "sftkit.evals.suite"),
     *("sftkit.checkpoint.checkpoint", "sftkit.verify.proof", "sftkit.verify.counts", "sftkit.verify.update"),
-    *("sftkit.preflight.analysis", "sftkit.reports.page"),
+    *("sftkit.preflight.analysis", "sftkit.reports.page", "wandb", "wandb.apis.public", "requests"),
 )
+SOCKET = "SFTKIT_TEST_SERVER"
+"Set in workers of pytest to the socket of the process with everything imported."
 PASSED_ON = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGQUIT),
 )
@@ -79,7 +82,9 @@ class Process:
         order = {"words": self.words, "ranks": ranks, "env": dict(os.environ if env is None else env)}
         if self._forked:
             streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._streams]
-            self.pid = server().start({**order, "streams": [terminal, terminal] if terminal else streams})
+            self._server, self.pid = start(
+                {**order, "streams": [os.devnull, *([terminal] * 2 if terminal else streams)]}
+            )
             return
         out, err = self._streams
         command = [sys.executable, __file__, json.dumps(order)]
@@ -88,8 +93,15 @@ class Process:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = server().code(self.pid) if self._forked else self._own.poll()
+            self.returncode = self._code() if self._forked else self._own.poll()
         return self.returncode
+
+    def _code(self) -> int | None:
+        """Exit code once the server has sent it."""
+        if not select.select([self._server], [], [], 0)[0]:
+            return None
+        with self._server:
+            return int(hear(self._server))
 
     def communicate(self, timeout: float = 200) -> tuple[str, str]:
         """Wait until it has ended. Returns its stdout and stderr; after the timeout it is killed."""
@@ -127,101 +139,107 @@ def run(
     return subprocess.CompletedProcess(process.words, process.returncode, out, err)
 
 
-class Server:
-    """The process with everything imported, seen from the process that runs tests."""
-
-    def __init__(self) -> None:
-        # Both variables are read once: freed memory is returned at once, so that tests measure memory in use; there
-        # is no hub.
-        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "HF_ENDPOINT": "http://127.0.0.1:9"}
-        self._codes: dict[int, int] = {}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        atexit.register(self.close)
-
-    def start(self, order: dict[str, Any]) -> int:
-        """Return the id of the process that runs the order."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        while (pid := self._hear()) is None:
-            pass
-        return pid
-
-    def code(self, pid: int) -> int | None:
-        """Exit code of a process that has ended."""
-        while pid not in self._codes and select.select([self._process.stdout], [], [], 0)[0]:
-            self._hear()
-        return self._codes.get(pid)
-
-    def _hear(self) -> int | None:
-        """Read a line: the id of a process that was started, or the exit code of one that has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the server of processes has ended"
-        told = json.loads(line)
-        if "code" in told:
-            self._codes[told["pid"]] = told["code"]
-            return None
-        return told["pid"]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-
-
 @cache
-def server() -> Server:
-    return Server()
+def server() -> str:
+    """Socket of the process with everything imported, which all processes of a pytest share; the first use starts it."""
+    if SOCKET in os.environ:
+        return os.environ[SOCKET]
+    folder = tempfile.TemporaryDirectory()
+    path = f"{folder.name}/server"
+    # Both variables are read once: freed memory is returned at once, so that tests measure memory in use; there
+    # is no hub.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        number = listening.fileno()
+        command = [sys.executable, __file__, str(number)]
+        # In a session of its own, so that Ctrl-C is told by pytest alone.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True
+        )
+    assert process.stdin is not None
+    stdin = process.stdin
+
+    def close() -> None:
+        stdin.close()
+        process.wait(60)
+        folder.cleanup()
+
+    atexit.register(close)
+    return path
+
+
+def start(order: dict[str, Any]) -> tuple[socket.socket, int]:
+    """Let the server fork a process. Returns the connection on which its exit code comes, and its id; the process is
+    killed if the connection is closed before.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(server())
+    connection.sendall(json.dumps(order).encode() + b"\n")
+    return connection, int(hear(connection))
+
+
+def hear(connection: socket.socket) -> bytes:
+    """Read a line, which the other side sends at once."""
+    line = b""
+    while not line.endswith(b"\n"):
+        read = connection.recv(1 << 16 if b"{" in line[:1] else 1)
+        assert read, "the other process has ended"
+        line += read
+    return line
 
 
 # ---- the server and what it starts -----------------------------------------------------------------------------------
 
 
-def serve() -> dict[str, Any]:
-    """Import, then fork a process for each line of stdin. Returns only in the forks, with their orders."""
+def serve(number: int) -> dict[str, Any]:
+    """Import, then fork a process for each connection to the socket of this number. Returns only in the forks, with
+    their orders.
+    """
     gc.disable()  # until all is imported, which makes hardly anything to give back
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
+    importlib.import_module("sftkit.config.load").read_config(ROOT / "recipes/smoke/base.yaml", ())  # fills its caches
+    folders = [each for each in gc.get_objects() if type(each) is tempfile.TemporaryDirectory]
+    for folder in folders:  # wandb's: the first fork that ends would delete those of all
+        folder._finalizer.detach()
+        atexit.unregister(folder.cleanup)
     gc.enable()
     gc.collect()
     gc.freeze()  # memory shared with the forks stays in place, also when a run has ended
-    gc.freeze = gc.unfreeze = lambda: None
-    running: set[int] = set()
-    heard = b""
+    listening = socket.socket(fileno=number)
+    running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0], [], [], 0.02 if running else None)
-        if ready:
-            read = os.read(0, 1 << 20)
-            if not read:
-                break
-            heard += read
-            *lines, heard = heard.split(b"\n")
-            for line in lines:
-                pid = os.fork()
-                if pid == 0:
-                    os.setsid()
-                    return json.loads(line)
-                running.add(pid)
-                tell({"pid": pid})
-        for pid in list(running):
+        ready, _, _ = select.select([0, listening, *running.values()], [], [], 0.02 if running else None)
+        if 0 in ready:  # its parent has ended
+            break
+        if listening in ready:
+            connection, _ = listening.accept()
+            order = json.loads(hear(connection))
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                for each in (listening, connection, *running.values()):
+                    each.close()
+                return order
+            running[pid] = connection
+            connection.sendall(b"%d\n" % pid)
+        for pid, connection in list(running.items()):
+            if connection in ready:  # whoever started it has ended
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                running.remove(pid)
-                tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                with running.pop(pid), suppress(OSError):
+                    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     for pid in running:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+    for folder in folders:
+        folder.cleanup()
     os._exit(0)
-
-
-def tell(what: dict[str, int]) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def launch(order: dict[str, Any]) -> dict[str, str]:
@@ -266,11 +284,15 @@ def launch(order: dict[str, Any]) -> dict[str, str]:
 def become(order: dict[str, Any]) -> None:
     """Become the script of the order, with its arguments, environment and streams."""
     if order.get("streams"):
-        for number, path in zip((0, 1, 2), (os.devnull, *order["streams"]), strict=True):
+        for number, path in zip((0, 1, 2), order["streams"], strict=True):
             # Open for reading too: the terminal then becomes that of the session, which has none.
             file = os.open(path, os.O_RDONLY if number == 0 else os.O_RDWR | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)
+    if "cwd" in order:
+        os.chdir(order["cwd"])
+    else:  # a worker of pytest has a use for them
+        gc.freeze = gc.unfreeze = lambda: None
     places = launch(order) if order["ranks"] > 1 else {}
     os.environ.clear()
     os.environ.update(order["env"] | places)
@@ -310,8 +332,21 @@ def run_to_the_end(order: dict[str, Any]) -> None:
     os._exit(code or 0)
 
 
+def work(words: Sequence[str]) -> None:
+    """Stand for a worker of pytest, which the server forks with the arguments of Python and the streams of this process."""
+    streams = [f"/proc/{os.getpid()}/fd/{number}" for number in range(3)]
+    # A plugin that is loaded cannot be rewritten; own_process.py says so too.
+    more = f"{os.environ.get('PYTEST_ADDOPTS', '')} -W ignore::pytest.PytestAssertRewriteWarning"
+    env = {**os.environ, "PYTEST_ADDOPTS": more.strip()}
+    order = {"words": words, "ranks": 1, "env": env, "cwd": os.getcwd(), "streams": streams}
+    connection, _ = start(order)
+    os._exit(int(hear(connection)) & 255)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        become(json.loads(sys.argv[1]))
+    if "-c" in sys.argv[1:]:
+        work(sys.argv[sys.argv.index("-c") :])
+    elif sys.argv[1].isdigit():
+        run_to_the_end(serve(int(sys.argv[1])))
     else:
-        run_to_the_end(serve())
+        become(json.loads(sys.argv[1]))

@@ -77,14 +77,15 @@ def test_the_state_of_a_checkpoint_has_all_that_a_resume_reads(tmp_path: Path) -
     examples = make_examples([30, 4, 25, 8])
     batches = Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=3)
     progress = Progress(tokens=5, targets=2, seconds=1.5)
-    position = LoopPosition(epoch=1, total_steps=7, progress=progress, counts={"meter": {"undeclared": 2}})
+    position = LoopPosition(step=3, epoch=1, total_steps=7, progress=progress, counts={"meter": {"undeclared": 2}})
     saved = services(tmp_path, stop)
     saved.checkpoints.last_save.update(block_seconds=1.0, write_seconds=2.0)  # type: ignore[attr-defined]
     data = DataConfig(train=(), targets="assistant")
     state = json.loads(json.dumps(checkpoint_state(position, data, batches, saved)))
     assert progress_of({"step": 4, **state}) == progress
     assert state[RUN_COUNTS] == {"meter": {"undeclared": 2}}
-    assert state["stretches"] == [segment._asdict() for segment in batches.segments]
+    assert state["stretches"] == json.loads(json.dumps([segment._asdict() for segment in batches.segments]))
+    assert state["order"] == [[0, 0, 0, [0], [0]]]
     assert (state["tokens"], state["epoch"], state["total_steps"]) == (5, 1, 7)
     assert (state["tracker"], state["save_seconds"], state["targets"]) == ("abc", 3.0, "assistant")
     assert {"max_length", "thinking", "split_turns", "too_long", PROGRESS} <= state.keys()

@@ -17,6 +17,8 @@ from sftkit.compile.contract import compiler_switches, step_contract
 from sftkit.compile.watch import CompileWatch, records_of
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.reading.rows import ELSEWHERE
+from sftkit.data.tokens import chat
 from sftkit.data.types import Finding
 from sftkit.errors import RecompileError
 from sftkit.objectives.objective import LOSS, ModelWithLoss, NextToken, Totals
@@ -96,6 +98,11 @@ def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:
     assert proof.mask_check(examples, [end]).ok
     tokens.is_target[tokens.offsets[1] - 1] = False
     assert proof.mask_check(examples, [end]).ok is False
+    read = Finding("read", f"{ELSEWHERE} (input_ids, labels)", 7, "a:1"), Finding("accepted", chat.UNASKED, 2, "a:3")
+    assert "; 7 rows tokenized elsewhere, 2 with targets after no header" in (
+        proof.mask_check(replace(examples, findings={"a": read}), [end]).found
+    )
+    assert "elsewhere" not in proof.mask_check(replace(examples, findings={"a": read[1:]}), [end]).found
     every = relearned(examples, np.ones_like(tokens.is_target))
     assert proof.mask_check(every, [end]).ok is None, "all tokens are learned: there is no mask"
 

@@ -70,7 +70,7 @@ def load(fault: str, run_dir: str, cfg: Config, rt: runtime.Runtime) -> None:
     if fault == "tokenizing":
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
         os.environ["FAULT_RUN_DIR"] = run_dir
-        load_examples(cfg.data, RowTokenizer(tokenize_slowly, tokenizer, 8), rt.main_first())
+        load_examples(cfg.data, RowTokenizer(tokenize_slowly, tokenizer, 8), rt)
 
 
 def stay_in_warm_up(run_dir: str, rank: int, _: Any) -> Any:

@@ -50,7 +50,7 @@ def main(folder: str, fault: str, seconds: str) -> None:
 
         status.progress = progress  # type: ignore[method-assign]
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|endoftext|>")
-        training, _ = load_examples(data, RowTokenizer(tokenize_slowly, tokenizer, 32), rt.main_first())
+        training, _ = load_examples(data, RowTokenizer(tokenize_slowly, tokenizer, 32), rt)
         total = rt.sum(torch.tensor([float(len(training))], device=rt.device))
         found = {"documents": len(training), "total": total.item(), "told": told[0]}
         Path(folder, f"loaded-by-{rt.rank}.json").write_text(json.dumps(found))

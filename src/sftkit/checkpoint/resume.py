@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.keys import key_table
 from sftkit.config.yaml import RecipeLoader, flattened
-from sftkit.data.batches.pack import Layout, PlanSegment
+from sftkit.data.batches.order import Cursor
+from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
-from sftkit.errors import CheckpointError, ConfigError
+from sftkit.errors import CheckpointError, ConfigError, config_error
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE, verify
@@ -42,6 +44,8 @@ class ResumeCheckpoint:
     "state given to `save`, and the step"
     segments: Sequence[PlanSegment] = ()
     "segments of its steps in order: how their global batches were made"
+    cursors: Sequence[Cursor] = ()
+    "from where the order of documents is planned on"
     skipped_checkpoints: Sequence[str] = ()
     "why newer checkpoints were skipped"
 
@@ -69,8 +73,7 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
         folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, skipped)
         if folder is None:
             return ResumeCheckpoint(setting)
-        state, segments = _read_state(folder)
-        return ResumeCheckpoint(setting, folder, state, segments, skipped)
+        return ResumeCheckpoint(setting, folder, *_read_state(folder), skipped)
     # An unreadable disk is not an empty one: a new start would archive the run that is there.
     except OSError as error:
         raise CheckpointError(
@@ -91,15 +94,18 @@ def _problem(folder: Path) -> str | None:
     return None
 
 
-def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment]]:
-    """Return the state of a checkpoint and the segments of the steps before it."""
+def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment], Sequence[Cursor]]:
+    """Return the state of a checkpoint, the segments of the steps before it, and the cursors of their order."""
     state = json.loads((folder / TRAINING_STATE).read_text())
     if not isinstance(state["step"], int):
         raise TypeError("step is not a whole number")
     # The key is the name of segments in files. A segment that began at this step has made no batch yet, so this start
     # makes its own.
     kept = [PlanSegment(**segment) for segment in state.get("stretches", ())]
-    return state, [segment for segment in kept if segment.after_step < state["step"]]
+    kept = [one._replace(sources=tuple(SourcePlan(*source) for source in one.sources)) for one in kept]
+    every = state.get("order", ())
+    cursors = [Cursor(*numbers, tuple(documents), tuple(tokens)) for *numbers, documents, tokens in every]
+    return state, [segment for segment in kept if segment.after_step < state["step"]], cursors
 
 
 def _named(setting: str) -> Path:
@@ -138,8 +144,14 @@ OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
 """Keys of optim that are not compared: the states show whether optim.name fits; the others only choose how it
 is computed.
 """
-LENGTH = ("train.max_steps", "train.epochs")
+LENGTH = ("train.max_steps", "train.epochs", "data.tokens")
+_OF_ORDER = re.compile(r"(data\.train)\.\d+\.(?:weight|max_epochs|repeat|order)|(data\.stages|data\.shuffle)")
+"Keys that decide which documents come next; group: the key that allows the change."
 CHANGED = {
+    **dict.fromkeys(
+        ("data.train", "data.stages", "data.shuffle"),
+        "documents that are planned and not taken come first, the others as the recipe now says",
+    ),
     "train.global_batch_size": "the remaining documents of this epoch make batches of that size, and the learning "
     "rate follows the schedule for the new number of steps",
     "run.seed": "the remaining documents of this epoch come in another order",
@@ -155,6 +167,8 @@ CHANGED = {
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets itself."
 _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
+_SAMPLE = 2**14
+"Documents of a source whose tokens are compared."
 _MIDDLE = 256
 "Number of values compared of each encoder input, from its middle."
 
@@ -175,12 +189,8 @@ def run_identity(
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": _digest(str(tokenizer.chat_template).encode()),
-        "data": {
-            "documents": len(examples),
-            "tokens": int(examples.lengths.sum()) + len(examples),
-            "ids": _sample_digest(examples),
-            **_encoder_sources(examples),
-        },
+        "sources": _sources(examples),
+        "data": _encoder_sources(examples),
         "rows": {name: getattr(layout, name) for name in _ROWS},
     }
 
@@ -204,14 +214,54 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     return digests
 
 
-def _sample_digest(examples: Examples) -> str:
-    """Return a digest of all lengths and of the tokens, with their target flags, of evenly spread documents with some
-    16 million tokens."""
-    offsets = np.concatenate([[0], np.cumsum(examples.lengths + 1, dtype=np.int64)])
-    # Ceiling division: all documents up to 2^24 tokens.
-    every = -(-int(offsets[-1]) // 2**24) or 1
-    arrays = (offsets, *examples.gather(np.arange(0, len(examples), every)))
-    return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+def _sources(examples: Examples, sizes: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    """Return for each source the number of its documents, and a digest of the lengths and targets of all, and of the
+    tokens of up to _SAMPLE evenly spread ones. `sizes`: only the first so many documents of each; None: all."""
+    names = examples.source_names
+    # Documents are numbered source after source.
+    starts = np.searchsorted(examples.source, np.arange(len(names) + 1, dtype=examples.source.dtype)).tolist()
+    lengths = examples.lengths
+    targets = examples.num_targets
+    found = {}
+    for name, start, end in zip(names, starts, [*starts[1:-1], len(examples)], strict=False):
+        if sizes is not None:
+            end = min(end, start + sizes.get(name, 0))
+        own = slice(start, end)
+        chosen = (examples[i] for i in range(start, end, max(1, -(-(end - start) // _SAMPLE))))
+        tokens = (array for one in chosen for array in (one.ids, one.is_target))
+        arrays = (np.asarray(lengths[own], np.int64), np.asarray(targets[own], np.int64), *tokens)
+        digest = _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+        found[name] = {"documents": end - start, "digest": digest}
+    return found
+
+
+def check_sources(resume: ResumeCheckpoint, examples: Examples, allowed: Sequence[str]) -> None:
+    """Reject documents that are no continuation of those of the checkpoint, source by source. `allowed`:
+    train.resume_changes; data.train allows more documents, and more sources.
+
+    Raises:
+        ConfigError: names the sources.
+    """
+    there = (resume.state.get("identity") or {}).get("sources")
+    if there is None:
+        return
+    here = _sources(examples, {name: known["documents"] for name, known in there.items()})
+    sizes = dict(zip(examples.source_names, np.bincount(examples.source, minlength=len(here)).tolist(), strict=True))
+    more = [f"source {name} is new" for name in here if name not in there]
+    for name, known in there.items():
+        count = known["documents"]
+        why = "" if here.get(name) == known else "others are in their places"
+        if name not in here:
+            why = "no source has that name: keep it, with weight 0 if nothing more is to be learned from it"
+        elif sizes[name] < count:
+            why = f"it has {sizes[name]:,}"
+        if why:
+            raise config_error("source that does not go on", name=name, documents=count, why=why)
+        if sizes[name] > count:
+            more.append(f"source {name} has {sizes[name] - count:,} documents more than the checkpoint knows")
+    if more and "data.train" not in allowed:
+        words = {"changes": "; ".join(more), "allowed": ",".join([*allowed, "data.train"])}
+        raise config_error("sources that grew", step=resume.state["step"], **words)
 
 
 def _digest(*parts: bytes) -> str:
@@ -235,12 +285,14 @@ def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def check_identity(there: Any, here: Any, prefix: str) -> None:
-    """Reject a checkpoint of another model, tokenizer, template or data.
+    """Reject a checkpoint of another model, tokenizer, template or rows. Sources are compared by check_sources, because
+    they may grow.
 
     Raises:
         ConfigError: has a line for each key that differs.
     """
-    different = _differences(there, here)
+    sides = ({key: value for key, value in (side or {}).items() if key != "sources"} for side in (there, here))
+    different = _differences(*sides)
     if there and different:
         raise ConfigError(
             f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n{_lines(different)}\nResume "
@@ -271,20 +323,32 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
-    kept = {key: values for key, values in sorted(changed.items()) if key in _FIXED or key in optim}
-    refused = {key: values for key, values in kept.items() if key not in allowed}
+    kept = {key: values for key, values in sorted(changed.items()) if key in optim or _is_kept(key)}
+    refused = {key: values for key, values in kept.items() if _allowing(key) not in allowed}
     if refused:
+        names = dict.fromkeys([*allowed, *map(_allowing, refused)])
         raise ConfigError(
             f"{prefix}: the recipe differs from that of the checkpoint:\n{_lines(refused)}\n"
-            + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
-            + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
+            + "".join(f"  ({key}: {CHANGED[_allowing(key)]})\n" for key in refused if _allowing(key) in CHANGED)
+            + f"Set them back, or allow the change with train.resume_changes=[{','.join(names)}]"
         )
     # The length may change without permission, but it is reported because the learning rate follows it.
     kept |= {key: changed[key] for key in LENGTH if key in changed}
     return [
-        f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
+        f"{key} is now {_shortened(b)} (was {_shortened(a)})"
+        + (f": {CHANGED[by]}" if (by := _allowing(key)) in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
+
+
+def _is_kept(key: str) -> bool:
+    return key in _FIXED or _OF_ORDER.fullmatch(key) is not None
+
+
+def _allowing(key: str) -> str:
+    """Return the key of train.resume_changes that allows another value of a key."""
+    match = _OF_ORDER.fullmatch(key)
+    return key if match is None else match[1] or match[2]
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -292,6 +356,8 @@ def _settings(text: str) -> dict[str, Any]:
     recipe = yaml.load(text, Loader=RecipeLoader) or {}
     if scales := (recipe.get("optim") or {}).get("lr_scale"):
         recipe["optim"]["lr_scale"] = [[*pair] for pair in scales.items()]
+    if (stages := (recipe.get("data") or {}).get("stages")) is not None:
+        recipe["data"]["stages"] = json.dumps(stages)
     return dict(flattened(recipe))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import install, unusable
-from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label
+from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label, where_counts
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, TASKS, problems
 from sftkit.config.topology import Topology, stages_fit
 from sftkit.errors import hint
@@ -176,7 +176,7 @@ def _adapters(get: Get, topology: Topology) -> Iterator[Problem]:
     if (layout := get("data.layout")) not in ("packed", "fixed"):
         why = "whose steps have one row length: set packed"
         yield "data.layout", f"{layout} does not go with adapters, {why}"
-    fixed = {"train.global_batch_size", "run.seed"} & {*get("train.resume_changes")}
+    fixed = {"train.global_batch_size", "run.seed", "data.train"} & {*get("train.resume_changes")}
     if fixed:
         yield "train.resume_changes", f"{min(fixed)} cannot change with adapters: start a new run"
 
@@ -425,11 +425,72 @@ def _sources(get: Get) -> Iterator[Problem]:
             label = source_label(source)
             if (first := first_with.setdefault(label, i)) != i:
                 yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first}: set another name'
+            for name, limit in where_counts(source).items():
+                if type(limit) is not int or limit < 1:
+                    yield f"{part}.{i}.where.{name}", f"is {limit!r}, not a whole number above 0"
             if source.path.startswith("builtin:"):
                 if source.path not in BUILTIN_SOURCES:
                     yield f"{part}.{i}.path", f'"{source.path}" is not one of {", ".join(BUILTIN_SOURCES)}'
                 if source.split not in ("train", "heldout"):
                     yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
+
+
+def _mixture(get: Get) -> Iterator[Problem]:
+    rows = [SourceConfig(**row) for row in get("data.train")]
+    labels = [source_label(row) for row in rows]
+    weighted = [row.weight is not None for row in rows]
+    for i, row in enumerate(rows):
+        key = f"data.train.{i}"
+        if any(weighted) and row.weight is None:
+            yield f"{key}.weight", f"is missing, and {labels[weighted.index(True)]} has one: give each source a weight"
+        if row.weight is not None and row.repeat != 1:
+            yield f"{key}.repeat", f"{row.repeat} does not go with weights, which decide how often a source is passed"
+        if row.max_epochs is not None and row.weight is None:
+            yield f"{key}.max_epochs", "only goes with weights: train.epochs and repeat say how often it is passed"
+        if row.order == "given" and row.weight is None and len(rows) > 1:
+            yield f"{key}.order", "given goes with a single source, or with a weight for each"
+    for part in ("data.val", *(f"adapters.{i}.data" for i in range(len(get("adapters") or ())))):
+        for i, row in enumerate(SourceConfig(**source) for source in get(part) or ()):
+            for name in ("weight", "max_epochs", "order", "repeat"):
+                value = getattr(row, name)
+                if value % 1 if name == "repeat" else value not in (None, "shuffled"):
+                    whole = " if it is no whole number" if name == "repeat" else ""
+                    yield f"{part}.{i}.{name}", f"{value} only goes with data.train{whole}"
+    stages = get("data.stages") or ()
+    if get("data.tokens") is not None:
+        if get("train.max_steps") is not None:
+            yield "data.tokens", "and train.max_steps are both given: leave one out"
+        if get("data.layout") != "packed":
+            yield "data.tokens", f"only goes with layout packed, not {get('data.layout')}: set train.max_steps"
+    if not any(weighted):
+        if stages:
+            yield "data.stages", "only go with weights: give each source of data.train a weight"
+        return
+    if not any(row.weight for row in rows):
+        yield "data.train.0.weight", "is 0 like all others: give a source more"
+    if get("adapters") is not None:
+        yield "data.train.0.weight", "does not go with adapters, whose sources have no weights yet"
+    if get("data.layout") == "bucketed":
+        yield "data.train.0.weight", "does not go with layout bucketed, which sorts documents by length: take packed"
+    if get("train.epochs") is not None:
+        yield (
+            "train.epochs",
+            "does not go with weights, with which each source has its own: set train.max_steps, or data.tokens",
+        )
+    elif stages and get("data.tokens") is get("train.max_steps") is None:
+        yield "data.stages", "need the length of the run: set data.tokens or train.max_steps"
+    before = 0.0
+    for i, stage in enumerate(stages):
+        if stage["at"] <= before:
+            yield f"data.stages.{i}.at", f"{stage['at']} is not after the stage before, at {before}"
+        before = stage["at"]
+        for name in stage["weights"]:
+            if name not in labels:
+                near = difflib.get_close_matches(name, labels, n=1)
+                meant = f' Did you mean "{near[0]}"?' if near else ""
+                yield f"data.stages.{i}.weights", f'"{name}" is not one of {", ".join(labels)}.{meant}'
+        if not any(stage["weights"].values()):
+            yield f"data.stages.{i}.weights", "are all 0: give a source more"
 
 
 def _chosen(get: Get) -> Iterator[Problem]:
@@ -533,8 +594,8 @@ def _optim(get: Get) -> Iterator[Problem]:
 
 
 def _duration(get: Get) -> Iterator[Problem]:
-    if get("train.max_steps") is None and get("train.epochs") is None:
-        yield "train.max_steps", "train.max_steps and train.epochs are both missing: set one, or both"
+    if get("train.max_steps") is get("train.epochs") is get("data.tokens") is None:
+        yield "train.max_steps", "train.max_steps and train.epochs are both missing: set one, or both, or data.tokens"
 
 
 def _resume(get: Get) -> Iterator[Problem]:
@@ -584,7 +645,7 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 _RULES = (
     *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
-    *(_sources, _chosen, _buckets, _row_length, _dynamic, _attention, _precision),
+    *(_sources, _chosen, _mixture, _buckets, _row_length, _dynamic, _attention, _precision),
     *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
     *(_loss, _optim, _duration, _resume, _eval, _names),
 )

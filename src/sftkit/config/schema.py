@@ -81,8 +81,14 @@ class SourceConfig:
     "Branch, tag or commit of a hub dataset; its commit is in the log, preflight.json and the report."
     split: str = "train"
     "Split or slice in the notation of datasets: train, train[:1000], train[90%:], train+test. builtin: train or heldout."
-    repeat: Positive = 1
-    "Passes over this source in an epoch."
+    repeat: Positive | Annotated[float, Field(gt=0.0, le=1e6)] = 1
+    "Passes over this source in an epoch; of a last pass that is not whole (2.5), each epoch takes other documents. Not with weights."
+    weight: Annotated[float, Field(ge=0.0)] | None = None
+    "Share of this source in the tokens of rows, over the sum of all weights; a source that ends begins again in another order. null: no source has a weight, and an epoch takes each document once."
+    max_epochs: Positive | None = None
+    "With weights: passes over this source in the whole run, after which the others take its share; null: no limit."
+    order: Literal["shuffled", "given"] = "shuffled"
+    "given: documents as they stand in the source. Alone or with weights, and rows are not shuffled either."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
     sample: SampleConfig | None = None
@@ -166,6 +172,16 @@ def one_or_several(value: Any) -> Any:
 
 
 @settings
+class StageConfig:
+    """Weights of the sources from a share of the run on."""
+
+    at: Annotated[float, Field(gt=0.0, lt=1.0)]
+    "Share of the steps after which these weights replace those before."
+    weights: dict[str, Annotated[float, Field(ge=0.0)]]
+    "Weight by name of the source; a source that is not named has 0."
+
+
+@settings
 class DataConfig:
     """The data, and how it is laid out in rows of static shape."""
 
@@ -173,6 +189,12 @@ class DataConfig:
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
+    tokens: Annotated[float, Field(gt=0.0, le=1e18)] | None = None
+    "Length of the run in positions of packed rows, 100e9 for example: instead of train.max_steps, which follows; null: as train says."
+    stages: tuple[StageConfig, ...] = ()
+    "Other weights from a share of the run on, in order; the last stages of a base run, for example."
+    shuffle: Literal["global", "window"] | None = None
+    "global: any document of a source may follow any other; window: documents are shuffled in windows of 4,194,304, which keeps reads of a large source together; null: window above 16,777,216 documents."
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     "Share of each training source that is held out for validation, under the name of the source: by the first user message or the beginning of the text, so that copies and answers to one question stay together, and stay where they are when rows are added."
     dedup: Literal["exact", "near"] | None = None
@@ -203,8 +225,8 @@ class DataConfig:
     "The tokenizer's special tokens in plain texts: split: ordinary characters, counted; parse: special tokens; error: a bad row. Conversations never hold one."
     on_bad_row: Literal["error", "skip"] = "error"
     "If a row cannot be used: error stops and names file and line; skip skips and counts it."
-    num_proc: Positive = 1
-    "Processes that tokenize (the result is cached on disk)."
+    num_proc: Positive | None = None
+    "Processes that tokenize (the result is cached on disk); null: one for 20,000 rows or 30 MB, then the cores of a machine divided by its ranks, at most 32."
     num_workers: NonNegative | None = None
     "Processes that build batches, each some steps ahead; 0: the training process itself; null: 2 with a GPU, else 0."
     cache_dir: FilePath = ".cache/sftkit"
@@ -301,7 +323,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.dft, loss.router_aux_loss_coef, model.path, model.revision, train.freeze, train.neftune_alpha, adapter.lr_ratio_b, adapter.dropout, adapters; and data.train, for other weights, longer or new sources."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -7,6 +7,7 @@ whole source or a shard of it, which must hold all documents of its rows. No tor
 
 import json
 import logging
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -301,7 +302,7 @@ def choose_documents(
     assert training.columns is not None
     # `repeat` has stored its passes one after the other; all are chosen as the first.
     owner = np.asarray(training.source)
-    passes = [np.flatnonzero(owner == i).reshape(source.repeat, -1) for i, source in enumerate(data.train)]
+    passes = [np.flatnonzero(owner == i).reshape(math.ceil(source.repeat), -1) for i, source in enumerate(data.train)]
     docs = np.concatenate([each[0] for each in passes])
     owner = owner[docs]
     row, turns, content, head = (column[docs] for column in training.columns)

@@ -70,6 +70,10 @@ class TokenizedExample:
     "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
     encoder_source: str = ""
     "Input of an encoder for it: a picture's file, or a text; empty: nothing."
+    size: int = 0
+    "Tokens before anything was cut off, of a document that must not be split; 0: a text, which may be."
+    answers: tuple[tuple[int, int], ...] = ()
+    "Of each answer that is learned whole in it: its first token, and one past its last."
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Examples:
     source_names: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     "source name -> rows, documents, truncated, dropped_too_long, dropped_no_target, skipped_bad, chat.ANSWER_COUNTS, \
-and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
+and the messages of each role in conversations that are learned from, see view.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
     "source name -> why rows were skipped or dropped, and what is odd in others"
     files: dict[str, str] = field(default_factory=dict)

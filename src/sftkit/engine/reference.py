@@ -125,10 +125,11 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iter
     if objective is None and model.routing is not None:
         model.routing.begin(None)  # the load of experts is counted in training steps only
     for row in rows:
+        found: Iterable[Sums] = ()
         if objective is None:
             found = (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
-        else:
-            found = _of_row(model, objective, row) if row else iter(())  # padding only
+        elif row:  # else it is padding
+            found = _of_row(model, objective, row)
         for one, sums in zip(row, found, strict=True):
             if (name := nll_of(one.source)) in sums.measured:
                 sums.measured[name] = sums.measured[model.objective.monitored]

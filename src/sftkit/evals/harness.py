@@ -97,8 +97,7 @@ def load_validation(
     chosen = tuple(sources)
     # All sources together decide how rows are laid out.
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, pack.PAD_MULTIPLE))
-    # The main rank tokenizes first, into the cache that the others read.
-    together, validation = loader.load_examples(data, tokenize, rt.main_first())
+    together, validation = loader.load_examples(data, tokenize, rt)
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
     return validation, pack.make_layout(data, batch, together.lengths, max_length, rt.data_world_size)
 

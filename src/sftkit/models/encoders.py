@@ -25,7 +25,7 @@ from transformers import ImageProcessingMixin, PretrainedConfig, PreTrainedModel
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import OF_TOKENS, Batch
-from sftkit.data.reading import store
+from sftkit.data.reading import pictures as reading
 from sftkit.data.tokens.text import around_text, start_id
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError, DataError, config_error, hint
@@ -319,7 +319,7 @@ class VisionToText(EncoderDecoder):
         """Read the pictures: uint8 [I, channels, height, width], resized to the encoder's input."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
-        pictures = store.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+        pictures = reading.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
         return replace(examples, encoder_inputs=pictures)
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
@@ -332,7 +332,7 @@ class VisionToText(EncoderDecoder):
         """Return the config of an image processor, with which other programs prepare pictures for the model."""
         pixels = pixels_of(orig_model.config)
         size = {"height": pixels.height, "width": pixels.width}
-        resizing = {"do_resize": True, "size": size, "resample": store.RESAMPLE}
+        resizing = {"do_resize": True, "size": size, "resample": reading.RESAMPLE}
         rescaling = {"do_rescale": True, "rescale_factor": 1 / 255}
         normalising = {"do_normalize": True, "image_mean": pixels.mean, "image_std": pixels.std}
         processor = {"image_processor_type": "ViTImageProcessor", **resizing, **rescaling, **normalising}

@@ -34,7 +34,7 @@ from sftkit.config.schema import (
     source_label,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches import loader
+from sftkit.data.batches import loader, order
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, num_positions, plan_epoch, row_shard
 from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.many import ManyBatches
@@ -69,18 +69,28 @@ SAMPLE = 20_000
 
 
 def layout_facts(
-    data: DataConfig, train: TrainConfig, layout: Layout, epoch: Sequence[GlobalBatch], lengths: np.ndarray
+    data: DataConfig,
+    train: TrainConfig,
+    layout: Layout,
+    epoch: Sequence[GlobalBatch],
+    lengths: np.ndarray,
+    epoch_steps: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
 
     Args:
-        layout: the run's own, planned as `epoch`.
+        layout: the run's own, planned as `epoch`: the first, or its first block.
+        epoch_steps: steps of a whole epoch; None: those of `epoch`.
         lengths: int [D], positions of the training documents.
     """
     # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
     sample = lengths
     if len(lengths) > SAMPLE:
-        sample = lengths[np.random.default_rng(0).permutation(len(lengths))[:SAMPLE]]
+        rng = np.random.default_rng(0)
+        # A permutation of large data would be an array of its size.
+        large = len(lengths) > order.BLOCK
+        chosen = rng.choice(len(lengths), SAMPLE, replace=False) if large else rng.permutation(len(lengths))[:SAMPLE]
+        sample = lengths[chosen]
     share = float(lengths.sum()) / float(sample.sum())
     found: list[dict[str, Any]] = []
     for kind in ("packed", "bucketed", "fixed", "dynamic"):
@@ -95,7 +105,7 @@ def layout_facts(
             "own": own,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": len(plan) if one is layout else round(len(plan) * scale),
+            "steps": (epoch_steps or len(plan)) if one is layout else round(len(plan) * scale),
             "positions": round(count),
         }
         found.append(row)
@@ -104,8 +114,7 @@ def layout_facts(
 
 def planned_tokens(epoch: Sequence[GlobalBatch], lengths: np.ndarray) -> int:
     """Return the document positions of an epoch. `lengths`: int [D] of the documents."""
-    documents = np.fromiter((i for batch in epoch for row in batch.rows for i in row), np.int64)
-    return int(lengths[documents].sum())
+    return sum(int(lengths[batch.documents].sum()) for batch in epoch)
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
@@ -302,11 +311,15 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
         compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
-        examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
+        examples, validation = loader.load_examples(cfg.data, tokenize, benchmarks=compared)
     lengths = examples.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
-    epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
-    return {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
+    mixture = order.mixture_of(cfg.data, cfg.train, examples, layout)
+    planned = order.order_of(lengths, layout, order.segments_of((), 0, layout, cfg.run.seed, mixture))
+    epoch, epoch_steps = planned.first_batches()
+    steps = planned.num_steps(cfg.train.epochs, mixture.max_steps)
+    data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
+    return {**data, "length": (epoch_steps, steps), "passes": planned.forecast(steps)}
 
 
 # Percentages above which a warning is due; targets and ends of turn: below which.
@@ -328,6 +341,8 @@ def analyse(
     validation: dict[str, Examples],
     layout: Layout,
     epoch: Sequence[GlobalBatch],
+    length: tuple[int, int] | None = None,
+    passes: Sequence[tuple[float, int | None]] | None = None,
     orig_model: PreTrainedModel | None = None,
     plan: MemoryPlan | None = None,
     adapters: Sequence[Mapping[str, Any]] = (),
@@ -336,7 +351,9 @@ def analyse(
 
     Args:
         adapters: what adapter_facts returned.
-        epoch: the first, of `examples` in `layout`.
+        epoch: the first, of `examples` in `layout`, or its first block.
+        length: steps of an epoch and of the run; None: `epoch` is whole, and the recipe says how many there are.
+        passes: over each source, and the step after which it has ended, see Order.forecast; None: as many as epochs.
         orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
         plan: of its memory.
     """
@@ -346,11 +363,17 @@ def analyse(
     sources = [source | {"licence": source_licence(cfg, source["name"])} for source in facts.source_facts(examples)]
     lengths = examples.lengths
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
-    layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
-    wanted = cfg.train.epochs * len(epoch) if cfg.train.epochs else None
-    steps = min(n for n in (wanted, cfg.train.max_steps) if n is not None)
-    epochs = steps / len(epoch)
-    time = {"steps": steps, "epochs": epochs, "tokens": round(planned_tokens(epoch, lengths) * epochs)}
+    if length is None:
+        wanted = cfg.train.epochs * len(epoch) if cfg.train.epochs else None
+        length = len(epoch), min(n for n in (wanted, cfg.train.max_steps) if n is not None)
+    epoch_steps, steps = length
+    layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths, epoch_steps)
+    epochs = steps / epoch_steps
+    tokens_of_run = round(planned_tokens(epoch, lengths) * steps / len(epoch))
+    time = {"steps": steps, "epochs": epochs, "tokens": tokens_of_run}
+    weights = {source_label(source): source.weight for source in cfg.data.train}
+    for source, (count, end) in zip(sources, passes or [(epochs, None)] * len(sources), strict=True):
+        source |= {"weight": weights.get(source["name"]), "epochs": count, "ends_after_step": end}
     memory = memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
     found: dict[str, Any] = {
         "start": start_facts(cfg.model),
@@ -427,7 +450,9 @@ def record_preflight(
     examples = batches.examples
     layout = batches.layout
     # If the batch size was changed on the way, the epoch is one of the present size.
-    epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
+    epoch, epoch_steps = batches.first_epoch()
+    steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+    several = isinstance(batches, ManyBatches)
     analysis = analyse(
         cfg,
         tokenizer,
@@ -435,6 +460,8 @@ def record_preflight(
         validation=validation,
         layout=layout,
         epoch=epoch,
+        length=None if several else (epoch_steps, steps),
+        passes=None if several else batches.order.forecast(steps),
         orig_model=orig_model,
         plan=plan,
         adapters=adapter_facts(cfg, batches, orig_model),
@@ -497,7 +524,11 @@ def source_text(source: dict[str, Any]) -> str:
     unused = sum(one["kind"] == "unused" for one in source["findings"])
     happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
-    return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
+    passed = ""
+    if source.get("weight") is not None:
+        ended = f", to step {source['ends_after_step']:,}" if source["ends_after_step"] is not None else ""
+        passed = f", weight {source['weight']:g}, {source['epochs']:.2f} epochs{ended}"
+    return f"{source['name']}: {counts}, {share:.1f} % targets{passed}{happened}"
 
 
 def adapter_text(one: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 conversations are learned, which are not, and why.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,9 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted
@@ -180,7 +181,7 @@ def duplicate_facts(
     first_passes = []
     for i, source in enumerate(sources):
         documents = np.flatnonzero(np.asarray(training.source) == i)
-        first_passes.append(documents[: len(documents) // source.repeat])
+        first_passes.append(documents[: len(documents) // math.ceil(source.repeat)])
     seen = _fingerprints(training, np.concatenate(first_passes))
     # The hashes have 64 bits: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)

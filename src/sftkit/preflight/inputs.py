@@ -138,9 +138,16 @@ def data_rules(stage: str | None) -> list[Rule]:
     learned = [partial(_sources, part=part, require=require) for part in ("data.train", "data.val")]
     return [
         *learned,
+        partial(_special_tokens, stage=stage),
         partial(_adapter_sources, require=require),
         partial(_sources, part="model.train_tokenizer.sources", require=None),
     ]
+
+
+def _special_tokens(get: Get, stage: str | None) -> Iterator[Problem]:
+    if stage in ("sft", "caption") and get("data.special_tokens_in_text") != "split":
+        why = f"is for plain texts: {STAGE_SCRIPTS[stage]} takes special tokens in no text. Leave it out"
+        yield "data.special_tokens_in_text", why
 
 
 def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
@@ -216,7 +223,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         seen += 1
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
-    if not seen and small and next(origin.rows(), None) is None:
+    if not seen and small and next(origin.part(), None) is None:
         raise readers.no_rows(source)
     if not errors or len(errors) < seen:
         return

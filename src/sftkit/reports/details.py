@@ -7,7 +7,7 @@ from sftkit.reports import values
 
 SOURCES = (
     *("name", "rows", "documents", "tokens", "targets", "truncated"),
-    *("dropped_too_long", "dropped_no_target", "skipped_bad", "left_out", "held_out"),
+    *("dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad", "left_out", "held_out"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")
 LAYOUTS = ("layout", "shapes", "padding_pct", "steps", "positions")

@@ -360,6 +360,15 @@ def _what_to_do(folder: Path) -> str:
 # ---- hashes that were computed before --------------------------------------------------------------------------------
 
 
+def kept_sha256_of(paths: Sequence[Path]) -> list[str]:
+    """Return the sha256 of files, which are kept for the next time."""
+    found = {}
+    for folder in dict.fromkeys(path.parent for path in paths):
+        own = [path for path in paths if path.parent == folder]
+        found.update(zip(own, _hashes(folder, own), strict=True))
+    return [found[path] for path in paths]
+
+
 def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
     """Return the sha256 of files of a folder, from the cache where a file has not changed since. Those of damaged
     files are kept too."""

@@ -331,10 +331,19 @@ class Runtime:
         """Wait until every rank is here."""
         self.accelerator.wait_for_everyone()
 
+    @property
+    def leads(self) -> bool:
+        """Return whether this process does what is done once on each machine."""
+        return int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+
     @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_first(self, *, at_once: bool = False) -> Iterator[Callable[[], bool]]:
         """Let the main process enter alone and fill the cache, then one process of every other machine, whose disk may
-        be another, then all others; all leave together. Every rank calls it.
+        be another, then all others; all leave together. Every rank calls it. Yields a function that raises the error
+        of another rank that failed inside, and returns whether the process that leads on this machine is done.
+
+        Args:
+            at_once: all enter at once.
 
         Processes wait by asking the store of the process group, for as long as it takes: a collective would end the run
         after GROUP_TIMEOUT, and tokenizing may take longer.
@@ -343,32 +352,35 @@ class Runtime:
             Exception: what any of them raises inside, on every rank.
         """
         if self.world_size == 1:
-            yield
+            yield lambda: False
             return
         # Private, but the only way to the store that the ranks have in common (pytorch/pytorch#46415 asks for one).
         store = torch.distributed.distributed_c10d._get_default_store()
         self._turns += 1
         turn = f"sftkit/main_first/{self._turns}"
         machine = f"machine {os.environ.get('GROUP_RANK', '0')}"
-        leads = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+
+        def look() -> bool:
+            if store.add(f"{turn}/failed", 0):
+                error = pickle.loads(store.get(f"{turn}/error"))
+                store.add(f"{turn}/told", 1)
+                raise error
+            if self.status is not None:
+                self.status.progress()
+                if gone := self.status.gone():
+                    raise RunError(f"rank {gone[0]} has ended while this rank waited for it")
+            return bool(store.add(f"{turn}/{machine}", 0))
 
         def wait_for(what: str, number: int = 1) -> None:
             while store.add(f"{turn}/{what}", 0) < number:
-                if store.add(f"{turn}/failed", 0):
-                    error = pickle.loads(store.get(f"{turn}/error"))
-                    store.add(f"{turn}/told", 1)
-                    raise error
-                if self.status is not None:
-                    self.status.progress()
-                    if gone := self.status.gone():
-                        raise RunError(f"rank {gone[0]} has ended while this rank waited for it")
+                look()
                 time.sleep(WAIT_SECONDS)
 
         try:
-            if not self.is_main:
-                wait_for("main" if leads else machine)
-            yield
-            for what in ("main",) * self.is_main + (machine,) * leads + ("all",):
+            if not self.is_main and not at_once:
+                wait_for("main" if self.leads else machine)
+            yield look
+            for what in ("main",) * self.is_main + (machine,) * self.leads + ("all",):
                 store.add(f"{turn}/{what}", 1)
             wait_for("all", self.world_size)
         except Exception as error:

@@ -250,6 +250,11 @@ class Meter:
             rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
+        tokens = np.bincount(self._examples.source, self._examples.lengths, len(self._examples.source_names))
+        passes = {source.name: math.ceil(source.repeat) for source in batches.mixture.sources}
+        self._pass_tokens = [max(n, 1.0) / passes.get(name, 1) for name, n in zip(self.sources, tokens, strict=True)]
+        self._run_tokens = np.zeros(len(tokens), np.int64)
+        "tokens of each source in the logged steps of the run"
         self._before = Progress()
         "progress before this window"
         self.total_step_seconds = 0.0
@@ -349,8 +354,13 @@ class Meter:
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
-        counts = zip(self.sources, self._source_tokens.tolist(), strict=True)
-        of_sources: dict[str, float | None] = {f"data/share/{name}": count / total for name, count in counts}
+        self._run_tokens += self._source_tokens
+        each = zip(self.sources, self._source_tokens, self._run_tokens, self._pass_tokens, strict=True)
+        of_sources: dict[str, float | None] = {}
+        for name, count, of_run, of_pass in each:
+            of_sources[f"data/share/{name}"] = count / total
+            of_sources[f"data/tokens/{name}"] = int(of_run)
+            of_sources[f"data/epochs/{name}"] = of_run / of_pass
         of_sums = dict(zip(self._sums.names, sums, strict=True))
         learned = max(int(self._learned.sum()), 1)
         for source, (name, targets) in enumerate(zip(self.sources, self._learned.tolist(), strict=True)):
@@ -391,7 +401,8 @@ class Meter:
     def counts(self) -> RunCounts:
         """Return the counts since the start of the run, next to `progress`, for a checkpoint."""
         shapes = [[*shape, count] for shape, count in sorted(self.shapes.seen.items())]
-        return {"shapes": shapes, "undeclared": self.shapes.undeclared}
+        tokens = dict(zip(self.sources, self._run_tokens.tolist(), strict=True))
+        return {"shapes": shapes, "undeclared": self.shapes.undeclared, "source_tokens": tokens}
 
     def resume(self, resumed: Mapping[str, Any]) -> None:
         """Take over progress and counts of a checkpoint, before the first step. What was declared then may not be now:
@@ -406,6 +417,8 @@ class Meter:
         for rows, length, count in counts.get("shapes", ()):
             self.shapes.seen[rows, length] += count
         self.shapes.undeclared += counts.get("undeclared", 0)
+        known = counts.get("source_tokens", {})
+        self._run_tokens += [known.get(name, 0) for name in self.sources]
 
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,

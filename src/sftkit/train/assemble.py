@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources, find_checkpoint, run_identity
 from sftkit.config import tables
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.data.batches import epoch, loader, pack
 from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
@@ -210,10 +211,11 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
 
         batches, validation = load_several(cfg, tokenize, objective, run.resume)
     else:
-        # The main rank tokenizes and fills the cache, which the others then read.
-        with run.rt.main_first():
+        with run.rt.main_first():  # it may download
             compared = tasks.benchmarks(cfg.data, cfg.eval)
-            examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext(), compared)
+        examples, validation = loader.load_examples(cfg.data, tokenize, run.rt, compared)
+        # The main rank fills the cache of an encoder's inputs, which the others then read.
+        with run.rt.main_first() if examples.encoder_sources else nullcontext():
             encode = partial(kind.kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
@@ -241,8 +243,23 @@ def lay_out(
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
-    workers, step = cfg.data.num_workers, resume.state["step"]
-    return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
+    check_sources(resume, examples, cfg.train.resume_changes)
+    batches = Batches(
+        dataset,
+        cfg.run.seed,
+        num_workers=cfg.data.num_workers,
+        earlier=earlier,
+        first_step=resume.state["step"],
+        known=resume.cursors,
+        mixture=mixture_of(cfg.data, cfg.train, examples, layout),
+    )
+    if batches.mixture.sources and batches.mixture.sources[0].weight is not None:
+        steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+        for name, (_, ended) in zip(examples.source_names, batches.order.forecast(steps), strict=True):
+            if ended is not None:
+                words = f"reaches its max_epochs at about step {ended:,} of {steps:,}: the others take its share"
+                rt.print(f"source {name} {words}")
+    return batches
 
 
 def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data) -> Engine:

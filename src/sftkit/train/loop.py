@@ -354,7 +354,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = parts.LoopPosition(step_batches.epoch, total_steps, progress, monitor.counts())
+                    position = parts.LoopPosition(step, step_batches.epoch, total_steps, progress, monitor.counts())
                     state = parts.checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")

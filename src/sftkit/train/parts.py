@@ -245,6 +245,7 @@ DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
 class LoopPosition:
     """The position of the loop when a step is saved."""
 
+    step: int
     epoch: int
     total_steps: int
     progress: names.Progress
@@ -267,6 +268,7 @@ def checkpoint_state(
         "tracker": services.tracker.run_id,
         # Plan segments, under the name that all checkpoints use.
         "stretches": [segment._asdict() for segment in batches.segments],
+        "order": batches.order.state(position.step),
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),
         meter.RUN_COUNTS: position.counts,

@@ -1,13 +1,12 @@
 """A run with several adapters: their data, and an evaluation of each."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources
 from sftkit.config.schema import Config
 from sftkit.data.batches import many, pack
 from sftkit.data.batches.loader import Batches, load_examples
@@ -32,11 +31,11 @@ def load_several(
     """
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     compared = tasks.benchmarks(cfg.data, cfg.eval)
-    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, nullcontext(), compared)
+    first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, benchmarks=compared)
     found = {data[0].train: first}
     for one in data:
         if one.train not in found:
-            found[one.train], held_out = load_examples(one, tokenize, nullcontext(), compared)
+            found[one.train], held_out = load_examples(one, tokenize, benchmarks=compared)
             validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
     documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
@@ -69,6 +68,7 @@ def lay_out_several(
         for entry, one in zip(entries, documents, strict=True)
     ]
     examples = many.joined([*parts.values()])
+    check_sources(resume, examples, cfg.train.resume_changes)
     layout = many.joint_layout([source.layout for source in sources], cfg.train)
     dataset = many.ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
@@ -80,7 +80,7 @@ def data_of_several(cfg: Config, tokenize: RowTokenizer, orig_model: PreTrainedM
     with without_logging():
         batches, validation = load_several(cfg, tokenize, NextToken(cfg.loss))
     adapters = adapter_facts(cfg, batches, orig_model)
-    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.plan(0)}
+    data = {"examples": batches.examples, "layout": batches.layout, "epoch": batches.first_epoch()[0]}
     return {**data, "validation": validation, "adapters": adapters}
 
 

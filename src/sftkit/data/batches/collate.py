@@ -196,8 +196,8 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
     for row in range(len(batch.doc_ids)):
         own = slice(row, row + 1)
         inputs = {name: value[own] for name, value in batch.inputs.items()}
-        tensors = {"targets": batch.targets[own], "doc_ids": batch.doc_ids[own], "sources": batch.sources[own]}
-        yield replace(batch, inputs=inputs, **tensors)
+        found = replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
+        yield replace(found, sources=batch.sources[own])
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:

@@ -1,7 +1,5 @@
-"""Plan epochs: the global batches of every step, which rank computes which row, and which positions of it.
-
-A plan is a pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so a resume
-needs only the step number. It holds also if batch size or seed was changed in the middle of an epoch.
+"""Plan documents that are laid out together: their global batches, which rank computes which row, and which positions
+of it. `order` decides which documents these are.
 
 The rows of a step all have the same length, so the work that grows with positions (the linear layers) is equal on all
 ranks. Attention, whose cost is quadratic in the length of a document, is balanced: in each micro-batch every rank gets
@@ -9,17 +7,16 @@ about the same attention work.
 """
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
 
 from sftkit.config.topology import Topology
-from sftkit.data.batches.pack import Layout, PlanSegment, pack
+from sftkit.data.batches.pack import Layout, pack
 from sftkit.errors import ConfigError, config_error
 
 
@@ -106,7 +103,7 @@ def _nearest(number: int, multiple: int, least: int) -> str:
 
 
 def row_pairs(
-    lengths: np.ndarray, rows: Sequence[tuple[int, ...]], row_lengths: np.ndarray | int, max_doc_length: int
+    lengths: np.ndarray, counts: np.ndarray, row_lengths: np.ndarray | int, max_doc_length: int
 ) -> np.ndarray:
     """Return the (query, key) pairs that causal attention computes in each row, int64 [R]: of its documents
     and its padding.
@@ -114,14 +111,13 @@ def row_pairs(
     Kernels see padding as documents of at most max_doc_length positions (`collate`), so it costs like them.
 
     Args:
-        lengths: int [D], positions of each document. rows: R rows of document indices.
+        lengths: int [M], positions of the documents, one row after the other. counts: int [R], documents of each row.
         row_lengths: int [R], or one for all.
     """
-    docs = np.fromiter(chain.from_iterable(rows), np.int64)
-    row = np.repeat(np.arange(len(rows)), np.fromiter(map(len, rows), np.int64, len(rows)))
+    row = np.repeat(np.arange(len(counts)), counts)
     # float64 sums are exact: below 2**53 for rows of up to 10**8 positions
-    pairs = np.bincount(row, weights=_pairs(lengths[docs]), minlength=len(rows)).astype(np.int64)
-    used = np.bincount(row, weights=lengths[docs], minlength=len(rows)).astype(np.int64)
+    pairs = np.bincount(row, weights=_pairs(lengths), minlength=len(counts)).astype(np.int64)
+    used = np.bincount(row, weights=lengths, minlength=len(counts)).astype(np.int64)
     whole, rest = np.divmod(row_lengths - used, max_doc_length)
     of_rows: np.ndarray = pairs + whole * _pairs(max_doc_length) + _pairs(rest)
     return of_rows
@@ -205,14 +201,24 @@ def _pairs(lengths: np.ndarray | int) -> np.ndarray:
     return wide * (wide + 1) // 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """The rows of one optimizer step over all ranks, as document indices; an empty row is padding."""
+    """The R rows of one optimizer step over all ranks, with M documents; an empty row is padding."""
 
     row_length: int
-    rows: tuple[tuple[int, ...], ...]
-    pairs: tuple[int, ...]
-    "(query, key) pairs that attention computes in each row, padding included: the part of the cost that differs by row"
+    documents: np.ndarray
+    "int64 [M], indices of the documents, one row after the other"
+    borders: np.ndarray
+    "int64 [R + 1]; row r has documents[borders[r] : borders[r + 1]]"
+    pairs: np.ndarray
+    """int64 [R], (query, key) pairs that attention computes in each row, padding included: the part of the cost that
+    differs by row"""
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Return the document indices of each row."""
+        documents = self.documents.tolist()
+        return tuple(tuple(documents[a:b]) for a, b in pairwise(self.borders.tolist()))
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches is
@@ -232,9 +238,10 @@ class GlobalBatch:
     def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of each rank),
         as `assign_rows` does."""
-        count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
-        empty = row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
-        costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
+        missing = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size - len(self.pairs)
+        none = np.zeros(missing, np.int64)
+        empty = row_pairs(none[:0], none, self.row_length, layout.max_doc_length)
+        costs = np.concatenate([self.pairs, empty])
         return costs, assign_rows(costs, layout.accumulation, layout.world_size)
 
 
@@ -248,126 +255,67 @@ def plan_epoch(
         seed: with the epoch it decides the shuffle; None: documents, rows and batches keep their order.
         documents: those that the epoch still has to take, indices in ascending order; None: all.
     """
-    assert lengths.max(initial=0) <= layout.row_lengths[-1]
     # One generator for all draws of an epoch, in a fixed order, so that every rank shuffles alike.
     rng = None if seed is None else np.random.default_rng([seed, epoch])
     order = np.arange(len(lengths)) if documents is None else documents
     if rng is not None:
         order = order[rng.permutation(len(order))]
+    sizes = lengths[order]
+    assert sizes.max(initial=0) <= layout.row_lengths[-1]
     batches = []
     buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
     # Each document goes to the smallest bucket that holds it; there is one bucket for other layouts.
     for low, row_length in zip((0, *buckets), buckets, strict=False):
-        mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
-        rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
-        if layout.kind == "packed":
-            rows = pack(lengths, mine, row_length, layout.docs_per_row)
-        if rng is not None:
-            rows = [rows[j] for j in rng.permutation(len(rows))]
+        mine, counts = plan_rows(lengths, layout, row_length, order[(sizes > low) & (sizes <= row_length)], rng)
         # After the shuffle: padding is in the last batch of a bucket, and that batch somewhere in the epoch.
-        rows += [()] * (-len(rows) % layout.rows(row_length))
-        batches += _global_batches(lengths, layout, row_length, rows)
+        counts = np.append(counts, np.zeros(-len(counts) % layout.rows(row_length), np.int64))
+        batches += global_batches(lengths, layout, row_length, mine, counts)
     return batches if rng is None else [batches[j] for j in rng.permutation(len(batches))]
 
 
-def _global_batches(
-    lengths: np.ndarray, layout: Layout, row_length: int, rows: list[tuple[int, ...]]
+def plan_rows(
+    lengths: np.ndarray, layout: Layout, row_length: int, documents: np.ndarray, rng: np.random.Generator | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lay documents out in rows, in their order. Return them one row after the other, and the number in each row.
+
+    Args:
+        rng: shuffles the rows; None: they keep their order.
+    """
+    counts = np.ones(len(documents), np.int64)
+    if layout.kind == "packed":
+        rows = pack(lengths, documents, row_length, layout.docs_per_row)
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        documents = np.fromiter(chain.from_iterable(rows), np.int64, len(documents))
+    if rng is None:
+        return documents, counts
+    chosen = rng.permutation(len(counts))
+    starts = (np.cumsum(counts) - counts)[chosen]
+    counts = counts[chosen]
+    # For each document its row's old start, plus its number within the row.
+    places = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(documents))
+    return documents[places], counts
+
+
+def global_batches(
+    lengths: np.ndarray, layout: Layout, row_length: int, documents: np.ndarray, counts: np.ndarray
 ) -> list[GlobalBatch]:
     """Make a batch of every `layout.rows(row_length)` rows; a dynamic one is as long as its longest document needs."""
     size = layout.rows(row_length)
-    batches = [tuple(rows[j : j + size]) for j in range(0, len(rows), size)]
-    row_lengths = [row_length] * len(batches)
+    borders = np.concatenate([[0], np.cumsum(counts)])
+    sizes = lengths[documents]
+    starts = range(0, len(counts), size)
+    row_lengths = [row_length] * len(starts)
     if layout.dynamic:
-        row_lengths = [layout.padded(max(int(lengths[i]) for row in batch for i in row)) for batch in batches]
-    pairs = row_pairs(lengths, rows, np.repeat(row_lengths, size), layout.max_doc_length).tolist()
+        row_lengths = [layout.padded(int(sizes[borders[j] : borders[j + size]].max())) for j in starts]
+    pairs = row_pairs(sizes, counts, np.repeat(row_lengths, size), layout.max_doc_length)
     return [
-        GlobalBatch(t, batch, tuple(pairs[j * size : (j + 1) * size]))
-        for j, (t, batch) in enumerate(zip(row_lengths, batches, strict=True))
+        GlobalBatch(
+            t, documents[borders[j] : borders[j + size]], borders[j : j + size + 1] - borders[j], pairs[j : j + size]
+        )
+        for j, t in zip(starts, row_lengths, strict=True)
     ]
 
 
 def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
     """Return the row positions that a plan computes over all ranks, padding included."""
     return sum(layout.positions(batch.row_length) for batch in plan)
-
-
-def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int) -> tuple[PlanSegment, ...]:
-    """Return the segments of a run that continues at `step`, with a new segment only if batches are made differently
-    from there on.
-
-    Args:
-        earlier: the segments before `step`, of the checkpoint that is resumed; empty: one segment from the beginning.
-    """
-    now = PlanSegment(step if earlier else 0, seed, layout.global_batch_size, layout.budget_rows)
-    return tuple(earlier) if earlier and earlier[-1][1:] == now[1:] else (*earlier, now)
-
-
-class Order:
-    """The global batches of all epochs of a run. State: only the epochs that were planned last, and
-    where epochs begin."""
-
-    def __init__(self, lengths: np.ndarray, layout: Layout, segments: Sequence[PlanSegment]) -> None:
-        """Begin with no epoch planned.
-
-        Args:
-            lengths: int [D], positions of each document.
-        """
-        self._lengths = lengths
-        self._segments = segments
-        self._layouts = [
-            replace(layout, global_batch_size=segment.global_batch_size, budget_rows=segment.budget_rows)
-            for segment in segments
-        ]
-        self._starts = [0]
-        "step after which each epoch begins, as far as known"
-        self.plan = lru_cache(maxsize=2)(self._plan)
-
-    def _plan(self, epoch: int) -> list[GlobalBatch]:
-        """Return all global batches of an epoch. Each document appears exactly once, whatever was changed
-        on the way."""
-        start = self._start(epoch)
-        left = np.arange(len(self._lengths))
-        batches: list[GlobalBatch] = []
-        ends = [segment.after_step for segment in self._segments[1:]]
-        for segment, layout, end in zip(self._segments, self._layouts, [*ends, None], strict=True):
-            # how many batches this segment has in the epoch; None: the rest
-            steps = None if end is None else end - start - len(batches)
-            if steps is not None and steps <= 0:
-                continue
-            planned = plan_epoch(self._lengths, layout, segment.seed, epoch, documents=left)
-            batches += planned[:steps]
-            if steps is None or len(planned) <= steps:
-                break
-            # The next segment plans what this one has not taken, so each document is still met once in the epoch.
-            left = np.setdiff1d(left, [i for batch in planned[:steps] for row in batch.rows for i in row])
-        return batches
-
-    def _start(self, epoch: int) -> int:
-        """Return the step after which an epoch begins."""
-        # An epoch begins where the one before it ends, so all before it are planned once.
-        while len(self._starts) <= epoch:
-            self._starts.append(self._starts[-1] + len(self.plan(len(self._starts) - 1)))
-        return self._starts[epoch]
-
-    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
-        """Return the optimizer steps of a run: those of n epochs, but at most max_steps. None is no limit."""
-        if epochs is None:
-            assert max_steps is not None, "checked with the recipe"
-            return max_steps
-        epoch = 0
-        most = math.inf if max_steps is None else max_steps
-        while epoch < epochs and self._start(epoch) < most:
-            epoch += 1
-        return int(min(self._start(epoch), most))
-
-    def batches(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
-        """Yield (step, epoch, global batch) of steps first_step + 1 .. last_step."""
-        step = 0
-        epoch = 0
-        while step < last_step:
-            plan = self.plan(epoch)
-            first = max(first_step - step, 0)
-            for number, batch in enumerate(plan[first : last_step - step], start=step + first + 1):
-                yield number, epoch, batch
-            step += len(plan)
-            epoch += 1

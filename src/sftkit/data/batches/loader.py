@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -17,12 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import hygiene
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
+from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
+from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, known_by_source, order_of, segments_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
+from sftkit.data.store.making import Peers
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import WorkerError, hint
 from sftkit.runtime import script, signals
+from sftkit.runtime.start import Runtime
 
 
 class AdapterStep(NamedTuple):
@@ -128,7 +131,7 @@ class StepDataset(Dataset[StepBatches]):
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
-        docs = list(chain.from_iterable(batch.rows))
+        docs = batch.documents
         lengths = self.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
@@ -180,6 +183,8 @@ class Batches:
         num_workers: int | None = 0,
         earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
+        known: Sequence[Cursor] = (),
+        mixture: Mixture = NO_MIXTURE,
     ) -> None:
         """Continue the plan segments of earlier starts; no batch is built yet.
 
@@ -187,7 +192,8 @@ class Batches:
             dataset: builds the batches of this process.
             seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
-            earlier, first_step: the segments of the checkpoint that is resumed, and its step.
+            earlier, first_step, known: segments, step and cursors of the checkpoint that is resumed.
+            mixture: of the sources of the documents.
         """
         self.examples = dataset.examples
         self.layout = dataset.layout
@@ -195,15 +201,28 @@ class Batches:
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.segments = with_segment(earlier, first_step, self.layout, seed)
-        order = Order(dataset.lengths, self.layout, self.segments)
-        self.plan = order.plan
-        self.num_steps = order.num_steps
-        self._items = order.batches
+        self.segments = segments_of(earlier, first_step, self.layout, seed, mixture)
+        known = known_by_source(known, earlier, mixture)
+        self.order = order_of(dataset.lengths, self.layout, self.segments, known)
+        self.mixture = mixture
+        self._items = self.order.batches
+
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Return the optimizer steps of a run: those of n epochs, but at most max_steps, or those of data.tokens. None
+        is no limit."""
+        return self.order.num_steps(epochs, self.mixture.max_steps if max_steps is None else max_steps)
+
+    def first_epoch(self) -> tuple[list[GlobalBatch], int]:
+        """Return the batches of the first epoch, or of its first block, as the settings of now make them, and the
+        steps of an epoch."""
+        if len(self.segments) == 1:
+            return self.order.first_batches()
+        now = segments_of((), 0, self.layout, self.seed, self.mixture)
+        return order_of(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
-        return sum(len(row) for _, _, batch in self._items(first_step, last_step) for row in batch.rows)
+        return sum(len(batch.documents) for _, _, batch in self._items(first_step, last_step))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
@@ -245,19 +264,22 @@ class Batches:
 def load_examples(
     data: DataConfig,
     tokenize: RowTokenizer,
-    main_first: AbstractContextManager[object],
+    rt: Runtime | None = None,
     benchmarks: hygiene.Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source) that the settings choose; within `main_first`, so
-    that other ranks find the cache.
+    """Return (training documents, validation documents by source) that the settings choose. One process of each
+    machine makes what is missing; the others wait, for as long as it takes.
 
     Args:
+        rt: None: this process loads them for itself.
         benchmarks: evaluation texts that training documents are compared with.
     """
-    with main_first:
-        training = load_sources(data.train, data, tokenize)
-        validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
-        decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+    with nullcontext(lambda: False) if rt is None else rt.main_first(at_once=True) as look:
+        peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
+        training = load_sources(data.train, data, tokenize, peers)
+        validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
+    decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
+    with nullcontext() if rt is None else rt.main_first():
         return hygiene.choose_documents(training, validation, data, decode, benchmarks)
 
 

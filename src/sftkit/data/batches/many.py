@@ -7,15 +7,15 @@ An adapter whose data has ended has padding there; a group whose adapters have a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain, zip_longest
 
 import numpy as np
 
 from sftkit.config.schema import TrainConfig
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import GlobalBatch, Order, row_pairs
+from sftkit.data.batches.epoch import GlobalBatch, row_pairs
 from sftkit.data.batches.loader import AdapterStep, Batches, StepBatches, StepDataset
+from sftkit.data.batches.order import order_of
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment, largest_divisor
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
@@ -94,7 +94,7 @@ def joined(parts: Sequence[tuple[str, Examples]]) -> Examples:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JointBatch(GlobalBatch):
     """The rows of a step of all adapters, in the order of the micro-batches."""
 
@@ -158,12 +158,10 @@ class ManyBatches(Batches):
         for source in sources:
             own = dataset.lengths[source.first : source.first + source.documents]
             segment = PlanSegment(0, source.seed, source.layout.global_batch_size, source.layout.budget_rows)
-            self._orders.append(Order(own, source.layout, [segment]))
+            self._orders.append(order_of(own, source.layout, [segment]))
         self.totals = [order.num_steps(train.epochs, train.max_steps) for order in self._orders]
         "number of steps of each adapter"
-        self.num_steps = lambda epochs, max_steps=None: max(self.totals)
         self._epochs = train.epochs
-        self.plan = lru_cache(maxsize=2)(self._plan)
         self._items = self._joint_items
 
     def of_each(self) -> list[dict[str, int]]:
@@ -175,14 +173,17 @@ class ManyBatches(Batches):
             found.append({"steps": steps, "documents": source.documents, "tokens": tokens, "targets": targets})
         return found
 
-    def _plan(self, epoch: int) -> list[GlobalBatch]:
+    def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
+        """Return the steps of the adapter with the most; the recipe says how many."""
+        return max(self.totals)
+
+    def first_epoch(self) -> tuple[list[GlobalBatch], int]:
         """Return the batches of an epoch of the most data; adapters with less repeat theirs, up to train.epochs."""
-        size = max(len(order.plan(0)) for order in self._orders)
-        last = (epoch + 1) * size
-        ends = [last if self._epochs is None else min(last, o.num_steps(self._epochs)) for o in self._orders]
-        of_each = [order.batches(epoch * size, end) for order, end in zip(self._orders, ends, strict=True)]
+        size = max(order.num_steps(1) for order in self._orders)
+        ends = [size if self._epochs is None else min(size, o.num_steps(self._epochs)) for o in self._orders]
+        of_each = [order.batches(0, end) for order, end in zip(self._orders, ends, strict=True)]
         none = (None,) * len(ends)
-        return [self._joint([one and one[2] for one in found], none) for found in zip_longest(*of_each)]
+        return [self._joint([one and one[2] for one in found], none) for found in zip_longest(*of_each)], size
 
     def _joint_items(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, largest epoch of an adapter, global batch) of steps first_step + 1 .. last_step."""
@@ -199,10 +200,11 @@ class ManyBatches(Batches):
     def _joint(self, batches: Sequence[GlobalBatch | None], steps: tuple[tuple[int, int] | None, ...]) -> JointBatch:
         """Return the rows of all adapters in the order of the micro-batches."""
         layout, size = self.layout, self._sources[0].layout.global_batch_size
-        own: list[list[tuple[int, ...]]] = []
+        none = np.zeros(0, np.int64)
+        own: list[list[np.ndarray]] = []
         for source, batch in zip(self._sources, batches, strict=True):
-            rows = [] if batch is None else [tuple(i + source.first for i in row) for row in batch.rows]
-            own.append([*rows, *[()] * (size - len(rows))])
+            rows = [] if batch is None else np.split(batch.documents + source.first, batch.borders[1:-1])
+            own.append([*rows, *[none] * (size - len(rows))])
         each = layout.micro_batch_size // layout.shares
         in_order = [
             row
@@ -212,5 +214,7 @@ class ManyBatches(Batches):
             for row in own[k][start : start + each]
         ]
         length = layout.row_lengths[-1]
-        pairs = row_pairs(self._dataset.lengths, in_order, length, layout.max_doc_length)
-        return JointBatch(length, tuple(in_order), tuple(pairs.tolist()), steps)
+        counts = np.array([len(row) for row in in_order])
+        documents = np.concatenate(in_order)
+        pairs = row_pairs(self._dataset.lengths[documents], counts, length, layout.max_doc_length)
+        return JointBatch(length, documents, np.concatenate([[0], np.cumsum(counts)]), pairs, steps)

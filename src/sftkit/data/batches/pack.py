@@ -160,6 +160,20 @@ class Layout:
         return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
 
 
+class SourcePlan(NamedTuple):
+    """A source as far as the order of documents depends on it."""
+
+    name: str
+    documents: int
+    "those of all passes of an epoch"
+    weight: float | None = None
+    "share of tokens, over the sum of all; None: the run has no weights"
+    max_epochs: int | None = None
+    repeat: float = 1
+    order: str = "global"
+    "how documents follow one another: global, window or given"
+
+
 class PlanSegment(NamedTuple):
     """Steps of a run whose global batches are made alike: from one step on until the next segment begins."""
 
@@ -168,6 +182,8 @@ class PlanSegment(NamedTuple):
     seed: int
     global_batch_size: int
     budget_rows: int
+    sources: tuple[SourcePlan, ...] = ()
+    "of the data; (): as one source, as checkpoints of earlier versions had it"
 
 
 def make_layout(
@@ -267,6 +283,14 @@ def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     )
 
 
+def _sample(lengths: np.ndarray) -> np.ndarray:
+    """Return the documents that are packed on trial."""
+    rng = np.random.default_rng(0)
+    if len(lengths) <= 2**17:
+        return rng.permutation(len(lengths))[:_SAMPLE]
+    return rng.choice(len(lengths), _SAMPLE, replace=False, shuffle=False)  # without an array of all
+
+
 def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """Return the document slots of a row: twice the mean number of documents, doubled as long as this limit takes more
     than 0.5 % more rows, as it may in a mix of short and long documents.
@@ -274,7 +298,7 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
     Slots are tight because attention kernels launch work for each of them, used or not.
     """
     cap = max(8, -(-int(2 * row_length / lengths.mean()) // 8) * 8)
-    sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
+    sample = _sample(lengths)
     fewest = len(pack(lengths, sample, row_length, row_length))
     while len(pack(lengths, sample, row_length, cap)) > 1.005 * fewest:
         cap *= 2
@@ -284,7 +308,7 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
 def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """Return the most documents of a row, each with an encoded input, at which nearly all places for
     inputs are taken."""
-    sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
+    sample = _sample(lengths)
     # A binary search: the more places a row has, the smaller is the share of the places that is taken.
     low = 1
     high = max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))

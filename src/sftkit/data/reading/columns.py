@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
+from sftkit.config.schema import SourceConfig, where_columns
 from sftkit.data.types import Finding, JsonObject, Kind
-from sftkit.errors import DataError, fault
+from sftkit.errors import DataError, LeftOut, fault
 from sftkit.runtime.script import counted
 
 MAX_EXAMPLE = 500
@@ -334,6 +335,53 @@ def has_marker(text: str) -> bool:
     """Return whether a text has the place of a picture, video or sound: <image>, which is not closed as a tag is."""
     found = _MARKER.search(text)
     return found is not None and f"</{found[1]}>" not in text
+
+
+# ---- settings of a source --------------------------------------------------------------------------------------------
+
+
+def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
+    """Leave a row out whose columns are not as the source's `where` says.
+
+    Raises:
+        LeftOut: the first column that has another value.
+    """
+    for name, wanted in where_columns(source).items():
+        found, _ = _take(row, name)
+        if not any(_same(found, one) for one in (wanted if isinstance(wanted, list) else [wanted])):
+            raise LeftOut(f"{where}: {name} is {found!r}", reason=f"where: {name}")
+
+
+def _same(found: object, wanted: object) -> bool:
+    """Return whether a value is the wanted one; the cell of a CSV file may write it out. True is not 1."""
+    values = (None if is_nan(found) else found, cell(found))
+    return any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for value in values)
+
+
+def moved(row: JsonObject, source: SourceConfig) -> JsonObject:
+    """Return a row with the columns where the source's `columns` finds them. What is left of an object stays, and so
+    does a column whose place another one takes, under another name, so that both count as unused."""
+    result = row
+    values: JsonObject = {}
+    for name, path in (source.columns or {}).items():
+        found, result = _take(result, path)
+        if found is not None:
+            values[name] = found
+    return {(f"{name} of the row" if name in values else name): value for name, value in result.items()} | values
+
+
+def _take(row: JsonObject, path: str) -> tuple[object, JsonObject]:
+    """Return the value at a path, None if it has none, and the row without it."""
+    name, _, inner = path.partition(".")
+    if path in row:  # a name may have a point in it
+        name, inner = path, ""
+    rest = {key: value for key, value in row.items() if key != name}
+    if not inner:
+        return row.get(name), rest
+    if not isinstance(row.get(name), dict):
+        return None, row
+    found, left = _take(row[name], inner)
+    return found, ({**row, name: left} if left else rest)
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

@@ -253,6 +253,8 @@ def _strings(value: object) -> Iterable[str]:
 # ---- other shapes ----------------------------------------------------------------------------------------------------
 
 
+TREE = "tree of answers"
+"Column of the messages along one path of a tree, by which the row is recognised."
 ROLE_NAMES = {
     **{role: role for role in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -318,50 +320,10 @@ def pairs_to_messages(pairs: Iterable[Iterable[object]]) -> list[JsonObject]:
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
-_SPEAKER = re.compile(r"(?:\A\s*|\n\n\s*)(Human|Assistant|SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
-_CALL = re.compile(r"<functioncall>\s*(\{.*\})", re.DOTALL)
-_QUOTED = re.compile(r"""\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
-"A call of Glaive's, whose arguments are JSON in single quotation marks."
-_FUNCTIONS = re.compile(r",? with access to the following functions\. Use them if required -?\s*(?=\{)")
+SPEAKER = re.compile(r"(?:\A\s*|\n\n\s*)(Human|Assistant|SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
+"Begins a turn in the text of turns."
 
 
 def is_transcript(text: object) -> bool:
     """Return whether a value is the text of turns, each after its speaker, as HH-RLHF and Glaive write them."""
-    return isinstance(text, str) and _SPEAKER.match(text) is not None
-
-
-def transcript_messages(text: str, where: str) -> list[JsonObject]:
-    """Return the messages of the text of turns, with Glaive's function calls as tool calls."""
-    roles = {"FUNCTION RESPONSE": "tool", "Human": "user"}
-    messages: list[JsonObject] = []
-    _, *turns = _SPEAKER.split(text)
-    for speaker, said in zip(turns[::2], turns[1::2], strict=True):
-        content = said.strip().removesuffix("<|endoftext|>").strip()
-        message = {"role": roles.get(speaker, speaker.lower()), "content": content}
-        if message["role"] == "assistant" and (call := _CALL.search(content)):
-            quoted = _QUOTED.fullmatch(call[1])
-            function = {"name": quoted[1], "arguments": quoted[2].replace("\\'", "'")} if quoted else None
-            message["tool_calls"] = [
-                {"type": "function", "function": function or parse_json(call[1], f"{where}: function call")}
-            ]
-            message["content"] = (content[: call.start()] + content[call.end() :]).strip()
-        messages.append(message)
-    return messages
-
-
-def functions_of(system: str) -> tuple[str, list[JsonObject]]:
-    """Return a system text of Glaive's without the functions that it lists, and these; all of the text if they are no
-    JSON."""
-    text = system.removeprefix("SYSTEM:").strip()
-    functions: list[JsonObject] = []
-    if (listed := _FUNCTIONS.search(text)) is None:
-        return text, functions
-    at = listed.end()
-    while at < len(text):
-        try:
-            function, at = json.JSONDecoder().raw_decode(text, at)
-        except ValueError:
-            return text, []
-        functions.append(function)
-        at += len(text[at:]) - len(text[at:].lstrip())
-    return f"{text[: listed.start()]}.", functions
+    return isinstance(text, str) and SPEAKER.match(text) is not None

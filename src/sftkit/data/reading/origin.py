@@ -8,6 +8,7 @@ and so are joined splits: train+test. Without network the hub's cache is used, o
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import os
@@ -22,11 +23,12 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
-from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.demo import builtin
-from sftkit.data.reading import readers, remote, settings
+from sftkit.data.reading import columns, readers, remote
 from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
 from sftkit.errors import ConfigError, DataError, config_error
+from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
 
@@ -41,11 +43,12 @@ def base_split(spec: str) -> str:
     return spec.split("[", 1)[0].strip()
 
 
-def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
-    """Return the rows that a slice such as train[:1000], train[10%:] or train[-100:] means."""
+def slice_of(source: SourceConfig, rows: Callable[[], Iterator[object]]) -> tuple[int, int | None]:
+    """Return (the first row, one past the last or None) that a slice such as train[:1000], train[10%:] or train[-100:]
+    means."""
     start, stop = _bounds(source)
     total = sum(1 for _ in rows()) if _is_relative(start) or _is_relative(stop) else 0
-    return islice(rows(), _index(start, total) if start else 0, _index(stop, total) if stop else None)
+    return _index(start, total) if start else 0, _index(stop, total) if stop else None
 
 
 def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
@@ -96,11 +99,8 @@ SPLITS = {
 "Word that begins a name -> its split: the words of datasets."
 NAMES_SHOWN = 5
 "Names of files in a message."
-WHOLE_BYTES = 2**29
-"The most bytes of a source that is identified by all of its content; the files of a larger one are sampled."
-PART_BYTES = 2**16
-SAMPLED_PARTS = 16
-"Parts of a large file that are hashed, its head and tail included."
+SMALL_BYTES = 2**26
+"The most bytes of a source whose files are read for their sha256 at each start."
 
 
 def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) -> tuple[list[AnyPath], str]:
@@ -119,12 +119,13 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     split = base_split(source.split)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
-    saved = {folder: _saved_files(folder) for folder in {path.parent for path in present} if isinstance(folder, Path)}
+    folders = {path.parent for path in present}
+    saved: dict[PurePath, set[str] | None] = {one: _saved_files(one) for one in folders if isinstance(one, Path)}
     files = [
         path
         for path in present
         if _is_data(path, relative[path], named=path in named)
-        and (saved.get(path.parent) is None or path.name in (saved[path.parent] or ()))
+        and ((names := saved.get(path.parent)) is None or path.name in names)
     ]
     if source.subset is not None:
         starts = (f"{source.subset}-", f"{source.subset}.")
@@ -324,34 +325,18 @@ def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
 
 
 def content_identity(files: Sequence[Path]) -> list[list[object]]:
-    """Return what identifies the content of files: path, size and a digest of each.
-
-    Times lie: an editor or a copy may keep them. Digests are of all the content up to WHOLE_BYTES in all files; beyond
-    that of the head, the tail and samples of each file, and then its time counts too.
+    """Return what identifies the content of files, wherever they are: kind, size and sha256 of each. Those of large
+    files are kept, so that a file that has not changed is read for it once.
 
     Raises:
         DataError: one cannot be read.
     """
     try:
-        whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
-        return [_file_identity(file, whole=whole) for file in files]
+        sizes = [file.stat().st_size for file in files]
+        digests = sha256_of(files) if sum(sizes) <= SMALL_BYTES else kept_sha256_of(files)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-
-def _file_identity(path: Path, *, whole: bool) -> list[object]:
-    stat = path.stat()
-    found = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        if whole or stat.st_size <= SAMPLED_PARTS * PART_BYTES:
-            while part := file.read(2**20):
-                found.update(part)
-        else:
-            for i in range(SAMPLED_PARTS):
-                # The first part is the head, the last one the tail.
-                file.seek(i * (stat.st_size - PART_BYTES) // (SAMPLED_PARTS - 1))
-                found.update(file.read(PART_BYTES))
-    return [str(path.resolve()), stat.st_size, found.hexdigest(), None if whole else stat.st_mtime_ns]
+    return [[suffix_of(file), size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
 
 
 def has_configurations(root: Path) -> bool:
@@ -436,12 +421,13 @@ def check_dataset(source: SourceConfig) -> None:
 
 
 def _in_snapshot(source: SourceConfig) -> Origin | None:
-    """Find a source in a downloaded snapshot with configurations if the hub does not answer: datasets would take the
-    configuration that its own cache has."""
+    """Find a source in a downloaded snapshot if the hub does not answer, and its revision, its files or a configuration
+    are asked for: datasets would take those that its own cache has."""
     folder = None if hub_answers() else _cached_snapshot(source)
-    if folder is None or source.files or not has_configurations(folder):
+    if folder is None or not (source.revision or source.files or has_configurations(folder)):
         return None
-    return replace(_by_configuration(source, folder), said=f"commit {folder.name}")
+    found = _local(source, folder)
+    return replace(found, said="; ".join(filter(None, (f"commit {folder.name}", found.said))))
 
 
 def _cached_snapshot(source: SourceConfig) -> Path | None:
@@ -498,14 +484,28 @@ class Origin:
     """A source that exists: how to read its rows, and what identifies its content."""
 
     rows: Callable[[], Iterator[RawRow]]
+    "all rows of its split"
     identity: Callable[[], object]
-    "what identifies its content; files are read for it"
+    "what identifies these rows, wherever they are; files are read for it"
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None
     "of its files; None: it has none here"
     said: str = ""
     "of a folder: which files are of which split, and which are left out"
+    slice: Callable[[Callable[[], Iterator[RawRow]]], tuple[int, int | None]] = lambda _: (0, None)
+    "takes `rows`; returns the first row of the slice that is asked for, and one past the last"
+    max_rows: int | None = None
+
+    def span(self) -> tuple[int, int | None]:
+        """Return the first row that is asked for, and one past the last; None: to the end."""
+        first, past = self.slice(self.rows)
+        most = None if self.max_rows is None else first + self.max_rows
+        return first, past if most is None else most if past is None else min(past, most)
+
+    def part(self) -> Iterator[RawRow]:
+        """Yield the rows that are asked for."""
+        return islice(self.rows(), *self.span())
 
 
 def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
@@ -517,17 +517,34 @@ def find_source(source: SourceConfig, data: DataConfig | None = None) -> Origin:
     """
     found = _joined(source, lambda part: find_here(part, data) or _with_settings(_on_hub(part, data), part))
     assert found is not None
-    return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
+    return replace(found, max_rows=source.max_rows)
 
 
 def _with_settings(found: Origin, source: SourceConfig) -> Origin:
-    """Return an origin whose rows are those that the source's settings ask for."""
-    settings.check(source)
-    return replace(
-        found,
-        rows=lambda: settings.with_settings(found.rows(), source),
-        beginning=lambda: settings.with_settings(found.beginning(), source),
-    )
+    """Return an origin with trees as conversations, whose rows come with the source if its settings say how rows are
+    parsed.
+
+    Raises:
+        ConfigError: a name in `columns` that no row has a meaning for.
+    """
+    for name in source.columns or ():
+        if columns.standard_name(name) not in columns.KNOWN:
+            near = difflib.get_close_matches(name, columns.KNOWN, n=1)
+            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
+            raise ConfigError(problem)
+
+    def read(rows: Callable[[], Iterator[RawRow]]) -> Iterator[RawRow]:
+        raw_rows = rows()
+        if source.tree is not None:
+            from sftkit.data.reading import rare
+
+            raw_rows = rare.conversations(raw_rows, source.tree)
+        if not (source.columns or source.roles or source.system or where_columns(source)):
+            return raw_rows
+        return ((raw[0], raw[1], source) for raw in raw_rows)
+
+    return replace(found, rows=partial(read, found.rows), beginning=partial(read, found.beginning))
 
 
 def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None]) -> Origin | None:
@@ -538,8 +555,8 @@ def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None])
         return found[0] if len(parts) == 1 and found else None
     sizes = [part.num_bytes for part in found if part.num_bytes is not None]
     return Origin(
-        lambda: chain.from_iterable(part.rows() for part in found),
-        lambda: [part.identity() for part in found],
+        lambda: chain.from_iterable(part.part() for part in found),
+        lambda: [source.split, *(part.identity() for part in found)],
         found[0].beginning,
         sum(sizes) if len(sizes) == len(found) else None,
         "; ".join(dict.fromkeys(part.said for part in found if part.said)),
@@ -556,11 +573,7 @@ def _on_hub(source: SourceConfig, data: DataConfig | None) -> Origin:
             found = _remote(replace(source, path=f"hf://datasets/{source.path}@{source.revision or 'main'}"), data)
             return replace(found, said=f"commit {source.revision}; {found.said}")
     elif source.revision or source.files:
-        folder = _cached_snapshot(source)
-        if folder is None:
-            raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
-        found = _local(source, folder)
-        return replace(found, said=f"commit {folder.name}; {found.said}")
+        raise _missing(source, f"revision {source.revision or 'main'} is not in the cache, and {unreachable()}")
     dataset = load_from_hub(source)
     return _local(source, dataset) if isinstance(dataset, Path) else _of_datasets(source, lambda: dataset)
 
@@ -615,8 +628,8 @@ def _builtin(source: SourceConfig) -> Origin:
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
     # The docs are Python's own library; the rest is made by these modules.
     made_by = b"".join(path.read_bytes() for path in sorted((*DEMO.glob("*.py"), *DEMO.glob("*.yaml"))))
-    identity = [sys.version, hashlib.sha256(made_by).hexdigest()]
-    return Origin(partial(sliced, raw_rows, source), lambda: identity, beginning)
+    identity = [source.path, split, sys.version, hashlib.sha256(made_by).hexdigest()]
+    return Origin(raw_rows, lambda: identity, beginning, slice=partial(slice_of, source))
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
@@ -638,10 +651,9 @@ def _of_files(source: SourceConfig, files: Sequence[Path], said: str = "") -> Or
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
-    rows = partial(sliced, raw_rows, source)
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
     num_bytes = sum(file.stat().st_size for file in files)
-    return Origin(rows, partial(content_identity, files), first, num_bytes, said)
+    return Origin(raw_rows, partial(content_identity, files), first, num_bytes, said, partial(slice_of, source))
 
 
 def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
@@ -657,4 +669,5 @@ def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
     def raw_rows() -> Iterator[RawRow]:
         return (row for copy in remote.local_copies(chosen, data) for row in readers.rows_of(copy))
 
-    return Origin(partial(sliced, raw_rows, source), lambda: [one.identity for one in chosen], said=said)
+    how = partial(slice_of, source)
+    return Origin(raw_rows, lambda: [one.identity for one in chosen], said=said, slice=how)

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.rundir.files import own_name
 from sftkit.runtime.hub import hub_answers, unreachable
-from sftkit.runtime.script import first_of
 
 DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
 "Names that file systems give a digest of a file, or a mark that changes with its content."
@@ -44,7 +43,7 @@ class RemoteFile:
     path: str
     size: int
     identity: tuple[object, ...]
-    "size and digest; without a digest also the path and the time, if there is one"
+    "size and digest; without a digest path, size and time"
 
 
 def is_url(path: str) -> bool:
@@ -63,55 +62,49 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
     protocol = source.path.partition("://")[0]
     if protocol == "hf" and not hub_answers():
         raise ConfigError(f"data source {source.path}: {unreachable()}")
+
+    def name(path: str) -> str:
+        # In a web address a question mark begins a query.
+        return path.partition("?")[0] if protocol.startswith("http") else path
+
     try:
         fs, path = fsspec.core.url_to_fs(source.path)
-    except ImportError as error:
-        raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
-    except ValueError as error:
-        known = "hf, s3, gs, az, https, http and the others of fsspec"
-        raise ConfigError(f"data source {source.path}: no protocol {protocol}. There are {known}") from error
-    try:
-        # In a web address a question mark begins a query.
-        is_pattern = WILDCARD.search(path.partition("?")[0] if protocol.startswith("http") else path)
+        is_pattern = WILDCARD.search(name(path))
         if is_pattern and source.files:
             raise ConfigError(f"data source {source.path}: wildcards are in path or in files, not in both")
-        info = None if is_pattern or source.files else fs.info(path)
-        if info and info["type"] == "file":
-            described = {path: info}
-            root = _name(path, protocol)
+        root = path
+        if is_pattern:
+            root = name(path)[: is_pattern.start()].rpartition("/")[0]
+            described = fs.glob(path, detail=True)
+        elif source.files:
+            described = {}
+            for one in source.files:
+                described |= (found := fs.glob(f"{path.rstrip('/')}/{one}", detail=True))
+                if not found:
+                    raise FileNotFoundError(one)
         else:
-            parts = path.split("/")
-            first = next((i for i, part in enumerate(parts) if is_pattern and WILDCARD.search(part)), len(parts))
-            root = _name("/".join(parts[:first]), protocol)
-            patterns = [path] if is_pattern else [f"{path.rstrip('/')}/{one}" for one in source.files or ()]
-            found = [fs.glob(pattern, detail=True) for pattern in patterns] or [fs.find(path, detail=True)]
-            if missing := [pattern for pattern, one in zip(patterns, found, strict=False) if not one]:
-                raise ConfigError(f"data source {source.path}: nothing there matches {first_of(missing)}")
-            described = {name: one for part in found for name, one in part.items() if one["type"] == "file"}
+            info = fs.info(path)
+            described = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+    except ImportError as error:
+        raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
     except ConfigError:
         raise
     except Exception as error:  # every file system raises errors of its own
         reason = str(error.__cause__ or error).strip() or type(error).__name__
-        missing = "no such file or folder: " if isinstance(error, FileNotFoundError) else "cannot be read: "
-        raise ConfigError(f"data source {source.path}: {missing}{reason}") from error
-    if not described:
-        raise ConfigError(f"data source {source.path}: there are no files")
-    return root, {_name(name, protocol): _described(fs, name, one) for name, one in described.items()}
-
-
-def _name(path: str, protocol: str) -> PurePosixPath:
-    """Return a path in a file system as a path of which the last part is the file's name."""
-    return PurePosixPath(path.partition("?")[0] if protocol.startswith("http") else path)
-
-
-def _described(fs: Any, path: str, info: Mapping[str, Any]) -> RemoteFile:
-    # The hub describes large files in an object of their own.
-    marks = {**info, **(info.get("lfs") or {})}
-    size = info.get("size")
-    digest = next((marks[name] for name in DIGESTS if marks.get(name)), None)
-    time = next((marks[name] for name in TIMES if marks.get(name)), None)
-    identity = (size, str(digest)) if digest else (path, size, str(time))
-    return RemoteFile(fs, path, size or 0, identity)
+        missing = "no such file or folder" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise ConfigError(f"data source {source.path}: {missing}: {reason}") from error
+    files = {}
+    for path, info in described.items():
+        marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
+        size = info.get("size") or 0
+        digest = next((marks[key] for key in DIGESTS if marks.get(key)), None)
+        time = next((marks[key] for key in TIMES if marks.get(key)), None)
+        identity = (size, str(digest)) if digest else (path, size, str(time))
+        if info["type"] == "file":
+            files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity)
+    if not files:
+        raise ConfigError(f"data source {source.path}: no files are there")
+    return PurePosixPath(name(root)), files
 
 
 def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterator[Path]:
@@ -127,19 +120,16 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
     folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
     most = int((data.local_gb if data else fields["local_gb"].default) * 1e9)
     todo = deque(files)
-    ahead: deque[tuple[RemoteFile, Future[tuple[Path, IO[bytes]]]]] = deque()
+    ahead: deque[tuple[int, Future[tuple[Path, IO[bytes]]]]] = deque()
     stop = threading.Event()
     with ThreadPoolExecutor(1, "fetch") as thread:
         try:
             while todo or ahead:
-                # A file alone may be larger than the limit.
-                while (
-                    todo
-                    and len(ahead) <= FILES_AHEAD
-                    and (not ahead or sum(one.size for one, _ in ahead) + todo[0].size <= most)
-                ):
-                    one = todo.popleft()
-                    ahead.append((one, thread.submit(_fetch, one, folder, most, stop)))
+                # The first of them may be larger than the limit.
+                room = most - sum(size for size, _ in ahead)
+                if todo and len(ahead) <= FILES_AHEAD and (not ahead or todo[0].size <= room):
+                    ahead.append((todo[0].size, thread.submit(_fetch, todo.popleft(), folder, most, stop)))
+                    continue
                 path, lock = ahead[0][1].result()
                 with lock:
                     yield path
@@ -147,9 +137,8 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
         finally:
             stop.set()
             for _, fetched in ahead:
-                # The lock of a file that nobody will read.
                 if not fetched.cancel() and fetched.exception() is None:
-                    fetched.result()[1].close()
+                    fetched.result()[1].close()  # the lock of a copy that nobody reads any more
 
 
 def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> tuple[Path, IO[bytes]]:
@@ -159,7 +148,7 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
     class Stopping(Callback):  # type: ignore[misc] # fsspec has no types
         def relative_update(self, inc: int = 1) -> None:
             if stop.is_set():
-                raise InterruptedError("nobody reads any more")
+                raise InterruptedError
 
     digest = sha256(repr(one.identity).encode()).hexdigest()[:16]
     path = folder / digest / one.path.partition("?")[0].lstrip("/").replace("://", "/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -11,10 +11,8 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading import columns, conversation, settings
+from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
@@ -57,8 +55,8 @@ def parse(raw: RawRow) -> Row:
         return convert(found, raw[0])
     where, _, source = raw
     if isinstance(found, dict):
-        settings.check_where(found, source, where)
-        found = settings.moved(found, source)
+        columns.check_where(found, source, where)
+        found = columns.moved(found, source)
     return convert(found, where, source)
 
 
@@ -73,9 +71,6 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     if "input_ids" in present and columns.is_empty(present["input_ids"]):
         del present["input_ids"]
     fitting, name = _shapes(frozenset(present))
-    if fitting and fitting[0].columns[0] in _IF_TURNS:
-        fitting = tuple(shape for shape in fitting if _holds_turns(shape, present))
-        name = _named(fitting, present) if fitting else ""
     if not fitting:
         columns.check_preferences(present, [], where)
         if "message_tree_id" in present:
@@ -86,7 +81,7 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
         raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
-    of_tokens = shape.convert is _tokens
+    of_tokens = shape.name == ELSEWHERE
     marked = {k: v for k, v in present.items() if k not in columns.MASKS} if of_tokens else present
     row = shape.make(present, where)
     # The fields of the row that no kind of rows decides; written at once, for a copy of a Row takes as long as JSON.
@@ -120,7 +115,7 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     return replace(row, **fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
-def as_read(row: Row, decode: Callable[[Sequence[int]], str]) -> str:
+def as_read(row: Row, decode: Callable[..., object]) -> str:
     """Return a row in one line, as inspection shows the first one of each shape. `decode`: the tokenizer's."""
     if row.ids is not None:
         return f"{len(row.ids):,} tokens: {_short(decode(row.ids[:200].tolist()))}"
@@ -128,12 +123,8 @@ def as_read(row: Row, decode: Callable[[Sequence[int]], str]) -> str:
         return " | ".join(f"{'learned' if learned else 'context'}: {_short(text)}" for text, learned in row.segments)
     if row.messages is None:
         return _short(row.text if row.image is None else f"{row.image}: {row.captions[0]}")
-    said = []
-    for message in row.messages if isinstance(row.messages, list) else ():
-        if isinstance(message, dict):
-            calls = message.get("tool_calls")
-            said.append(f"{message.get('role')}: {_short(message.get('content') or calls)}")
-    return " | ".join(said)
+    said = [message for message in row.messages if isinstance(message, dict)]
+    return " | ".join(f"{one.get('role')}: {_short(one.get('content') or one.get('tool_calls'))}" for one in said)
 
 
 def _short(value: object) -> str:
@@ -141,10 +132,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-_IF_TURNS = ("conversation", "chat")
-"Columns that many rows have for something else: they hold turns, or say nothing of the row's kind."
 _CONVERSATIONS = (
-    *("messages", "conversations", *_IF_TURNS, "instruction", "prompt", "query", "question", "question_stem"),
+    *("messages", "conversations", "conversation", "chat", "instruction", "prompt", "query", "question"),
+    "question_stem",
 )
 "First columns of the kinds of rows that are conversations."
 
@@ -160,8 +150,8 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
     if "choices" in shape.columns and "choices" not in other.columns:
         return set()  # a question and its answer, which the choices belong to
     try:
-        second = other.make(raw, where).messages or []
-        second = [conversation.current_message(message, where) for message in second]
+        again = other.make(raw, where).messages or []
+        second = [conversation.current_message(message, where) for message in again]
     except DataError:
         return set()  # columns of these names that hold something else
     if columns.turns_of(second) == turns:
@@ -241,7 +231,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape, source: SourceConfig | None)
     tools = _tools(raw, where)
     system = _system_text(raw, where)
     if system.startswith("SYSTEM:") and tools is None:
-        system, functions = conversation.functions_of(system)
+        system, functions = _rare("functions_of")(system)
         tools = _wrapped(functions)
     found = {"tools": tools, "template_args": _template_args(raw, where), "masked_role": masked}
     if not isinstance(row.messages, list):
@@ -284,7 +274,7 @@ def _system_text(raw: Raw, where: str) -> str:
     return different[0] if different else ""
 
 
-def _history(history: object, where: str) -> list[JsonObject]:
+def _history(history: Any, where: str) -> list[JsonObject]:
     """Return the turns of a column history: pairs of a question and its answer, as LLaMA-Factory and ms-swift have."""
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
@@ -319,7 +309,7 @@ def _messages(raw: Raw, where: str, column: str) -> Row:
     """Take messages as they are, or from text: of JSON, or of turns after their speakers."""
     messages = raw[column]
     if conversation.is_transcript(messages):
-        messages = conversation.transcript_messages(messages, where)
+        messages = _rare("transcript_messages")(messages, where)
     elif isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"{where}: {column}")
     return Row(where, messages=messages)
@@ -344,69 +334,15 @@ def _conversations(raw: Raw, where: str, column: str) -> Row:
     return row
 
 
-def _calls(raw: Raw, where: str, question: str, column: str) -> Row:
-    """Convert a question with the calls that answer it (xLAM), as a list or its JSON text."""
-    calls = raw[column]
-    calls = parse_json(calls, f"{where}: {column}") if isinstance(calls, str) else calls
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{where}: {column} is not a list of calls", reason="malformed tool call")
-    [asked, answer] = conversation.pairs_to_messages([(_text(raw, question, where), "")])
-    return Row(where, messages=[asked, {**answer, "tool_calls": calls}])
+def _rare(name: str) -> Callable[..., Any]:
+    """Return a function of rare.py, which is loaded when a row needs it."""
 
+    def convert(*args: Any) -> Any:
+        from sftkit.data.reading import rare
 
-def _tokens(raw: Raw, where: str, column: str) -> Row:
-    """Convert a row that was tokenized elsewhere; labels and masks say which tokens are learned."""
-    ids = _numbers(raw, column, where)
-    kept = _numbers(raw, "attention_mask", where, len(ids), most=1)
-    masks = [_numbers(raw, name, where, len(ids), most=1) for name in columns.MASKS]
-    labels = _numbers(raw, "labels", where, len(ids), least=-100)
-    at = np.flatnonzero(np.ones(len(ids)) if kept is None else kept)
-    if len(at) and at[-1] - at[0] != len(at) - 1:
-        raise fault(where, "malformed tokens / attention_mask")
-    positions = _numbers(raw, "position_ids", where, len(ids))
-    if positions is not None and (np.diff(positions[at]) != 1).any():
-        raise fault(where, "malformed tokens / position_ids")
-    ids = ids[at]
-    is_target = np.ones(len(ids), dtype=bool)
-    if labels is not None:
-        labels = labels[at]
-        is_target = labels != -100
-        if (wrong := np.flatnonzero(is_target & (labels != ids))).size:
-            shifted = labels[:-1], ids[1:]
-            is_shifted = len(ids) > 2 and bool(np.all((shifted[0] == -100) | (shifted[0] == shifted[1])))
-            words = {"label": labels[wrong[0]], "token": ids[wrong[0]], "i": at[wrong[0]]}
-            if is_shifted:
-                raise fault(where, "malformed tokens / shifted", **words)
-            raise fault(where, "malformed tokens / labels", **words)
-    for mask in masks:
-        is_target &= True if mask is None else mask[at] == 1
-    masked = labels is not None or any(mask is not None for mask in masks)
-    return Row(where, ids=ids.astype(np.int32), is_target=is_target if masked else None)
+        return getattr(rare, name)(*args)
 
-
-def _numbers(raw: Raw, name: str, where: str, size: int | None = None, *, least: int = 0, most: int = 2**31 - 1) -> Any:
-    """Return a column of whole numbers, int64 [size]; None if it is not there."""
-    if name not in raw:
-        return None
-    try:
-        numbers = np.asarray(raw[name])
-    except ValueError:  # lists of several lengths
-        numbers = np.empty(0)
-    if numbers.ndim != 1 or numbers.dtype.kind not in ("bi" if most == 1 else "i") or size not in (None, len(numbers)):
-        raise fault(where, "malformed tokens / numbers", name=name, size="" if size is None else f"{size} ")
-    if len(numbers) and (numbers.min() < least or numbers.max() > most):
-        raise fault(where, "malformed tokens / range", name=name, least=least, most=most)
-    return numbers.astype(np.int64)
-
-
-def _segments(raw: Raw, where: str, column: str) -> Row:
-    """Convert texts that are tokenized apart, as they are written (input_output of Axolotl): label says whether it
-    is learned."""
-    given = raw[column] if isinstance(raw[column], list) else [None]
-    for one in given:
-        if not (isinstance(one, dict) and isinstance(one.get("text"), str) and isinstance(one.get("label"), bool)):
-            raise fault(where, "malformed segments")
-    return Row(where, segments=tuple((one["text"], one["label"]) for one in given))
+    return convert
 
 
 def _question(raw: Raw, where: str, question: str, answer: str) -> Row:
@@ -521,45 +457,36 @@ _QA = (*columns.CONTEXT_COLUMNS, "history")
 FORMATS = (
     *(RowShape("pictures", pair, _picture) for pair in product(("image", "file_name"), ("captions", "caption"))),
     RowShape("pictures", ("image", "text"), _picture),
-    RowShape(ELSEWHERE, ("input_ids",), _tokens, columns.NEXT_TO_IDS),
-    RowShape("a path of a tree", (settings.TREE,), _conversations),
+    RowShape(ELSEWHERE, ("input_ids",), _rare("tokens"), columns.NEXT_TO_IDS),
+    RowShape(conversation.TREE, (conversation.TREE,), _conversations),
     RowShape("messages", ("messages",), _messages),
-    *(RowShape("turns", (column,), _conversations) for column in ("conversations", *_IF_TURNS)),
+    RowShape("turns", ("conversations",), _conversations),
     RowShape("alpaca", ("instruction", "output"), _question, _QA),
     RowShape("dolly", ("instruction", "response"), _question, _QA),
     *(RowShape("prompt", ("prompt", answer), _prompt, ("history",)) for answer in ("completion", "response")),
     RowShape("query", ("query", "response"), _question, _QA),
-    RowShape("calls", ("query", "answers"), _calls),
+    RowShape("calls", ("query", "answers"), _rare("calls")),
     *(RowShape("choices", (asked, "choices", "answerKey"), _choices) for asked in ("question", "question_stem")),
     RowShape("choices", ("question", "choices", "answer"), _choices),
     *(RowShape("question", ("question", answer), _question, _QA) for answer in ("answer", "response")),
     RowShape("input and output", ("input", "output"), _prompt, ("history",)),
     RowShape("pictures", ("file_name", "text"), _picture),
     *(RowShape("text", (column,), _plain) for column in ("text", "content")),
-    RowShape("segments", ("segments",), _segments),
+    *(RowShape("turns", (column,), _conversations) for column in ("conversation", "chat")),
+    RowShape("segments", ("segments",), _rare("segments")),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 
 
 @lru_cache(maxsize=4096)
 def _shapes(present: frozenset[str]) -> tuple[tuple[RowShape, ...], str]:
-    """Return the kinds of rows that have these columns, and the name of the first."""
+    """Return the kinds of rows that have these columns, and the name of the first with what it reads: alpaca
+    (instruction, output, input)."""
     fitting = tuple(shape for shape in FORMATS if present.issuperset(shape.columns))
-    return fitting, _named(fitting, present) if fitting else ""
-
-
-def _named(fitting: tuple[RowShape, ...], present: Collection[str]) -> str:
-    """Return the name of a kind of rows with the columns that are read: alpaca (instruction, output, input)."""
-    shape = fitting[0]
-    found = [*shape.columns, *(name for name in shape.extra if name in present)]
-    return shape.name if found == [shape.name] else f"{shape.name} ({', '.join(found)})"
-
-
-def _holds_turns(shape: RowShape, raw: Raw) -> bool:
-    """Return whether the column of a kind of rows holds turns, where it is one of _IF_TURNS."""
-    value = raw[shape.columns[0]]
-    is_text = conversation.is_transcript(value) or (isinstance(value, str) and value.lstrip().startswith("[{"))
-    return shape.columns[0] not in _IF_TURNS or isinstance(value, list) or is_text
+    if not fitting:
+        return (), ""
+    read = [*fitting[0].columns, *(name for name in fitting[0].extra if name in present)]
+    return fitting, fitting[0].name if read == [fitting[0].name] else f"{fitting[0].name} ({', '.join(read)})"
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------

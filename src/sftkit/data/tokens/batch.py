@@ -52,17 +52,18 @@ class Placed:
     complete: bool = True
 
     def tokens(self, span: Span) -> tuple[int, int]:
-        """Return (the first token, one past the last) of a span; (0, 0) if they are not known, which only counts in a
-        text that is cut."""
-        return (self.at[span[0]], self.at[span[1]]) if span[0] in self.at and span[1] in self.at else (0, 0)
+        """Return (the first token, one past the last) of a span."""
+        start, end = span
+        if start not in self.at or end not in self.at:
+            raise NotPlaced
+        return self.at[start], self.at[end]
 
     def inside(self, spans: list[Span]) -> np.ndarray:
         """Return bool [n]: tokens of the spans."""
         is_target = np.zeros(len(self.ids), dtype=bool)
-        for start, end in spans:
-            if start not in self.at or end not in self.at:
-                raise NotPlaced
-            is_target[self.at[start] : self.at[end]] = True
+        for span in spans:
+            first, past = self.tokens(span)
+            is_target[first:past] = True
         return is_target
 
 
@@ -290,7 +291,10 @@ def same(one: Result, other: Result) -> bool:
         return type(one) is type(other) and str(one) == str(other)
 
     def plain(result: Tokenized) -> tuple[object, ...]:
-        documents = [(e.ids.tolist(), e.is_target.tolist(), e.num_bytes, e.encoder_source) for e in result.examples]
+        documents = [
+            (e.ids.tolist(), e.is_target.tolist(), e.num_bytes, e.encoder_source, e.size, e.answers)
+            for e in result.examples
+        ]
         counts = {name: count for name, count in result.counts.items() if count}
         return documents, result.note, counts, result.details, dict(result.odd), result.unused
 

@@ -5,7 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,6 +119,7 @@ def steps(
     locator = loss_mask.AnswerLocator(
         tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking, seen
     )
+    locator.unlearned = unlearned
     unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
@@ -129,7 +130,7 @@ def steps(
     if learning.targets == "all":
         texts = yield from _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = yield from _answers(locator, learnable, max_length, counts, unlearned, split=learning.split_turns)
+        texts = yield from _answers(locator, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or rejected as too_long says; the rest is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long, sizes) for text in texts]
@@ -191,7 +192,7 @@ def _unasked(row: Row, ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTra
         return {}
     headers = tuple(header for header in template_of(tokenizer).headers if header.strip())
     begins = np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0) == 1)
-    before = (tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist()) for begin in begins)
+    before = (str(tokenizer.decode(ids[max(begin - _HEADER_TOKENS, 0) : begin].tolist())) for begin in begins)
     unasked = sum(not text.endswith(headers) for text in before)
     return {UNASKED: f"{row.where}: {unasked} of {len(begins)} runs of targets"} if unasked else {}
 
@@ -210,13 +211,7 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: loss_mask.AnswerLocator,
-    learnable: set[int],
-    max_length: int,
-    counts: Counter[str],
-    unlearned: Mapping[int, list[Span]],
-    *,
-    split: bool,
+    locator: loss_mask.AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
 ) -> Steps[list[Text]]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
@@ -235,8 +230,8 @@ def _answers(
         spans = sorted(span for parts in answers.values() for span in parts)
         places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
         is_target = encoded.inside(spans)
-        for k in answers.keys() & unlearned:
-            for part in loss_mask.placed_parts(locator.messages[k], unlearned[k], document.text, places[k][0]):
+        for k in answers.keys() & locator.unlearned:
+            for part in loss_mask.placed_parts(locator.messages[k], locator.unlearned[k], document.text, places[k][0]):
                 # A token that is only partly to be learned is not learned.
                 is_target &= ~encoded.inside([part])
         learned = _finished(locator, encoded, is_target, places, last)
@@ -285,7 +280,7 @@ def _everything(
     reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
     apart = locator.reasons - reasoned - skipped.keys() if split else set()
-    before = yield from _answers(locator, apart, max_length, counts, {}, split=split)
+    before = yield from _answers(locator, apart, max_length, counts, split=split)
     encoded, shared = yield document.text, document.spans, last
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
@@ -353,9 +348,14 @@ def document(
     is_target = is_target[:n]
     if sizes is not None and sizes.whole[ids[0]]:
         return TokenizedExample(ids, is_target, int(sizes.sizes.take(ids.take(targets)).sum()))
+    return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target))
+
+
+def count_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray) -> int:
+    """Return the UTF-8 bytes of the decoded targets, special tokens left out."""
     # An array: of a list transformers looks at every number first.
     learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
+    return len(str(learned).encode("utf-8", errors="replace"))
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -435,6 +435,8 @@ def fit(
         beyond = is_target[max_length + 1 :].any() or text.rest
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
+    answers = tuple(one for one in text.answers if one[1] <= max_length + 1)
+    example = replace(example, size=len(ids), answers=answers)
     return Tokenized([example], "truncated" if is_long else None)
 
 

@@ -130,7 +130,8 @@ def unlearned_parts(row: Row, messages: list[Message], targets: Targets) -> dict
             raise fault(row.where, "marks of parts / not here", k=k)
         most = len(message["content"])
         for part in parts if isinstance(parts, list) else [None]:
-            given = [part.get(key) for key in ("begin_offset", "end_offset", "train")] if isinstance(part, dict) else []
+            keys = ("begin_offset", "end_offset", "train") if isinstance(part, dict) else ()
+            given: list[Any] = [part.get(key) for key in keys]
             if [type(one) for one in given] != [int, int, bool] or not 0 <= given[0] <= given[1] < most:
                 raise fault(row.where, "marks of parts / offsets", k=k, length=most)
             if not given[2]:
@@ -476,6 +477,8 @@ class AnswerLocator:
         "answers that have reasoning in the data"
         self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
+        self.unlearned: dict[int, list[Span]] = {}
+        "answer -> characters of its content that are not learned, see unlearned_parts"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
         self.seen = seen

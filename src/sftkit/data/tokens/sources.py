@@ -1,6 +1,7 @@
-"""Turn data sources into tokenized examples: read rows, tokenize them in order, count their outcomes, cache.
+"""Turn data sources into tokenized examples: read rows, tokenize them in order into the stores of their sources, and
+make the view of a run.
 
-A cache entry is a folder of flat arrays, see reading/store.py.
+A store is found by its key: the content of the source, and all else that its tokens depend on.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import pickle
 import runpy
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -26,28 +30,40 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.commands import ROOT, is_ours
-from sftkit.config.schema import DataConfig, SourceConfig, source_label
+from sftkit.config.schema import DataConfig, SourceConfig, source_label, where_columns
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.data import hygiene
+from sftkit.data.hygiene import content_hash, head_hash
 from sftkit.data.reading import columns as findings
-from sftkit.data.reading import conversation, readers, rows, store
-from sftkit.data.reading.origin import find_source
+from sftkit.data.reading import rows
+from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.reading.readers import RawRow
+from sftkit.data.store import making, view
+from sftkit.data.store.making import Peers
+from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Part, Shard, Store
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.batch import Batch
-from sftkit.data.types import DocumentColumns, Examples, Finding, FlatTokens, Row, Tokenized, TokenizedExample
+from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
-from sftkit.runtime.script import counted, likely_cause, working
+from sftkit.runtime.script import likely_cause
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
-FORMAT = 5
-"The version of the files of a cache entry."
 MASK_VERSION = 2
-"""Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
+"""Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
-ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
-ARRAYS |= {"row": np.int32, "turns": np.int32, "content": np.uint64, "head": np.uint64}
-"Arrays of a cache entry, each in a file of its own."
+WHOLE = 2**20
+"""Most row positions of a conversation in a store, and of a piece of a text; data.max_length cuts what is read from
+there."""
+NOT_IN_TOKENS = (
+    *("path", "name", "subset", "split", "repeat", "max_rows", "sample", "files", "revision"),
+    *("weight", "max_epochs", "order"),
+)
+"Settings of a source that decide which of its files and documents are used, and how often; `identity` has its content."
+FEW_ROWS = 20_000
+FEW_BYTES = 30_000_000
+"With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
+MOST_PROCESSES = 32
+COMPARED_ROWS = 64
+"Rows that are tokenized again if libraries have another version than those that a store was made with."
 
 log = logging.getLogger(__name__)
 
@@ -59,64 +75,6 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if (start := text.text_start(tokenizer)) is not None:
         parts.append(f"texts begin with {start}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def data_key(description: Mapping[str, object]) -> str:
-    """Return the sha256 of everything that the tokenized data depends on."""
-    whole = {"format": FORMAT, "mask_version": MASK_VERSION, **description}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-
-
-def load_cached_examples(folder: Path, *, instead: str = "tokenizing again") -> Examples | None:
-    """Return the examples in a folder, as store.load."""
-
-    def build(arrays: dict[str, Any]) -> Examples:
-        meta = json.loads((folder / "meta.json").read_text())
-        tokens = FlatTokens(arrays["ids"], arrays["is_target"], arrays["offsets"])
-        # The arrays must fit together.
-        sizes = {"ids": tokens.offsets[-1], "is_target": tokens.offsets[-1], "offsets": len(tokens.offsets)}
-        for name, dtype in ARRAYS.items():
-            size = sizes.get(name, len(tokens.offsets) - 1)
-            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
-                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
-        return Examples(
-            tokens,
-            np.diff(tokens.offsets) - 1,
-            tokens.num_targets(),
-            num_bytes=arrays["num_bytes"],
-            source=arrays["source"],
-            source_names=tuple(meta["source_names"]),
-            counts=meta["counts"],
-            findings={name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()},
-            encoder_sources=meta["given"],
-            columns=DocumentColumns(**{name: arrays[name] for name in DocumentColumns._fields}),
-            key=folder.name,
-        )
-
-    return store.load(folder, ARRAYS, build, instead=instead)
-
-
-def save_cached_examples(folder: Path, examples: Examples) -> Examples:
-    """Write examples to a folder. Return the memory-mapped copy, or `examples` on a full disk."""
-
-    def write(temporary: Path) -> None:
-        flat = examples.tokens
-        assert isinstance(flat, FlatTokens)
-        assert examples.columns is not None
-        arrays = {**vars(flat), "num_bytes": examples.num_bytes, "source": examples.source}
-        arrays |= examples.columns._asdict()
-        for name, dtype in ARRAYS.items():
-            array: np.ndarray = np.asarray(arrays[name], dtype=dtype)
-            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
-        findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
-        meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
-        (temporary / "meta.json").write_text(json.dumps(meta | {"given": list(examples.encoder_sources)}, indent=1))
-
-    def is_whole() -> bool:
-        return load_cached_examples(folder, instead="") is not None
-
-    store.save(folder, write, is_whole, instead="every start will tokenize")
-    return load_cached_examples(folder, instead="") or examples
 
 
 OnBadRow = Literal["error", "skip"]
@@ -156,21 +114,33 @@ class RowTokenizer:
     @property
     def settings(self) -> dict[str, object]:
         """Return the keyword arguments of the rule."""
-        given = {
-            "learning": self.learning,
-            "max_length": self.max_length,
-            "too_long": self.too_long,
-            "special_tokens": self.special_tokens,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        names = ("learning", "max_length", "too_long", "special_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def limits(self) -> view.Limits | None:
+        """Return how documents from a store are cut; None: a rule of which that is not known cuts them itself."""
+        if self.rule not in (chat.tokenize, text.tokenize, text.tokenize_any):
+            return None
+        return view.Limits(self.max_length, self.too_long or "truncate")
+
+    @property
+    def whole(self) -> RowTokenizer:
+        """Return what makes the documents of a store: those of known rules are not cut."""
+        if self.limits is None:
+            return self
+        return replace(self, max_length=WHOLE, too_long=None if self.too_long is None else "truncate")
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Return what the documents of a row depend on besides the row, as text for the cache's key."""
+        """Return what the documents of a row depend on besides the row, as text for the key of a store."""
         rule = f"{self.rule.__module__}.{self.rule.__qualname__}"
         # The fingerprint identifies the tokenizer: the text of the object would differ in every process.
-        fingerprint = tokenizer_fingerprint(self.tokenizer)
-        return {"cache_key": f"{rule} {fingerprint}", "bound": str(sorted(self.settings.items()))}
+        return {
+            "rule": rule,
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "settings": str(sorted(self.settings.items())),
+        }
 
 
 def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int], RowTokenizer]:
@@ -187,21 +157,6 @@ def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int
     return found  # type: ignore[no-any-return]
 
 
-COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad")
-BECAME = {
-    "truncated": "truncated",
-    "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
-    "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be "
-    "learned",
-    "dropped_where": "left out by where",
-    "skipped_bad": "skipped as bad",
-}
-ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
-"Role -> name of the count of its messages, in conversations that are learned from."
-ROWS_PER_CHUNK = 128
-"Rows that a worker process gets at a time."
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +168,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
         data: as for find_source.
     """
     tally: findings.Tally = {}
-    for raw in find_source(source, data).rows():
+    for raw in find_source(source, data).part():
         try:
             row = rows.parse(raw)
         except LeftOut as out:
@@ -227,56 +182,29 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
     findings.log_findings(source_label(source), findings.sort_findings(tally))
 
 
-# ---- tokenizing ------------------------------------------------------------------------------------------------------
+# ---- stores ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _TokenizedRows:
-    """The outcome of some rows: arrays of their documents, and counts."""
-
-    documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    "of each chunk that has any: ids, is_target, lengths and bytes of its documents, and DocumentColumns"
-    encoder_sources: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    tally: findings.Tally = field(default_factory=dict)
-
-    def add(self, other: _TokenizedRows) -> None:
-        """Append the documents and counts of another part."""
-        rows_before = self.counts["rows"]
-        self.documents += [(*d[:4], d[4] + rows_before, *d[5:]) for d in other.documents]
-        self.encoder_sources += other.encoder_sources
-        self.counts += other.counts
-        for one in other.tally.values():
-            findings.add(self.tally, one.kind, one.reason, one.first, one.rows)
-
-
-TokenizeChunks = Callable[[Iterable[list[RawRow]]], Iterator[_TokenizedRows]]
-
-
-def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer) -> Examples:
-    """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
-    found in their rows is reported either way.
+def load_sources(
+    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+) -> Examples:
+    """Return all documents of the sources, source after source, from their stores, which are filled where shards are
+    missing. What was found in their rows is reported either way.
 
     A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     origins = [find_source(source, data) for source in sources]
-    # All that the tokenized data depends on, besides the code.
-    description = {
-        "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
-        **tokenize.identity,
-        "max_length": data.max_length,
-        "too_long": data.too_long,
-        "on_bad_row": data.on_bad_row,
-    }
-    folder = Path(data.cache_dir) / data_key(description)
-    examples = load_cached_examples(folder)
-    if examples is None:
-        parts = []
-        with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
-            for source, origin in zip(sources, origins, strict=True):
-                with working(f"tokenizing {source_label(source)}"):
-                    parts.append(_tokenize_source(source, tokenize_chunks(_chunks(origin.rows()))))
-        examples = save_cached_examples(folder, _joined(parts, sources))
+    stored = [
+        view.StoredSource(source, prepare(source, origin, data, tokenize, peers))
+        for source, origin in zip(sources, origins, strict=True)
+    ]
+    limits = tokenize.limits
+    if limits is not None and (limits.too_long, data.on_bad_row) == ("error", "skip"):
+        limits = limits._replace(too_long="skip")
+    used = [(one.path, one.repeat, source_label(one), [shard.line for shard in shards]) for one, shards in stored]
+    folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
+    count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
+    examples = view.make_examples(stored, limits, count_bytes, folder, peers)
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
@@ -286,46 +214,110 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
     return examples
 
 
-def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> _TokenizedRows:
-    """Return what became of all rows of a source; reject a source without documents.
+def prepare(
+    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+) -> list[Shard]:
+    """Return the shards of a source in order, made where they are missing.
+
+    Raises:
+        DataError: a bad row, or one that is too long, if that is an error.
+    """
+    store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
+    per_shard = making.rows_per_shard(store, origin.rows, about)
+    shards = []
+    with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
+        settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
+        for shard in making.fill(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
+            skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
+            if skipped is not None and data.on_bad_row == "error":
+                raise findings.advised(DataError(skipped.first, reason=skipped.reason))
+            if tokenize.limits is not None and (tokenize.too_long, data.on_bad_row) == ("error", "error"):
+                view.check_lengths(shard, source, tokenize.limits)
+            shards.append(shard)
+    return sorted(shards, key=lambda shard: shard.span)
+
+
+def _store_of(
+    source: SourceConfig, origin: Origin, folder: Path, tokenize: RowTokenizer
+) -> tuple[Store, dict[str, Any]]:
+    """Return the store of a source, which may be empty, and what decides its tokens."""
+    kept = {name: value for name, value in asdict(source).items() if name not in NOT_IN_TOKENS}
+    kept["where"] = where_columns(source)
+    about = {
+        **tokenize.whole.identity,
+        "converter": kept,
+        "content": origin.identity(),
+        "mask_version": MASK_VERSION,
+        "format": FORMAT,
+        "vocabulary": len(tokenize.tokenizer),
+    }
+    if tokenize.limits is None:  # its documents may name pictures next to the rows
+        about["place"] = str(Path(source.path).resolve())
+    key = _digest(about)
+    store = Store(folder / key, len(tokenize.tokenizer))
+    libraries = [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
+    about |= {"source": source.path, "libraries": [libraries]}
+    there = making.read_about(store)
+    if there and libraries not in there["libraries"]:
+        if _is_same(store, source, origin, tokenize.whole):
+            making.write_about(store, {**there, "libraries": [*there["libraries"], libraries]})
+        else:
+            store = Store(folder / _digest([key, libraries]), len(tokenize.tokenizer))
+    return store, about
+
+
+def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTokenizer) -> bool:
+    """Return whether the first rows of a store lead to the same documents as when it was made."""
+    line = min(store.lines().items(), default=None)
+    if line is None:
+        return True
+    shard = store.find(line[0], said=True)
+    rows_again = islice(origin.rows(), line[0].first, min(line[0].first + COMPARED_ROWS, line[0].past))
+    part = _tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
+    docs = np.array(part.docs, DOCS)
+    if shard is None or not np.array_equal(*(one["length"] for one in (docs, shard.docs[: len(docs)]))):
+        return False
+    ids, is_target = shard.tokens(0, int(docs["length"].sum()))
+    is_target[np.cumsum(docs["length"])[:-1]] = False
+    return not part.ids or (np.array_equal(ids, part.ids[0]) and np.array_equal(is_target, part.is_target[0]))
+
+
+def _digest(description: object) -> str:
+    return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+# ---- tokenizing ------------------------------------------------------------------------------------------------------
+
+
+def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]) -> Part:
+    """Tokenize some rows, and keep what became of each.
 
     Args:
-        chunks: the source's rows, tokenized.
+        dtype: of ids in the store.
+        chunk: the number of the first row, and the rows.
     """
-    total = _TokenizedRows()
-    for chunk_rows in chunks:
-        total.add(chunk_rows)
-    if not total.counts["rows"]:
-        raise readers.no_rows(source)
-    if not total.documents:
-        became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        said = (one for one in findings.sort_findings(total.tally) if one.kind != "read")
-        found = "".join(f". {findings.finding_text(finding)}" for finding in said)
-        rows_read = counted(total.counts["rows"], "row")
-        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){found}")
-    return total
-
-
-def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
-    """Tokenize some rows, and count what became of each."""
-    part = _TokenizedRows(counts=Counter(rows=len(chunk)))
-    documents: list[TokenizedExample] = []
-    of_rows: list[tuple[int, ...]] = []
-    for number, raw in enumerate(chunk):
-        # A bad row ends the run, or is counted and left out.
+    part = Part(where=[raw[0] for raw in chunk[1]])
+    parsed: list[Row | DataError] = []
+    for raw in chunk[1]:
         try:
-            row = rows.parse(raw)
-            result = tokenize(row)
-        except LeftOut as out:
-            part.counts["dropped_where"] += 1
-            findings.add(part.tally, "dropped", out.reason, str(out))
-            continue
+            parsed.append(rows.parse(raw))
         except DataError as error:
-            if on_bad_row == "error":
-                raise findings.advised(error) from error
-            part.counts["skipped_bad"] += 1
-            findings.add(part.tally, "skipped", error.reason, str(error))
+            parsed.append(error)
+    results = iter(tokenize.many([row for row in parsed if isinstance(row, Row)]))
+    for number, row in enumerate(parsed, start=chunk[0]):
+        result = next(results) if isinstance(row, Row) else row
+        # A bad row ends the run, or is counted and left out.
+        if isinstance(result, LeftOut):
+            part.counts["dropped_where"] += 1
+            findings.add(part.tally, "dropped", result.reason, str(result))
             continue
+        if isinstance(result, DataError):
+            if on_bad_row == "error":
+                raise findings.advised(result) from result
+            part.counts["skipped_bad"] += 1
+            findings.add(part.tally, "skipped", result.reason, str(result))
+            continue
+        assert isinstance(row, Row)
         is_first = ("read", row.shape) not in part.tally
         said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
         findings.add(part.tally, "read", row.shape, said)
@@ -337,91 +329,99 @@ def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[Ra
             part.counts[result.note] += 1
         if result.note in findings.DROPPED:
             findings.add(part.tally, "dropped", findings.DROPPED[result.note], f"{row.where}: {result.details}")
-        if result.examples:
-            part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
-            for reason, where in result.odd.items():
-                findings.add(part.tally, "accepted", reason, where)
-        documents += result.examples
-        of_row = number, len(row.messages or ()), hygiene.content_hash(row), hygiene.head_hash(row)
-        of_rows += [of_row] * len(result.examples)
-    # One array for the chunk: a worker hands it over at once.
-    if documents:
-        part.counts["documents"] = len(documents)
-        columns = zip(*((d.ids, d.is_target, [len(d.ids)], [d.num_bytes]) for d in documents), strict=True)
-        of_documents = zip(DocumentColumns._fields, zip(*of_rows, strict=True), strict=True)
-        chosen_by = (np.array(values, ARRAYS[name]) for name, values in of_documents)
-        part.documents = [(*map(np.concatenate, columns), *chosen_by)]
-        part.encoder_sources = [d.encoder_source for d in documents if d.encoder_source]
-    return part
+        if not result.examples:
+            continue
+        roles = Counter(message["role"] for message in row.messages or ())
+        part.counts.update({view.ROLE_COUNTS[role]: number for role, number in roles.items()})
+        for reason, where in result.odd.items():
+            findings.add(part.tally, "accepted", reason, where)
+            part.odd.append((number, reason))
+        own = (
+            *(number, NOTED if result.note else 0, content_hash(row), head_hash(row)),
+            tuple(min(roles[role], MOST_ROLES) for role in view.ROLE_COUNTS),
+        )
+        for one in _whole_text(result.examples):
+            part.add(one, own)
+    return part.packed(dtype)
 
 
-def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, ROWS_PER_CHUNK)):
-        yield chunk
-
-
-def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
-    """Concatenate the documents of all sources, with those of `repeat` passes."""
-    # `repeat` stores real copies: later stages treat each copy as an independent document.
-    repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    # Every source has every count, zeros too.
-    count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
-    names = tuple(map(source_label, sources))
-    by_name = list(zip(names, parts, sources, strict=True))
-    columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
-    ids, is_target, lengths, num_bytes, *chosen_by = map(np.concatenate, columns)
-    tokens = FlatTokens(ids, is_target, np.concatenate([[0], np.cumsum(lengths)]))
-    return Examples(
-        tokens,
-        lengths - 1,
-        tokens.num_targets(),
-        num_bytes=num_bytes,
-        source=np.concatenate([np.full(part.counts["documents"], i, dtype=np.int16) for i, part in repeated]),
-        source_names=names,
-        counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
-        findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},
-        encoder_sources=[name for _, part in repeated for name in part.encoder_sources],
-        columns=DocumentColumns(*chosen_by),
-    )
+def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
+    """Return a text that is longer than WHOLE as one document: each of its pieces begins with the last token of the one
+    before."""
+    if len(examples) == 1 or any(one.size for one in examples):
+        return examples
+    ids, is_target = ([getattr(one, name) for one in examples] for name in ("ids", "is_target"))
+    joined = [np.concatenate([one[0], *(piece[1:] for piece in one[1:])]) for one in (ids, is_target)]
+    return [TokenizedExample(*joined, sum(one.num_bytes for one in examples))]
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-_worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
+_worker: dict[str, Callable[[tuple[int, list[RawRow]]], Part]] = {}
 "The function that a worker process was started with."
 
 
 @contextmanager
-def _chunk_tokenizer(tokenize: RowTokenizer, data: DataConfig) -> Iterator[TokenizeChunks]:
-    """Yield what tokenizes chunks in order: in this process or in data.num_proc others, which end with the block."""
-    tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row)
-    if data.num_proc == 1:
+def _chunk_tokenizer(
+    tokenize: RowTokenizer, data: DataConfig, num_bytes: int | None, dtype: str
+) -> Iterator[making.TokenizeChunks]:
+    """Yield what tokenizes chunks in order: in this process, or in others, which end with the block.
+
+    Args:
+        num_bytes: of the source's files, if that is known.
+        dtype: of ids in the store.
+    """
+    tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row, dtype)
+    processes = data.num_proc or available_processes()
+    if processes == 1:
         yield partial(map, tokenize_chunk)
         return
-    # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
-    spawn = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(data.num_proc, spawn, initializer=_start_worker, initargs=(tokenize_chunk,))
+    executor: ProcessPoolExecutor | None = None
+    # A process imports for seconds, in which one tokenizes thousands of rows.
+    alone = 0 if data.num_proc or (num_bytes or 0) > FEW_BYTES else FEW_ROWS
+
+    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[Part]:
+        nonlocal alone, executor
+        iterator = iter(chunks)
+        while alone > 0:
+            if (chunk := next(iterator, None)) is None:
+                return
+            alone -= len(chunk[1])
+            yield tokenize_chunk(chunk)
+        if executor is None:
+            # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
+            spawn = multiprocessing.get_context("spawn")
+            handed_over = (pickle.dumps(tokenize_chunk),)
+            executor = ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=handed_over)
+        yield from _in_processes(executor, processes, iterator)
+
     try:
-        yield partial(_in_processes, executor, data.num_proc)
+        yield tokenize_chunks
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        if executor is not None:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def available_processes() -> int:
+    """Return the cores of this machine for each process of the run on it, at most MOST_PROCESSES."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), MOST_PROCESSES)
 
 
 def _in_processes(
-    executor: ProcessPoolExecutor, processes: int, chunks: Iterable[list[RawRow]]
-) -> Iterator[_TokenizedRows]:
+    executor: ProcessPoolExecutor, processes: int, chunks: Iterable[tuple[int, list[RawRow]]]
+) -> Iterator[Part]:
     """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
-    waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
+    waiting: deque[tuple[Future[Part], str]] = deque()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
             with starting_processes():
                 tokenized = executor.submit(_work, chunk)
-            waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
+            waiting.append((tokenized, f"{chunk[1][0][0]} to {chunk[1][-1][0]}"))
             if len(waiting) > 4 * processes:
                 yield waiting[0][0].result()
                 waiting.popleft()
@@ -434,10 +434,16 @@ def _in_processes(
         raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
 
 
-def _start_worker(tokenize_chunk: Callable[[list[RawRow]], _TokenizedRows]) -> None:
+def _start_worker(tokenize_chunk: bytes) -> None:
+    """Make ready for tokenizing. `tokenize_chunk` is pickled."""
+    import transformers.utils
+    from transformers.utils import import_utils
+
     ignore_signals()  # the main process decides
-    _worker["tokenize"] = tokenize_chunk
+    # A tokenizer of transformers would import torch, to read weights in GGUF files: seconds, and memory, for nothing.
+    transformers.utils.is_torch_available = import_utils.is_torch_available = lambda: False
+    _worker["tokenize"] = pickle.loads(tokenize_chunk)
 
 
-def _work(chunk: list[RawRow]) -> _TokenizedRows:
+def _work(chunk: tuple[int, list[RawRow]]) -> Part:
     return _worker["tokenize"](chunk)

@@ -113,7 +113,7 @@ def _from_hub(split: DatasetSplit) -> list[Any]:
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:
-        raw_rows = list(find_source(source).rows())
+        raw_rows = list(find_source(source).part())
     except (ConfigError, DataError) as error:
         reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
         raise type(error)(

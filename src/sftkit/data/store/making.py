@@ -1,0 +1,193 @@
+"""Fill a store: find the shards of a source that are missing, make them, or wait for the process that makes them.
+
+Which rows make a shard follows from the first rows of the source alone, so all processes agree. Processes with a store
+in common make different shards; of a node, one process makes and the others wait.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sftkit.config.schema import SourceConfig, source_label
+from sftkit.data.reading.readers import RawRow
+from sftkit.data.store.shards import Part, Shard, Span, Store
+from sftkit.errors import ConfigError, hint
+from sftkit.rundir.files import make_folder, read_object, replace_shared
+from sftkit.runtime.script import working
+
+CHUNK_ROWS = 512
+"Rows that are tokenized at a time, by one process."
+SHARD_CHARACTERS = 2**26
+"Characters of rows that make some 2**24 tokens, a shard."
+MOST_ROWS = 2**20
+"Rows of a shard, whatever they hold."
+POLL_SECONDS = 0.2
+ABOUT = "store.json"
+"What decides the tokens of a store, and the rows of a shard."
+
+log = logging.getLogger(__name__)
+Rows = Callable[[], Iterator[RawRow]]
+TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[Part]]
+"Takes chunks of rows, each with the number of its first row."
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What a process has to do with others of its run that need the same shards."""
+
+    makes: bool = True
+    "False: another process of this node makes them, and this one waits."
+    alone: bool = True
+    "Nobody waits for this process, so that what the disk has no room for may stay in memory."
+    look: Callable[[], bool] = lambda: False
+    """Called now and then; raises the error of another process that failed. True: the process of this node that makes
+    shards has made all, so that what cannot be seen must be made here."""
+
+
+ALONE = Peers()
+
+
+def read_about(store: Store) -> dict[str, Any]:
+    """Return store.json; empty if it is not there."""
+    return read_object(store.folder / ABOUT)
+
+
+def write_about(store: Store, about: dict[str, Any]) -> None:
+    """Write store.json, unless the disk is full: it is found out again at each start."""
+    with suppress(OSError):
+        make_folder(store.folder)
+        replace_shared(store.folder / ABOUT, json.dumps(about, indent=1, sort_keys=True))
+
+
+def rows_per_shard(store: Store, rows: Rows, about: dict[str, Any]) -> int:
+    """Return how many rows of a source make a shard, from store.json, or from its first rows, which decide it."""
+    if known := read_about(store).get("rows"):
+        return int(known)
+    sizes = [len(str(raw[1])) for raw in islice(rows(), CHUNK_ROWS)]
+    mean = max(sum(sizes) / max(len(sizes), 1), 1.0)
+    found = min(max(int(SHARD_CHARACTERS / mean / CHUNK_ROWS), 1) * CHUNK_ROWS, MOST_ROWS)
+    write_about(store, {**about, "rows": found})
+    return found
+
+
+def fill(
+    store: Store,
+    source: SourceConfig,
+    rows: Rows,
+    span: tuple[int, int | None],
+    tokenize: TokenizeChunks,
+    *,
+    per_shard: int,
+    peers: Peers = ALONE,
+) -> Iterator[Shard]:
+    """Yield the shards of some rows of a source when they are there, in any order.
+
+    Args:
+        rows: yields all rows of the source.
+        span: the first row, and one past the last; None: to the end.
+
+    Raises:
+        ConfigError: the disk is full. DataError: a bad row.
+    """
+    reader = _Reader(rows)
+    made_elsewhere: list[Span] = []
+    for one in _spans(span, per_shard):
+        shard = store.find(one)
+        own = False
+        if shard is None and not peers.makes:
+            shard = _wait(store, one, peers)
+        if shard is None:
+            with store.claim(one) as own:
+                if own:
+                    shard = store.find(one, said=True) or _make(store, source, one, reader, tokenize, peers)
+        if shard is not None:
+            yield shard
+        elif not own:
+            made_elsewhere.append(one)
+        if (own and shard is None) or (shard is not None and shard.ends):
+            break
+    for one in made_elsewhere:
+        shard = _wait(store, one, peers)
+        if shard is None:
+            with store.claim(one):
+                shard = _make(store, source, one, reader, tokenize, peers)
+        if shard is not None:
+            yield shard
+
+
+def _spans(span: tuple[int, int | None], per_shard: int) -> Iterator[Span]:
+    """Yield the rows of each shard: whole ones, and at the borders of a slice parts of them."""
+    first, past = span
+    while past is None or first < past:
+        end = (first // per_shard + 1) * per_shard
+        yield Span(first, end if past is None else min(end, past))
+        first = end
+
+
+class _Reader:
+    """Reads the rows of a source in order, again from the beginning where it must go back."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._iterator: Iterator[RawRow] = iter(())
+        self._next: int | None = None
+        "number of the row that is read next; None: not begun"
+
+    def reaches(self, row: int) -> bool:
+        """Go to a row; return whether the source has that many rows."""
+        if self._next is None or self._next > row:
+            self._iterator = iter(self._rows())
+            self._next = 0
+        self._next += sum(1 for _ in islice(self._iterator, row - self._next))
+        return self._next == row
+
+    def chunks(self, span: Span) -> Iterator[tuple[int, list[RawRow]]]:
+        """Yield the rows of a span in chunks, each with the number of its first row."""
+        if not self.reaches(span.first):
+            return
+        for first in range(span.first, span.past, CHUNK_ROWS):
+            chunk = list(islice(self._iterator, min(CHUNK_ROWS, span.past - first)))
+            self._next = first + len(chunk)
+            if chunk:
+                yield first, chunk
+            if self._next < min(first + CHUNK_ROWS, span.past):
+                return
+
+
+def _make(
+    store: Store, source: SourceConfig, span: Span, reader: _Reader, tokenize: TokenizeChunks, peers: Peers
+) -> Shard | None:
+    """Make a shard; None if the source ends before it."""
+    if not reader.reaches(span.first):
+        return None
+
+    def parts() -> Iterator[Part]:
+        for part in tokenize(reader.chunks(span)):
+            peers.look()
+            store.renew(span)
+            yield part
+
+    begins = f", from row {span.first:,}" if span.first else ""
+    with working(f"tokenizing {source_label(source)}{begins}"):
+        try:
+            return store.write(span, parts(), source.path, on_disk=True)
+        except OSError as error:
+            if not peers.alone:
+                raise ConfigError(hint("full data cache", folder=str(store.folder), error=str(error))) from error
+            log.warning("%s: cannot write the cache (%s), every start will tokenize", store.folder, error)
+            return store.write(span, parts(), source.path, on_disk=False)
+
+
+def _wait(store: Store, span: Span, peers: Peers) -> Shard | None:
+    """Wait for a shard that another process makes; None: this one must make it."""
+    while (shard := store.find(span, said=True)) is None:
+        done = peers.look()
+        if done or (peers.makes and not store.is_claimed(span)):
+            return None
+        time.sleep(POLL_SECONDS)
+    return shard

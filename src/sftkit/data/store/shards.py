@@ -1,0 +1,475 @@
+"""The files of a store: the tokens of one source, in shards that are whole or absent. No torch.
+
+A shard holds the documents of rows `first` to `past` of a source, and its bytes follow from the store's key alone,
+whoever makes it. What it consists of is in a line of the store's manifest, written after its files. Shards are named by
+their rows, with these endings: .ids.bin (uint16 or uint32), .mask.bin (one bit a token; absent: every token but the
+first of each document is a target), .docs.npy (DOCS), .answers.npy (the tokens where each answer begins and ends) and
+.given.json (what an encoder reads for each document).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from sftkit.data.reading import columns as findings
+from sftkit.data.reading.conversation import ROLES
+from sftkit.data.types import Finding, TokenizedExample
+from sftkit.rundir.files import flush, make_folder, own_name, replace_shared, sha256_of
+from sftkit.rundir.lock import Holder, pid_scope, process_start
+
+FORMAT = 5
+"The version of the files of a store and of a view."
+DOCS = np.dtype(
+    [
+        ("length", "<u4"),  # tokens
+        ("size", "<u4"),  # of a conversation: tokens before those after the last target were cut off; 0: a text
+        ("targets", "<u4"),
+        ("bytes", "<u4"),  # of the targets
+        ("row", "<u4"),  # of the source; the documents of a row stand one after the other
+        ("answers", "<u2"),  # entries in .answers.npy
+        ("odd", "<u2"),  # NOTED, and which of the shard's reasons for a data warning the row has
+        ("content", "<u8"),  # hygiene.content_hash of the row
+        ("head", "<u8"),  # hygiene.head_hash of the row
+        ("roles", "<u2", (len(ROLES),)),  # messages of the row by role
+    ]
+)
+"A document in .docs.npy."
+NOTED = 1 << 15
+"The bit of `odd` of a row that counts as truncated although none of its documents is too long."
+MOST_REASONS = 15
+"The first reasons for data warnings that have a bit in `odd`."
+MOST_ROLES = 2**16 - 1
+"Messages of a role that are counted in one row."
+HERE = "\0"
+"Stands in a store for the path of the source, which may move."
+MANIFEST = "manifest.jsonl"
+STAMPS = "stamps.json"
+"The stamps that files had when they were compared with their sha256."
+ABANDONED_SECONDS = 120.0
+"Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
+
+log = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """Rows of a source, first to past - 1."""
+
+    first: int
+    past: int
+
+    def __str__(self) -> str:
+        return f"{self.first:010d}-{self.past:010d}"
+
+
+@dataclass
+class Part:
+    """What became of some rows, one after the other."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    "of each document, or `packed` of all"
+    is_target: list[np.ndarray] = field(default_factory=list)
+    docs: list[tuple[Any, ...]] = field(default_factory=list)
+    "of each document the values of DOCS, `odd` with NOTED alone"
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+    odd: list[tuple[int, str]] = field(default_factory=list)
+    "(row, reason of a data warning)"
+    counts: Counter[str] = field(default_factory=Counter)
+    tally: findings.Tally = field(default_factory=dict)
+    where: list[str] = field(default_factory=list)
+    "of each row"
+
+    def add(self, one: TokenizedExample, row: tuple[Any, ...]) -> None:
+        """Add a document; `row` has the values of DOCS that its row decides."""
+        self.ids.append(one.ids)
+        self.is_target.append(one.is_target)
+        numbers = len(one.ids), one.size, np.count_nonzero(one.is_target), one.num_bytes, row[0], len(one.answers)
+        self.docs.append((*numbers, *row[1:]))
+        self.answers += one.answers
+        if one.encoder_source:
+            self.given.append(one.encoder_source)
+
+    def packed(self, dtype: str) -> Part:
+        """Return the part with its tokens in one array, which a worker process hands over at once."""
+        if self.ids:
+            self.ids = [np.concatenate(self.ids).astype(dtype)]
+            self.is_target = [np.concatenate(self.is_target)]
+        return self
+
+
+@dataclass
+class Shard:
+    """A shard that is there."""
+
+    line: dict[str, Any]
+    "of the manifest"
+    dtype: str
+    folder: Path | None
+    content: dict[str, bytes] = field(default_factory=dict)
+    "its files, by ending, where they are not on disk"
+
+    @property
+    def span(self) -> Span:
+        """Return the rows that it was made for."""
+        return Span(self.line["first"], self.line["past"])
+
+    @property
+    def ends(self) -> bool:
+        """Return whether the source has no rows after it."""
+        return bool(self.line["rows"] < self.line["past"] - self.line["first"])
+
+    def _array(self, ending: str, dtype: Any) -> np.ndarray:
+        if ending not in self.line["files"]:
+            return np.zeros(0, dtype)
+        if self.folder is None:
+            raw = self.content[ending]
+            return np.load(io.BytesIO(raw)) if ending.endswith("npy") else np.frombuffer(raw, dtype)
+        path = self.folder / f"{self.span}.{ending}"
+        if ending.endswith("npy"):
+            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
+        # Memory-mapped, so that ranks of a machine share the pages; the map stays when the name is pruned.
+        return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
+
+    @property
+    def docs(self) -> np.ndarray:
+        """Return the columns of its documents, DOCS [D]."""
+        return self._array("docs.npy", DOCS)
+
+    @property
+    def answers(self) -> np.ndarray:
+        """Return (first token, one past the last) of each answer within its document, int [A, 2]."""
+        return self._array("answers.npy", np.uint32).reshape(-1, 2)
+
+    @property
+    def given(self) -> list[str]:
+        """Return what an encoder reads for each document."""
+        if "given.json" not in self.line["files"]:
+            return []
+        raw = (
+            self.content["given.json"]
+            if self.folder is None
+            else (self.folder / f"{self.span}.given.json").read_bytes()
+        )
+        return list(json.loads(raw))
+
+    @cached_property
+    def _ids(self) -> np.ndarray:
+        return self._array("ids.bin", self.dtype)
+
+    @cached_property
+    def _mask(self) -> np.ndarray:
+        return self._array("mask.bin", np.uint8)
+
+    def tokens(self, start: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32, is_target bool) of some tokens as a document; its first one is no target."""
+        ids = self._ids[start : start + number].astype(np.int32)
+        if len(self._mask):
+            bits = np.unpackbits(self._mask[start // 8 : (start + number + 7) // 8], bitorder="little")
+            is_target = bits[start % 8 : start % 8 + number].astype(bool)
+        else:
+            is_target = np.ones(number, bool)
+        is_target[:1] = False
+        return ids, is_target
+
+    def tally(self, path: str) -> findings.Tally:
+        """Return what was found in its rows, with the source at `path`."""
+        found = [Finding(**{**one, "first": one["first"].replace(HERE, path)}) for one in self.line["findings"]]
+        return {(one.kind, one.reason): one for one in found}
+
+    def where(self, row: int, path: str) -> str:
+        """Return the place of a row, with the source at `path`."""
+        at, prefix, number, suffix = next(run for run in reversed(self.line["where"]) if run[0] <= row)
+        counted = "" if number is None else number + row - at
+        return f"{prefix}{counted}{suffix}".replace(HERE, path)
+
+
+class Store:
+    """A folder of shards of one source."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        """Open a store, which may not exist yet.
+
+        Args:
+            vocabulary: len(tokenizer), with added tokens.
+        """
+        self.folder = folder
+        self.dtype = "<u2" if vocabulary <= 2**16 else "<u4"
+
+    def lines(self) -> dict[Span, dict[str, Any]]:
+        """Return the manifest by rows of the shards; a line that was torn counts as absent."""
+        found = {}
+        try:
+            content = (self.folder / MANIFEST).read_bytes()
+        except OSError:
+            return {}
+        for line in takewhile(_is_whole, content.splitlines(keepends=True)):
+            one = json.loads(line)
+            found[Span(one["first"], one["past"])] = one
+        return found
+
+    def find(self, span: Span, *, said: bool = False) -> Shard | None:
+        """Return the shard of some rows if it is there and its files are what was written; a warning names damage,
+        unless it was `said`."""
+        line = self.lines().get(span)
+        if line is None:
+            return None
+        if problem := self.damage(line):
+            if not said:
+                log.warning("%s: damaged cache (%s), tokenizing again", self.folder, problem)
+            return None
+        return Shard(line, self.dtype, self.folder)
+
+    def damage(self, line: dict[str, Any], *, again: bool = False) -> str | None:
+        """Return what is wrong with the files of a shard. A file that did not change since it was compared with its
+        sha256 is not read, except `again`."""
+        paths = {
+            self.folder / f"{Span(line['first'], line['past'])}.{end}": known for end, known in line["files"].items()
+        }
+        try:
+            stamps = {path.name: _stamp(path) for path in paths}
+            known = self._stamps()
+            changed = [path for path in paths if again or known.get(path.name) != stamps[path.name]]
+            for path, found in zip(changed, sha256_of(changed), strict=True):
+                if found != paths[path]:
+                    return f"{path.name} is not what was written: sha256 {found}, not {paths[path]}"
+        except OSError as error:
+            return str(error)
+        if changed:
+            self._keep_stamps(stamps)
+        return None
+
+    def _stamps(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / STAMPS).read_text()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _keep_stamps(self, stamps: dict[str, list[int]]) -> None:
+        with suppress(OSError):  # a store that only others may write: each start compares
+            replace_shared(self.folder / STAMPS, json.dumps(self._stamps() | stamps))
+
+    def write(self, span: Span, parts: Iterator[Part], path: str, *, on_disk: bool) -> Shard:
+        """Write the shard of some rows: its files, then its line.
+
+        Args:
+            parts: of its rows, in order.
+            path: of the source, which texts are freed of.
+            on_disk: False: keep it in memory.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if on_disk:
+            make_folder(self.folder)
+            for left in self.folder.glob(f".{span}.*.tmp"):  # by a process that was killed
+                left.unlink(missing_ok=True)
+        total = Part()
+        sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
+        docs, answers = [], []
+        left = np.zeros(0, bool)
+        try:
+            for part in parts:
+                if part.ids:
+                    sinks["ids.bin"].add(part.ids[0].tobytes())
+                    bits = np.concatenate([left, *part.is_target])
+                    whole = len(bits) // 8 * 8
+                    sinks["mask.bin"].add(np.packbits(bits[:whole], bitorder="little").tobytes())
+                    left = bits[whole:]
+                    docs.append(np.array(part.docs, DOCS))
+                    answers.append(np.array(part.answers, "<u4").reshape(-1, 2))
+                total.given += part.given
+                total.odd += part.odd
+                total.counts += part.counts
+                total.where += part.where
+                for one in part.tally.values():
+                    findings.add(total.tally, one.kind, one.reason, one.first, one.rows)
+            sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
+            table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
+            reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
+            for row, reason in total.odd:
+                if reason in reasons:
+                    table["odd"][slice(*np.searchsorted(table["row"], (row, row + 1)))] |= 1 << reasons.index(reason)
+            if int(table["targets"].sum(dtype=np.int64)) == int(table["length"].sum(dtype=np.int64)) - len(table):
+                sinks.pop("mask.bin").drop()
+            ranges = np.concatenate(answers) if answers else np.zeros((0, 2), "<u4")
+            for ending, array in {"docs.npy": table, "answers.npy": ranges}.items():
+                if ending == "docs.npy" or len(array):
+                    sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
+                    raw = io.BytesIO()
+                    np.save(raw, array, allow_pickle=False)
+                    sinks[ending].add(raw.getvalue())
+            if total.given:
+                sinks["given.json"] = _Sink(self.folder / f"{span}.given.json" if on_disk else None)
+                sinks["given.json"].add(json.dumps(total.given).encode())
+            line = {
+                **span._asdict(),
+                "rows": len(total.where),
+                "documents": len(table),
+                "tokens": int(table["length"].sum(dtype=np.int64)),
+                "targets": int(table["targets"].sum(dtype=np.int64)),
+                "lengths": np.bincount(np.ceil(np.log2(table["length"])).astype(int)).tolist(),
+                "counts": dict(+total.counts),
+                "findings": [{**asdict(one), "first": _freed(one.first, path)} for one in total.tally.values()],
+                "odd": reasons,
+                "where": _runs([_freed(one, path) for one in total.where], span.first),
+                "files": {ending: sink.digest.hexdigest() for ending, sink in sorted(sinks.items())},
+            }
+            if not on_disk:
+                contents = {ending: sink.file.getvalue() for ending, sink in sinks.items()}  # type: ignore[attr-defined]
+                return Shard(line, self.dtype, None, contents)
+            for sink in sinks.values():
+                sink.finish()
+        finally:
+            for sink in sinks.values():
+                sink.drop()
+        flush(self.folder)
+        self._append(line)
+        names = [f"{span}.{ending}" for ending in line["files"]]
+        self._keep_stamps({name: _stamp(self.folder / name) for name in names})
+        return Shard(line, self.dtype, self.folder)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Append a line to the manifest if it is not there, after what a torn one has left is cut off."""
+        text = json.dumps(line, sort_keys=True) + "\n"
+        new = not (self.folder / MANIFEST).exists()
+        with (self.folder / MANIFEST).open("a+b", buffering=0) as file:
+            with suppress(OSError):  # a file system without locks: two writers write the same
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            whole = b"".join(takewhile(_is_whole, file.read().splitlines(keepends=True)))
+            size = len(whole)
+            if text.encode() not in whole:
+                file.truncate(size)
+                try:
+                    if file.write(text.encode()) < len(text.encode()):
+                        raise OSError("no room for a line of the manifest")
+                except OSError:
+                    file.truncate(size)
+                    raise
+                os.fsync(file.fileno())
+        if new:
+            flush(self.folder)
+
+    # ---- one maker a shard -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def claim(self, span: Span) -> Iterator[bool]:
+        """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
+        lock of a process that is gone is taken over. Two makers would only work twice."""
+        lock = self.folder / f"{span}.lock"
+        own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
+        claimed = self.is_claimed(span)
+        with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
+            if not claimed:
+                make_folder(self.folder)
+                lock.unlink(missing_ok=True)
+                temporary = own_name(lock)
+                temporary.write_text(own)
+                try:
+                    os.link(temporary, lock)  # with its content, unless another process was faster
+                except FileExistsError:
+                    claimed = True
+                finally:
+                    temporary.unlink()
+        try:
+            yield not claimed
+        finally:
+            with suppress(OSError):
+                if not claimed and lock.read_text() == own:
+                    lock.unlink()
+
+    def renew(self, span: Span) -> None:
+        """Tell other machines that the shard is being made."""
+        with suppress(OSError):
+            os.utime(self.folder / f"{span}.lock")
+
+    def is_claimed(self, span: Span) -> bool:
+        """Return whether a process that is not known to be gone makes a shard."""
+        lock = self.folder / f"{span}.lock"
+        try:
+            age = time.time() - lock.stat().st_mtime
+            holder = Holder(**json.loads(lock.read_text()))
+        except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
+            return False
+        return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
+
+
+class _Sink:
+    """A file that is being written under another name, or in memory, with its sha256."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.temporary = None if path is None else own_name(path)
+        self.file: BinaryIO = io.BytesIO() if self.temporary is None else self.temporary.open("wb")
+        self.digest = hashlib.sha256()
+
+    def add(self, raw: bytes) -> None:
+        self.file.write(raw)
+        self.digest.update(raw)
+
+    def finish(self) -> None:
+        """Give the file its name, with its content on the disk."""
+        assert self.path is not None
+        assert self.temporary is not None
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.replace(self.temporary, self.path)
+
+    def drop(self) -> None:
+        """Close the file, and remove it if it has no name yet."""
+        with suppress(OSError):  # of a full disk: it was raised before
+            self.file.close()
+        if self.temporary is not None:
+            self.temporary.unlink(missing_ok=True)
+
+
+def _is_whole(line: bytes) -> bool:
+    with suppress(ValueError):
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    return False
+
+
+def _stamp(path: Path) -> list[int]:
+    # The time of a file's entry changes with every write and cannot be set; device and inode are others after a mount.
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _freed(text: str, path: str) -> str:
+    """Return a text about a row without the path of its source."""
+    return HERE + text[len(path) :] if text.startswith(path) else text
+
+
+_NUMBERED = re.compile(r"(.*?)(0|[1-9]\d*)?(\D*)", re.DOTALL)
+
+
+def _runs(places: Sequence[str], first: int) -> list[list[Any]]:
+    """Return the places of rows as runs of [first row, text before its last number, number, text after it], from which
+    the rows after the first count up."""
+    runs: list[list[Any]] = []
+    for row, place in enumerate(places, start=first):
+        prefix, digits, suffix = _NUMBERED.fullmatch(place).groups()  # type: ignore[union-attr]  # matches any text
+        number = None if digits is None else int(digits)
+        if runs and (runs[-1][1], runs[-1][3]) == (prefix, suffix):
+            before = runs[-1][2]
+            if number == (None if before is None else before + row - runs[-1][0]):
+                continue
+        runs.append([row, prefix, number, suffix])
+    return runs

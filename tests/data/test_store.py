@@ -1,0 +1,332 @@
+"""A store: shards are whole or absent, the same whoever makes them, and a run sees the documents that its rule makes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crash_states import Recording, State, files_of, unrecovered
+
+from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.readers import RawRow
+from sftkit.data.store import making, shards
+from sftkit.data.store.making import Peers, fill
+from sftkit.data.store.shards import MANIFEST, STAMPS, Part, Shard, Span, Store
+from sftkit.data.types import TokenizedExample
+from sftkit.errors import ConfigError
+
+SOURCE = SourceConfig(path="some/rows.jsonl")
+ROWS = 10
+
+
+def rows(number: int = ROWS) -> Iterator[RawRow]:
+    return ((f"{SOURCE.path}:{i + 1}", i) for i in range(number))
+
+
+def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[Part]:
+    """Made-up documents: none of every fifth row, two of the row before."""
+    for first, chunk in chunks:
+        part = Part()
+        for number, (where, _) in enumerate(chunk, start=first):
+            if calls is not None:
+                calls.append(number)
+            part.where.append(where)
+            part.counts["answers"] += 2
+            for again in range((1, 1, 1, 2, 0)[number % 5]):
+                ids = np.arange(2 + 3 * number + again, dtype=np.int32)
+                is_target = ids % 2 == 1
+                one = TokenizedExample(ids, is_target, num_bytes=len(ids), size=len(ids) + 1, answers=((1, 2),))
+                part.add(one, (number, 0, 7, 8, (0, 0, 1, 1, 0)))
+                part.odd.append((number, "odd"))
+        yield part.packed("<u2")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(making, "POLL_SECONDS", 0.01)
+
+
+def made(folder: Path, span: tuple[int, int | None] = (0, None), number: int = ROWS, **settings: Any) -> list[Shard]:
+    """The shards of 4 rows each, in order."""
+    how = {"tokenize": tokenize, "per_shard": 4, **settings}
+    found = list(fill(Store(folder, 1000), SOURCE, partial(rows, number), span, **how))
+    return sorted(found, key=lambda shard: shard.span)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a store but its stamps, which are of this disk, and locks and drafts of a process that is gone."""
+    return {n: raw for n, raw in files_of(folder).items() if n != STAMPS and not n.endswith((".lock", ".tmp"))}
+
+
+def documents(found: list[Shard]) -> list[list[int]]:
+    return [
+        shard.tokens(int(start), int(doc["length"]))[0].tolist()
+        for shard in found
+        for start, doc in zip(np.cumsum(shard.docs["length"]) - shard.docs["length"], shard.docs, strict=True)
+    ]
+
+
+def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
+    found = made(tmp_path)
+    assert [(*shard.span, shard.line["rows"]) for shard in found] == [(0, 4, 4), (4, 8, 4), (8, 12, 2)]
+    numbers = [i for i in range(ROWS) for _ in range((1, 1, 1, 2, 0)[i % 5])]
+    assert np.concatenate([shard.docs["row"] for shard in found]).tolist() == numbers
+    assert [len(one) for one in documents(found)] == [
+        2 + 3 * i + (i % 5 == 3 and i == j) for i, j in zip(numbers, [None, *numbers], strict=False)
+    ]
+    ids, is_target = found[1].tokens(0, int(found[1].docs["length"][0]))
+    assert is_target.tolist() == (ids % 2 == 1).tolist()
+    assert found[0].answers.tolist() == [[1, 2]] * 5
+    assert found[0].line["odd"] == ["odd"]
+    assert (found[0].docs["odd"] & 1).all()
+    assert [found[2].where(i, "elsewhere") for i in (8, 9)] == ["elsewhere:9", "elsewhere:10"]
+    assert sum(shard.line["counts"]["answers"] for shard in found) == 2 * ROWS
+
+
+def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) -> None:
+    ids = np.arange(5)
+    part = Part(where=["a:1"])
+    for _ in range(2):
+        part.add(TokenizedExample(ids, ids > 0, 4), (0, 0, 0, 0, (0,) * 5))
+    shard = Store(tmp_path, 2**16 + 1).write(Span(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
+    assert not list(tmp_path.glob("*.mask.bin"))
+    assert shard.tokens(5, 5)[1].tolist() == [False, True, True, True, True]
+    assert (tmp_path / f"{shard.span}.ids.bin").stat().st_size == 4 * 10, "uint32 for more than 65,536 entries"
+
+
+@pytest.mark.parametrize("number", [0, 3, 4, 8])
+def test_a_source_of_any_number_of_rows_is_read_once(tmp_path: Path, number: int) -> None:
+    calls: list[int] = []
+    found = made(tmp_path, number=number, tokenize=partial(tokenize, calls=calls))
+    assert (calls, sum(shard.line["rows"] for shard in found)) == (list(range(number)), number)
+    again = made(tmp_path, number=number, tokenize=partial(tokenize, calls=calls))
+    assert (len(calls), [shard.line for shard in again]) == (number, [shard.line for shard in found])
+
+
+def test_slices_share_shards_and_make_only_the_rows_at_their_borders(tmp_path: Path) -> None:
+    calls: list[int] = []
+    for span, new in (((3, 9), [3, 4, 5, 6, 7, 8]), ((3, 9), []), ((0, None), [0, 1, 2, 3, 8, 9]), ((20, 30), [])):
+        calls.clear()
+        found = made(tmp_path, span, tokenize=partial(tokenize, calls=calls))
+        assert calls == new, span
+    assert found == []
+    whole = documents(made(tmp_path / "other"))
+    assert documents(made(tmp_path, (3, 9))) == whole[3:10]
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def check_recovery(whole: dict[str, bytes], folder: Path, state: State) -> None:
+    """What is listed is whole, and the next start makes the rest: the same bytes."""
+    state.write(folder)
+    store = Store(folder / "store", 1000)
+    for line in store.lines().values():
+        assert store.damage(line, again=True) is None, "a shard that is listed is damaged"
+    assert len(documents(made(folder / "store"))) == 10
+    assert content(folder / "store") == whole
+
+
+@pytest.mark.parametrize("limit", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_after_a_power_failure_at_any_moment_the_rest_is_made_and_all_bytes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with monkeypatch.context() as patch, Recording(disk) as recording:
+        patch.setattr(shards, "process_start", lambda _: 0.0)  # its locks are those of a process that is gone
+        made(disk / "store")
+    assert unrecovered(recording, partial(check_recovery, content(disk / "store")), limit) == []
+
+
+def test_a_store_that_is_not_flushed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with monkeypatch.context() as patch, Recording(disk) as recording:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(shards, "process_start", lambda _: 0.0)
+        made(disk / "store")
+    assert unrecovered(recording, partial(check_recovery, content(disk / "store")), 8, enough=1)
+
+
+class Killed(BaseException):
+    """Stands for a signal that no handler sees."""
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_process_that_ends_at_any_call_leaves_what_the_next_one_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    made(tmp_path / "whole")
+    real = getattr(os, call)
+    for end in range(0, 100, 3):
+        count = iter(range(1000))
+
+        def ends(*args: Any, end: int = end, count: Iterator[int] = count) -> Any:
+            if next(count) == end:
+                raise Killed
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, ends)
+            try:
+                made(tmp_path / str(end))
+                break
+            except Killed:
+                pass
+        made(tmp_path / str(end))
+        assert content(tmp_path / str(end)) == content(tmp_path / "whole"), end
+    assert end > 10
+
+
+def test_a_torn_line_of_the_manifest_counts_as_absent_and_is_cut_off(tmp_path: Path) -> None:
+    made(tmp_path)
+    whole = content(tmp_path)
+    manifest = tmp_path / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert len(Store(tmp_path, 1000).lines()) == 2
+    made(tmp_path)
+    assert content(tmp_path) == whole
+
+
+@pytest.mark.parametrize("ending", ["ids.bin", "mask.bin", "docs.npy", "answers.npy"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_damage_is_named_and_the_shard_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str, damage: str
+) -> None:
+    made(tmp_path)
+    whole = content(tmp_path)
+    path = tmp_path / f"{Span(4, 8)}.{ending}"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(raw if damage == "flipped" else raw[:-3])
+    calls: list[int] = []
+    made(tmp_path, tokenize=partial(tokenize, calls=calls))
+    assert (calls, content(tmp_path)) == ([4, 5, 6, 7], whole)
+    assert caplog.text.count("damaged cache") == 1
+    assert path.name in caplog.text
+
+
+def test_files_are_hashed_again_only_where_a_stamp_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path)
+    hashed: list[str] = []
+    real = shards.sha256_of
+    monkeypatch.setattr(shards, "sha256_of", lambda paths: hashed.extend(path.name for path in paths) or real(paths))
+    made(tmp_path)
+    assert hashed == []
+    touched = tmp_path / f"{Span(4, 8)}.ids.bin"
+    os.utime(touched)
+    for _ in range(2):
+        made(tmp_path)
+    assert hashed == [touched.name]
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_on_a_full_disk_tokens_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = documents(made(tmp_path / "whole"))
+    monkeypatch.setattr(os, "fsync", full)
+    assert documents(made(tmp_path / "full")) == expected
+    assert "cannot write the cache ([Errno 28] No space left on device), every start will tokenize" in caplog.text
+    assert not [path for path in (tmp_path / "full").iterdir() if path.name.endswith((".tmp", ".bin", ".npy"))]
+    (tmp_path / "file").touch()
+    assert documents(made(tmp_path / "file" / "store")) == expected
+
+
+def test_a_full_disk_on_which_others_wait_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"No space left on device\. The other processes .* set data\.cache_dir"):
+        made(tmp_path / "store", peers=Peers(alone=False))
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_makers_make_different_shards_and_both_have_all(tmp_path: Path) -> None:
+    calls: list[int] = []
+    both = tmp_path / "both"
+    store = Store(both, 1000)
+    found: list[Shard] = []
+    with store.claim(Span(0, 4)) as own:
+        assert own
+        other = in_background(lambda: found.extend(made(both, tokenize=partial(tokenize, calls=calls))))
+        while len(store.lines()) < 2:
+            other.join(0.01)
+        assert calls == [4, 5, 6, 7, 8, 9]
+        first = list(tokenize([(0, list(rows())[:2]), (2, list(rows())[2:4])]))
+        store.write(Span(0, 4), iter(first), SOURCE.path, on_disk=True)
+    other.join(10)
+    assert len(calls) == 6
+    assert documents(found) == documents(made(tmp_path / "alone"))
+    # The lines are in the order in which the shards were made.
+    one, other_files = content(tmp_path / "alone"), content(both)
+    assert one.keys() == other_files.keys()
+    assert all(raw == other_files[name] for name, raw in one.items() if name != MANIFEST)
+    assert sorted(other_files[MANIFEST].splitlines()) == sorted(one[MANIFEST].splitlines())
+
+
+@pytest.mark.parametrize("holder", ["gone", "another machine, silent", "torn"])
+def test_the_lock_of_a_process_that_is_gone_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    store = Store(tmp_path, 1000)
+    with store.claim(Span(4, 8)):
+        lock = next(tmp_path.glob("*.lock"))
+        about = json.loads(lock.read_text())
+        with store.claim(Span(4, 8)) as again:
+            assert not again
+    if holder == "gone":
+        about["after_boot"] -= 1000.0  # another process with the same number
+    if holder == "another machine, silent":
+        about["machine"] = "another boot"
+    lock.write_text("{" if holder == "torn" else json.dumps(about))
+    if holder == "another machine, silent":
+        assert store.is_claimed(Span(4, 8))
+        os.utime(lock, (1, 1))
+    assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_process_that_waits_reads_what_the_other_makes_and_raises_its_error(tmp_path: Path) -> None:
+    looked = iter([False] * 3)
+    found: list[Shard] = []
+    waits = in_background(lambda: found.extend(made(tmp_path, tokenize=None, peers=Peers(makes=False, alone=False))))
+    waits.join(0.1)
+    assert waits.is_alive()
+    made(tmp_path)
+    waits.join(10)
+    assert len(found) == 3
+
+    def look() -> bool:
+        if next(looked, True):
+            raise ConfigError("the other has failed")
+        return False
+
+    with pytest.raises(ConfigError, match="the other has failed"):
+        made(tmp_path / "empty", tokenize=None, peers=Peers(makes=False, alone=False, look=look))
+
+
+def test_a_process_that_cannot_see_the_cache_of_the_one_that_is_done_makes_its_own(tmp_path: Path) -> None:
+    assert len(made(tmp_path, peers=Peers(makes=False, alone=False, look=lambda: True))) == 3

@@ -1,0 +1,347 @@
+"""What a run sees of a store: the documents, counts and findings that its rule makes at data.max_length."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import tracemalloc
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.reading import columns as findings
+from sftkit.data.reading import rows
+from sftkit.data.store import making
+from sftkit.data.store.view import ROLE_COUNTS
+from sftkit.data.tokens import chat, sources, text
+from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.types import Examples, TokenizedExample
+from sftkit.errors import DataError
+
+
+def turn(role: str, words: int, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": " ".join(f"{role[0]}{i}" for i in range(words)), **more}
+
+
+def some_rows(seed: int) -> list[Any]:
+    """Conversations of all lengths, with reasoning, tools, marks and faults, and texts."""
+    rng = np.random.default_rng(seed)
+    found: list[Any] = []
+    for _ in range(40):
+        turns = [turn("system", int(rng.integers(1, 8)))] * int(rng.integers(2))
+        for _ in range(int(rng.integers(1, 5))):
+            thought = {"reasoning_content": "hm " * int(rng.integers(1, 9))} if rng.random() < 0.4 else {}
+            mark = {"train": False} if rng.random() < 0.2 else {}
+            turns += [
+                turn("user", int(rng.integers(1, 30))),
+                turn("assistant", int(rng.integers(1, 40)), **thought, **mark),
+            ]
+        found.append({"messages": turns, **({"quality": 1} if rng.random() < 0.3 else {})})
+        found.append({"text": "word " * int(rng.integers(0, 90)) + "<image>" * int(rng.integers(2))})
+    return [*found[:30], {"messages": []}, *found[30:]]
+
+
+def write(path: Path, items: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def expected(path: Path, tokenize: RowTokenizer) -> tuple[list[TokenizedExample], Counter[str], findings.Tally]:
+    """What the rule makes of the rows of a file, row by row."""
+    documents: list[TokenizedExample] = []
+    counts: Counter[str] = Counter()
+    tally: findings.Tally = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        counts["rows"] += 1
+        try:
+            row = rows.parse((f"{path}:{number}", json.loads(line)))
+            found = tokenize(row)
+        except DataError as error:
+            counts["skipped_bad"] += 1
+            findings.add(tally, "skipped", error.reason, str(error))
+            continue
+        for name in (*row.unused, *found.unused):
+            findings.add(tally, "unused", name, row.where)
+        counts.update(found.counts)
+        if found.note:
+            counts[found.note] += 1
+        if found.note in findings.DROPPED:
+            findings.add(tally, "dropped", findings.DROPPED[found.note], row.where)
+        if found.examples:
+            counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
+            for reason, where in found.odd.items():
+                findings.add(tally, "accepted", reason, where)
+        documents += found.examples
+    counts["documents"] = len(documents)
+    return documents, counts, tally
+
+
+def check(examples: Examples, path: Path, tokenize: RowTokenizer) -> None:
+    documents, counts, tally = expected(path, tokenize)
+    assert len(examples) == len(documents)
+    for i, document in enumerate(documents):
+        assert examples[i].ids.tolist() == document.ids.tolist(), i
+        assert examples[i].is_target.tolist() == document.is_target.tolist(), i
+        assert examples[i].num_bytes == document.num_bytes, i
+    assert examples.lengths.tolist() == [len(document.ids) - 1 for document in documents]
+    assert examples.num_targets.tolist() == [int(document.is_target.sum()) for document in documents]
+    assert {name: count for name, count in examples.counts["a"].items() if count} == {
+        k: n for k, n in counts.items() if n
+    }
+    found = sorted((one.kind, one.reason, one.rows) for one in examples.findings["a"] if one.kind != "read")
+    assert found == sorted((one.kind, one.reason, one.rows) for one in tally.values())
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(making, "SHARD_CHARACTERS", 2**12)
+
+
+LAST = chat.Learning("last_turn", split_turns=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "learning"),
+    [
+        ("qwen3", chat.ANSWERS),
+        pytest.param("qwen3", chat.EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("qwen3", LAST, marks=pytest.mark.slow),
+        pytest.param("smollm3", chat.ANSWERS, marks=pytest.mark.slow),
+        ("smollm3", chat.EVERYTHING),
+        pytest.param("llama3", LAST, marks=pytest.mark.slow),
+    ],
+)
+def test_documents_counts_and_findings_are_those_of_the_rule(
+    tmp_path: Path, make_tokenizer: Any, template: str, learning: chat.Learning
+) -> None:
+    path = write(tmp_path / "a.jsonl", some_rows(len(template)))
+    tokenizer = make_tokenizer(template)
+    calls = 0
+    for max_length, too_long in ((20, "truncate"), (60, "truncate"), (60, "drop"), (150, "truncate"), (5000, "error")):
+        tokenize = RowTokenizer(text.tokenize_any, tokenizer, max_length, too_long, learning)
+        data = DataConfig(train=(), on_bad_row="skip", too_long=too_long, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        check(sources.load_sources([SourceConfig(path=str(path))], data, tokenize), path, tokenize)
+        calls += 1
+    assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "stores").glob("*/*.ids.bin"))) > 2
+    assert len(list((tmp_path / "cache" / "views").iterdir())) == calls
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: Any) -> Any:
+    """load(source, ..., max_length=20): what a run of these sources sees, and which rows were tokenized for it."""
+
+    def run(
+        *given: SourceConfig | Path,
+        max_length: int = 20,
+        too_long: str = "truncate",
+        rule: Any = text.tokenize_any,
+        **settings: Any,
+    ) -> Examples:
+        chosen = [one if isinstance(one, SourceConfig) else SourceConfig(path=str(one)) for one in given]
+        data = DataConfig(train=(), **{"cache_dir": str(tmp_path / "cache"), **settings})
+        tokenize = RowTokenizer(rule, tokenizer, max_length, None if rule is text.tokenize else too_long)
+        return sources.load_sources(chosen, data, tokenize)
+
+    return run
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the rows that are tokenized."""
+    found: list[int] = []
+    real = sources._tokenize_chunk
+
+    def counted(*args: Any) -> Any:
+        found.extend(range(args[-1][0], args[-1][0] + len(args[-1][1])))
+        return real(*args)
+
+    monkeypatch.setattr(sources, "_tokenize_chunk", counted)
+    return found
+
+
+TEXTS = [{"text": f"row {i} " * (5 + i)} for i in range(12)]
+
+
+def test_what_selects_or_cuts_documents_tokenizes_nothing_again(
+    tmp_path: Path, load: Any, tokenized: list[int]
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    other = write(tmp_path / "b.jsonl", TEXTS[:2])
+    source = SourceConfig(path=str(path))
+    load(path)
+    assert len(tokenized) == 12
+    del tokenized[:]
+    load(path, max_length=50)
+    load(path, too_long="drop")
+    load(path, on_bad_row="skip")
+    load(replace(source, name="b", repeat=2))
+    assert tokenized == []
+    assert len(load(path, other)) == len(load(path)) + len(load(other))
+    assert tokenized == [0, 1]
+    moved = tmp_path / "elsewhere.jsonl"
+    path.rename(moved)
+    os.utime(moved, (1, 1))
+    load(moved)
+    assert tokenized == [0, 1]
+
+
+def test_what_changes_tokens_is_tokenized_again(
+    tmp_path: Path, load: Any, tokenized: list[int], monkeypatch: Any
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    load(path)
+    for number in range(2, 5):
+        if number == 2:
+            write(path, [*TEXTS[:11], {"text": "another"}])
+        load(path, rule=text.tokenize if number > 2 else text.tokenize_any)
+        if number == 3:
+            monkeypatch.setattr(sources, "MASK_VERSION", sources.MASK_VERSION + 1)
+        assert len(tokenized) == 12 * number
+
+
+def test_places_are_those_of_the_source_as_it_is_now(tmp_path: Path, load: Any, tokenized: list[int]) -> None:
+    write(tmp_path / "a.jsonl", [*TEXTS, {"text": 5}])
+    with pytest.raises(DataError) as first:
+        load(tmp_path / "a.jsonl")
+    load(tmp_path / "a.jsonl", on_bad_row="skip")
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+    made = len(tokenized)
+    with pytest.raises(DataError) as again:
+        load(tmp_path / "b.jsonl")
+    assert str(again.value) == str(first.value).replace("a.jsonl", "b.jsonl")
+    assert (again.value.reason, made) == (first.value.reason, len(tokenized))
+    finding = load(tmp_path / "b.jsonl", on_bad_row="skip").findings["b"][0]
+    assert finding.first.startswith(f"{tmp_path}/b.jsonl:13: ")
+
+
+def test_the_first_document_that_is_too_long_is_named(tmp_path: Path, load: Any) -> None:
+    rows_ = [{"messages": [turn("user", 2), turn("assistant", n)]} for n in (3, 4, 60, 70)]
+    path = write(tmp_path / "a.jsonl", rows_)
+    with pytest.raises(DataError, match=rf"^{path}:3: \d+ tokens, but data\.max_length 40 holds 41"):
+        load(path, max_length=40, too_long="error")
+    skipped = load(path, max_length=40, too_long="error", on_bad_row="skip")
+    assert skipped.counts["a"]["skipped_bad"] == skipped.findings["a"][0].rows == 2
+    assert (skipped.counts["a"]["answers"], skipped.counts["a"]["answers_learned"]) == (2, 2)
+
+
+def test_another_version_of_a_library_tokenizes_some_rows_to_compare(
+    tmp_path: Path, load: Any, tokenized: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.setattr(sources, "COMPARED_ROWS", 3)
+    first = load(path)
+    del tokenized[:]
+    monkeypatch.setattr(sources, "version", lambda _: "9")
+    for _ in range(2):
+        assert load(path).lengths.tolist() == first.lengths.tolist()
+    assert tokenized == [0, 1, 2], "compared once"
+    real = text._ids
+    monkeypatch.setattr(text, "_ids", lambda *args, **settings: real(*args, **settings)[::-1])
+    monkeypatch.setattr(sources, "version", lambda _: "10")
+    for _ in range(2):
+        assert load(path)[0].ids.tolist() != first[0].ids.tolist()
+    assert len([n for n in tokenized if n > 2]) == 9, "a store of its own"
+    monkeypatch.setattr(sources, "version", lambda _: "9")
+    assert load(path)[0].ids.tolist() == first[0].ids.tolist()
+
+
+@pytest.mark.parametrize("name", ["start.npy", "lengths.npy", "about.json"])
+def test_a_damaged_view_is_named_and_made_again(tmp_path: Path, load: Any, caplog: Any, name: str) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    made = load(path)
+    first = made.gather(range(len(made)))[0].tolist()
+    (folder,) = (tmp_path / "cache" / "views").iterdir()
+    raw = bytearray((folder / name).read_bytes())
+    raw[-3] ^= 1
+    (folder / name).write_bytes(raw)
+    with caplog.at_level(logging.WARNING):
+        again = load(path)
+    assert again.gather(range(len(again)))[0].tolist() == first
+    assert caplog.text.count(f"{name} is not what was written") == 1
+    caplog.clear()
+    load(path)
+    assert not caplog.records
+
+
+def test_a_text_longer_than_a_piece_is_one_document(tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    whole = load(path, max_length=33)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(sources, "WHOLE", 7)
+    pieces = load(path, max_length=33)
+    assert pieces.lengths.tolist() == whole.lengths.tolist()
+    assert all(
+        np.array_equal(*pair)
+        for pair in zip(pieces.gather(range(len(pieces))), whole.gather(range(len(whole))), strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def made_up(row: Any, tokenizer: Any, max_length: int, **_: Any) -> Any:
+        ids = np.zeros(1000, np.int32)
+        return text.Tokenized([TokenizedExample(ids, np.arange(1000) > 300, 2000, size=1001, answers=((300, 1000),))])
+
+    monkeypatch.setattr(chat, "tokenize", made_up)
+    monkeypatch.setattr(making, "SHARD_CHARACTERS", 2**22)
+    peaks = []
+    for rows_ in (4_000, 40_000):
+        path = write(tmp_path / f"{rows_}.jsonl", [{"text": "x" * 1000}] * rows_)
+        data = DataConfig(train=(), cache_dir=str(tmp_path / "cache"))
+        tracemalloc.start()
+        examples = sources.load_sources(
+            [SourceConfig(path=str(path))], data, RowTokenizer(made_up, tokenizer, 800, "truncate")
+        )
+        examples.num_targets.sum()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert int(examples.lengths.sum()) == 800 * rows_
+    assert peaks[1] - peaks[0] < 100e6, peaks
+
+
+@pytest.mark.slow
+def test_a_process_that_tokenizes_imports_neither_torch_nor_datasets(tokenizer: Any) -> None:
+    work = partial(sources._tokenize_chunk, RowTokenizer(text.tokenize, tokenizer, 20), "error", "<u2")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=sources._start_worker, initargs=(pickle.dumps(work),)) as executor:
+        assert executor.submit(sources._work, (0, [("a:1", {"text": "Some text"})])).result().docs
+        assert executor.submit(eval, "{'torch', 'datasets'} & {*__import__('sys').modules}").result() == set()
+
+
+def test_few_rows_are_tokenized_without_other_processes(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "available_processes", lambda: 2)
+    monkeypatch.setattr(
+        sources, "_in_processes", lambda executor, number, chunks: (pytest.fail("started") for _ in chunks)
+    )
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    assert load(path).counts["a"]["rows"] == 12
+    monkeypatch.setattr(sources, "FEW_ROWS", 8)
+    write(path, TEXTS[1:])
+    with pytest.raises(pytest.fail.Exception, match="started"):
+        load(path)
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(100))
+    found = []
+    for ranks in ("1", "8", "200"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(sources.available_processes())
+    assert found == [32, 12, 1]
