@@ -106,7 +106,8 @@ class ForeignShard(Shard):
         places = zip(self.starts.tolist(), length.tolist(), strict=True)
         made["bytes"] = [self.count_bytes(*self.tokens(*place)) for place in places]
         for name, past in (("content", end), ("head", np.minimum(end, begin + HEAD_TOKENS))):
-            hashes = (blake2b(ids[a:b].tobytes(), digest_size=8) for a, b in zip(begin.tolist(), past.tolist(), strict=True))
+            ends = zip(begin.tolist(), past.tolist(), strict=True)
+            hashes = (blake2b(ids[a:b].tobytes(), digest_size=8) for a, b in ends)
             made[name] = [int.from_bytes(one.digest(), "little") for one in hashes]
         return made
 
