@@ -130,8 +130,8 @@ def unlearned_parts(row: Row, messages: list[Message], targets: Targets) -> dict
             raise fault(row.where, "marks of parts / not here", k=k)
         most = len(message["content"])
         for part in parts if isinstance(parts, list) else [None]:
-            keys = ("begin_offset", "end_offset", "train") if isinstance(part, dict) else ()
-            given: list[Any] = [part.get(key) for key in keys]
+            keys = ("begin_offset", "end_offset", "train")
+            given: list[Any] = [part.get(key) for key in keys] if isinstance(part, dict) else []
             if [type(one) for one in given] != [int, int, bool] or not 0 <= given[0] <= given[1] < most:
                 raise fault(row.where, "marks of parts / offsets", k=k, length=most)
             if not given[2]:
