@@ -19,7 +19,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import making, shards
 from sftkit.data.store.making import Peers, shards_of
-from sftkit.data.store.shards import LINES_FILE, STAMPS, Part, RowSpan, Shard, Store
+from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store, TokenizedRows
 from sftkit.data.types import TokenizedExample
 from sftkit.errors import ConfigError
 
@@ -31,10 +31,10 @@ def rows(number: int = ROWS) -> Iterator[RawRow]:
     return ((f"{SOURCE.path}:{i + 1}", i) for i in range(number))
 
 
-def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[Part]:
+def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[TokenizedRows]:
     """Made-up documents: none of every fifth row, two of the row before."""
     for first, chunk in chunks:
-        part = Part()
+        part = TokenizedRows()
         for number, (where, _) in enumerate(chunk, start=first):
             if calls is not None:
                 calls.append(number)
@@ -94,7 +94,7 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
 
 def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) -> None:
     ids = np.arange(5)
-    part = Part(where=["a:1"])
+    part = TokenizedRows(where=["a:1"])
     for _ in range(2):
         part.add(TokenizedExample(ids, ids > 0, 4), (0, 0, 0, 0, (0,) * 5))
     shard = Store(tmp_path, 2**16 + 1).write(RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store.shards import Part, RowSpan, Shard, Store
+from sftkit.data.store.shards import RowSpan, Shard, Store, TokenizedRows
 from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import make_folder, read_object, replace_shared
 from sftkit.runtime.script import working
@@ -32,7 +32,7 @@ STORE_FILE = "store.json"
 
 log = logging.getLogger(__name__)
 ReadRows = Callable[[], Iterator[RawRow]]
-TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[Part]]
+TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[TokenizedRows]]
 "Takes chunks of rows, each with the number of its first row."
 
 
@@ -166,7 +166,7 @@ def _make(
     if not reader.reaches(span.first):
         return None
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[TokenizedRows]:
         for part in tokenize(reader.chunks(span)):
             peers.look()
             store.renew(span)

@@ -79,7 +79,7 @@ class RowSpan(NamedTuple):
 
 
 @dataclass
-class Part:
+class TokenizedRows:
     """What became of some rows, one after the other."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Part:
         if one.encoder_source:
             self.given.append(one.encoder_source)
 
-    def packed(self, dtype: str) -> Part:
+    def packed(self, dtype: str) -> TokenizedRows:
         """Return the part with its tokens in one array, which a worker process hands over at once."""
         if self.ids:
             self.ids = [np.concatenate(self.ids).astype(dtype)]
@@ -271,7 +271,7 @@ class Store:
         with suppress(OSError):  # a store that only others may write: each start compares
             replace_shared(self.folder / STAMPS, json.dumps(self._stamps() | stamps))
 
-    def write(self, span: RowSpan, parts: Iterator[Part], path: str, *, on_disk: bool) -> Shard:
+    def write(self, span: RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool) -> Shard:
         """Write the shard of some rows: its files, then its line.
 
         Args:
@@ -284,9 +284,9 @@ class Store:
         """
         if on_disk:
             make_folder(self.folder)
-            for left in self.folder.glob(f".{span}.*.tmp"):  # by a process that was killed
-                left.unlink(missing_ok=True)
-        total = Part()
+            for draft in self.folder.glob(f".{span}.*.tmp"):  # of a process that was killed
+                draft.unlink(missing_ok=True)
+        total = TokenizedRows()
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
         left = np.zeros(0, bool)
@@ -359,7 +359,8 @@ class Store:
             with suppress(OSError):  # a file system without locks: two writers write the same
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            whole = b"".join(takewhile(_is_whole, file.read().splitlines(keepends=True)))
+            lines: list[bytes] = file.read().splitlines(keepends=True)
+            whole = b"".join([*takewhile(_is_whole, lines)])
             size = len(whole)
             if text.encode() not in whole:
                 file.truncate(size)

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -39,7 +39,7 @@ from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import foreign, making, view
 from sftkit.data.store.making import Peers
-from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Part, Shard, Store
+from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Shard, Store, TokenizedRows
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.batch import Batch
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
@@ -237,6 +237,8 @@ def prepare(
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []
+    with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+        os.utime(store.folder / making.STORE_FILE)
     with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
         settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
         for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
@@ -301,14 +303,16 @@ def _digest(description: object) -> str:
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
 
 
-def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]) -> Part:
+def _tokenize_chunk(
+    tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]
+) -> TokenizedRows:
     """Tokenize some rows, and keep what became of each.
 
     Args:
         dtype: of ids in the store.
         chunk: the number of the first row, and the rows.
     """
-    part = Part(where=[raw[0] for raw in chunk[1]])
+    part = TokenizedRows(where=[raw[0] for raw in chunk[1]])
     parsed: list[Row | DataError] = []
     for raw in chunk[1]:
         try:
@@ -370,7 +374,7 @@ def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-_worker: dict[str, Callable[[tuple[int, list[RawRow]]], Part]] = {}
+_worker: dict[str, Callable[[tuple[int, list[RawRow]]], TokenizedRows]] = {}
 "The function that a worker process was started with."
 
 
@@ -393,7 +397,7 @@ def _chunk_tokenizer(
     # A process imports for seconds, in which one tokenizes thousands of rows.
     alone = 0 if data.num_proc or (num_bytes or 0) > FEW_BYTES else FEW_ROWS
 
-    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[Part]:
+    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[TokenizedRows]:
         nonlocal alone, executor
         iterator = iter(chunks)
         while alone > 0:
@@ -423,11 +427,11 @@ def available_processes() -> int:
 
 def _in_processes(
     executor: ProcessPoolExecutor, processes: int, chunks: Iterable[tuple[int, list[RawRow]]]
-) -> Iterator[Part]:
+) -> Iterator[TokenizedRows]:
     """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
-    waiting: deque[tuple[Future[Part], str]] = deque()
+    waiting: deque[tuple[Future[TokenizedRows], str]] = deque()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
@@ -457,5 +461,5 @@ def _start_worker(tokenize_chunk: bytes) -> None:
     _worker["tokenize"] = pickle.loads(tokenize_chunk)
 
 
-def _work(chunk: tuple[int, list[RawRow]]) -> Part:
+def _work(chunk: tuple[int, list[RawRow]]) -> TokenizedRows:
     return _worker["tokenize"](chunk)
