@@ -24,11 +24,11 @@ from sftkit.data.tokens.template import Span, special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError, hint
 
-COMPARED = 128
+COMPARED_ONE_IN = 128
 "One row in so many is tokenized by itself too."
-LONGEST = 2**18
+LONGEST_TEXT = 2**18
 "Characters of a text that is encoded in one call: tokenizers need some 600 bytes for each."
-TOGETHER = 2**20
+CHARACTERS_OF_A_CALL = 2**20
 "Characters of the texts of a call."
 LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
@@ -85,7 +85,7 @@ class _Waiting:
         return self.text if self.prompt is None else self.text[self.spans[self.last][0][0] :]
 
 
-class Batch:
+class RowBatches:
     """A rule for many rows at a time; one that is not known here is called row by row."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Batch:
         for row, result in zip(rows, self._results, strict=True):
             if result is None:
                 continue
-            if self._tokenized % COMPARED == 0 and not same(self._alone(row), result):
+            if self._tokenized % COMPARED_ONE_IN == 0 and not same(self._alone(row), result):
                 self.different = row.where
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return
@@ -172,7 +172,7 @@ class Batch:
         while first < len(texts):
             past = first + 1
             characters = len(texts[first])
-            while past < len(texts) and characters < TOGETHER:
+            while past < len(texts) and characters < CHARACTERS_OF_A_CALL:
                 characters += len(texts[past])
                 past += 1
             encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=whole)
@@ -282,7 +282,7 @@ def _is_encoded_here(given: str) -> bool:
         given.encode()
     except UnicodeEncodeError:
         return False
-    return len(given) <= LONGEST
+    return len(given) <= LONGEST_TEXT
 
 
 def same(one: Result, other: Result) -> bool:

@@ -41,7 +41,7 @@ from sftkit.data.store import foreign, making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Shard, Store, TokenizedRows
 from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.batch import Batch
+from sftkit.data.tokens.batch import RowBatches
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import likely_cause
@@ -108,8 +108,8 @@ class RowTokenizer:
         return self._batch.many(rows)
 
     @cached_property
-    def _batch(self) -> Batch:
-        return Batch(self.rule, self.tokenizer, self.settings)
+    def _batch(self) -> RowBatches:
+        return RowBatches(self.rule, self.tokenizer, self.settings)
 
     @property
     def settings(self) -> dict[str, object]:
