@@ -187,7 +187,7 @@ class DocumentOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """See order.Part; with weights the epoch is that of the source with the fewest at its beginning."""
+    """See order.Steps; with weights the epoch is that of the source with the fewest at its beginning."""
 
     segment: int
     first: int
