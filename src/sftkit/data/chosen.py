@@ -50,13 +50,14 @@ class Copies:
         known = _is_in(contents, self._seen)
         self._seen = np.union1d(self._seen, contents[~known])
         # All documents of the first row with a content stay.
-        return known[of_each] | (row != row[first][of_each])
+        return np.asarray(known[of_each] | (row != row[first][of_each]))
 
 
 def _is_in(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
     if not len(ascending):
         return np.zeros(len(values), bool)
-    return ascending[np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)] == values
+    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return np.asarray(ascending[at] == values)
 
 
 # ---- documents by their texts ----------------------------------------------------------------------------------------
@@ -251,11 +252,11 @@ def choose_documents(
             reasons += f"; {int((own & aside).sum()):,} held out (data.val_fraction)" if data.val_fraction else ""
             raise DataError(f"data source {source.path}: no document is left{reasons}")
         kept.append(passes[i][:, (used & ~aside)[own]].ravel())
-        numbers = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
-        counts[name] = counts[name] | numbers | {"documents": kept[-1].size}
-        if numbers["held_out"]:
+        sizes = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
+        counts[name] = counts[name] | sizes | {"documents": kept[-1].size}
+        if sizes["held_out"]:
             own &= aside
-            its_counts = {"rows": len(np.unique(row[own])), "documents": numbers["held_out"]}
+            its_counts = {"rows": len(np.unique(row[own])), "documents": sizes["held_out"]}
             alone = {"source": np.zeros(own.sum(), np.int16), "source_names": (name,), "counts": {name: its_counts}}
             validation[name] = training.take(docs[own], findings={}, contamination=None, **alone)
         elif data.val_fraction:
