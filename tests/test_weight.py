@@ -13,7 +13,7 @@ SRC = ROOT / "src"
 
 IMPORT_SHARE = 0.095
 MODULES = 130
-CODE_LINES = 14_000
+CODE_LINES = 15_000
 PACKAGE_CODE_LINES = 28_250
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

@@ -24,7 +24,7 @@ from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.store import keeping, making
 from sftkit.data.store.view import ROLE_COUNTS
-from sftkit.data.tokens import chat, sources, text
+from sftkit.data.tokens import chat, processes, sources, text
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -162,13 +162,13 @@ def load(tmp_path: Path, tokenizer: Any) -> Any:
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the rows that are tokenized."""
     found: list[int] = []
-    real = sources._tokenize_chunk
+    real = processes.tokenize_chunk
 
     def counted(*args: Any) -> Any:
         found.extend(range(args[-1][0], args[-1][0] + len(args[-1][1])))
         return real(*args)
 
-    monkeypatch.setattr(sources, "_tokenize_chunk", counted)
+    monkeypatch.setattr(processes, "tokenize_chunk", counted)
     return found
 
 
@@ -316,23 +316,23 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, mo
 
 @pytest.mark.slow
 def test_a_process_that_tokenizes_imports_neither_torch_nor_datasets(tokenizer: Any) -> None:
-    work = partial(sources._tokenize_chunk, RowTokenizer(text.tokenize, tokenizer, 20), "error", "<u2")
+    work = partial(processes.tokenize_chunk, RowTokenizer(text.tokenize, tokenizer, 20), "error", "<u2")
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=sources._start_worker, initargs=(pickle.dumps(work),)) as executor:
-        assert executor.submit(sources._work, (0, [("a:1", {"text": "Some text"})])).result().docs
+    with ProcessPoolExecutor(1, spawn, initializer=processes._start_worker, initargs=(pickle.dumps(work),)) as executor:
+        assert executor.submit(processes._work, (0, [("a:1", {"text": "Some text"})])).result().docs
         assert executor.submit(eval, "{'torch', 'datasets'} & {*__import__('sys').modules}").result() == set()
 
 
 def test_few_rows_are_tokenized_without_other_processes(
     tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "available_processes", lambda: 2)
+    monkeypatch.setattr(processes, "available_processes", lambda: 2)
     monkeypatch.setattr(
-        sources, "_in_processes", lambda executor, number, chunks: (pytest.fail("started") for _ in chunks)
+        processes, "_in_processes", lambda executor, number, chunks: (pytest.fail("started") for _ in chunks)
     )
     path = write(tmp_path / "a.jsonl", TEXTS)
     assert load(path).counts["a"]["rows"] == 12
-    monkeypatch.setattr(sources, "FEW_ROWS", 8)
+    monkeypatch.setattr(processes, "FEW_ROWS", 8)
     write(path, TEXTS[1:])
     with pytest.raises(pytest.fail.Exception, match="started"):
         load(path)
@@ -343,7 +343,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for ranks in ("1", "8", "200"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        found.append(sources.available_processes())
+        found.append(processes.available_processes())
     assert found == [32, 12, 1]
 
 

@@ -33,7 +33,6 @@ from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
-from sftkit.models.adapter_files import AdapterFiles, base_digest, check_continued
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
@@ -44,6 +43,7 @@ from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
 if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
     from sftkit.models.adapters import Adapters
 
 log = logging.getLogger(__name__)
@@ -178,6 +178,8 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     if os.path.isdir(path):
         model_files.check_model_files(Path(path))
     if files is not None and files.digest is not None:
+        from sftkit.models.adapter_files import base_digest
+
         found = base_digest(local_folder(path, load_options(path, files.base)))
         if found != files.digest:
             raise config_error("adapter of other weights", files=files, path=path, found=found)
@@ -201,6 +203,7 @@ def _adapt(
     Raises:
         ConfigError: adapters that the model cannot have, or other ones than those of the files.
     """
+    from sftkit.models.adapter_files import base_digest, check_continued
     from sftkit.models.adapters import Adapters, add_adapters
     from sftkit.models.joined_adapters import join_layers
     from sftkit.models.token_rows import tokens_to_train

@@ -29,7 +29,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
 ORIGINAL = "original_max_position_embeddings"
@@ -329,6 +328,8 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     Tables of tokens or positions cost no work, since a token reads one row, and padding of the vocabulary is
     not counted.
     """
+    from sftkit.models.adapter_files import EXPERT_COUNTS
+
     # All parameters without the padding of the vocabulary, then those of the head.
     projection = list(output_projection(orig_model).parameters(recurse=False))
     own_rows = {id(p): p.numel() for name, p in orig_model.named_parameters() if TOKEN_ADAPTER in name}

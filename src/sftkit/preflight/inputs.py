@@ -30,7 +30,6 @@ from sftkit.config.load import read_command_line
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
-from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
 from sftkit.data.reading.columns import advised
@@ -77,6 +76,8 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
 
 def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
     """Return the names that evals.results.values_of gives the values of our tasks."""
+    from sftkit.data.demo.builtin import FAMILIES
+
     names = []
     for task in tasks:
         metrics = METRICS_IN_CHAT.get(task, TASK_METRICS[task]) if format == "chat" else TASK_METRICS[task]

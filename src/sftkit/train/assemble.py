@@ -25,7 +25,6 @@ from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import kind, load, routing, vocabulary
-from sftkit.models.adapter_files import adapter_words
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
@@ -177,6 +176,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         text = f"{'; '.join(slow)} is low for adapters, which learn best at about ten times the learning rate "
         rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
     if cfg.train.freeze or cfg.adapter is not None:
+        from sftkit.models.adapter_files import adapter_words
+
         what = f"{adapter_words(asdict(cfg.adapter), len(cfg.adapters or ()))}: " if cfg.adapter else ""
         rt.print(f"{what}{count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:

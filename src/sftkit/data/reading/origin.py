@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig, where_columns
-from sftkit.data.demo import builtin
-from sftkit.data.reading import columns, readers, remote
+from sftkit.data.reading import columns, readers
 from sftkit.data.reading.readers import (
     KINDS_OF_FILES,
     PICTURE_SUFFIXES,
@@ -608,7 +607,7 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
             raise ConfigError(f"data source {source.path}: {wrong[0]} is of rows, and with tokenizer_of it is tokens")
         if not path.exists():  # Megatron names both of its files by what they have in common
             path = Path(f"{source.path}.bin")
-    is_url = remote.is_url(source.path)
+    is_url = "://" in source.path
     known = source.path.startswith("builtin:") or is_url or path.exists() or WILDCARD.search(source.path)
     if known and source.revision is not None:
         raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
@@ -645,6 +644,8 @@ def _builtin(source: SourceConfig) -> Origin:
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
     as_row = BUILTINS[name]
+    from sftkit.data.demo import builtin
+
     made = getattr(builtin, name)
 
     def raw_rows() -> Iterator[RawRow]:
@@ -685,6 +686,8 @@ def _of_files(source: SourceConfig, files: Sequence[Path], said: str = "") -> Or
 
 def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
     """Find a source in files at a URL. What the file system says of them identifies them, so nothing is fetched."""
+    from sftkit.data.reading import remote
+
     root, listed = remote.list_files(source)
     files, said = list(listed), ""
     if files == [root]:

@@ -46,11 +46,6 @@ class RemoteFile:
     "size and digest; without a digest path, size and time"
 
 
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL."""
-    return "://" in path
-
-
 def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath, RemoteFile]]:
     """Return the folder at a URL and its files that the source may mean. A URL of one file is its own folder.
 

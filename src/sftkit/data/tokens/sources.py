@@ -9,22 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import pickle
 import runpy
-import signal
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,20 +26,15 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label, where_columns
 from sftkit.config.tables import STAGE_SCRIPTS
-from sftkit.data.hygiene import content_hash, head_hash
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
-from sftkit.data.reading.readers import RawRow
-from sftkit.data.store import foreign, making, view
+from sftkit.data.store import making, view
 from sftkit.data.store.making import Peers
-from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Shard, Store, TokenizedRows
+from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.batch import RowBatches
-from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
-from sftkit.runtime.script import likely_cause
-from sftkit.runtime.signals import ignore_signals, starting_processes
+from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.errors import ConfigError, DataError, LeftOut
 
 MASK_VERSION = 2
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
@@ -58,12 +47,11 @@ NOT_IN_TOKENS = (
     *("weight", "max_epochs", "order"),
 )
 "Settings of a source that decide which of its files and documents are used, and how often; `identity` has its content."
-FEW_ROWS = 20_000
-FEW_BYTES = 30_000_000
-"With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
-MOST_PROCESSES = 32
 COMPARED_ROWS = 64
 "ReadRows that are tokenized again if libraries have another version than those that a store was made with."
+
+if TYPE_CHECKING:
+    from sftkit.data.tokens.batch import RowBatches
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +97,8 @@ class RowTokenizer:
 
     @cached_property
     def _batch(self) -> RowBatches:
+        from sftkit.data.tokens.batch import RowBatches  # a start that finds its stores tokenizes nothing
+
         return RowBatches(self.rule, self.tokenizer, self.settings)
 
     @property
@@ -233,13 +223,17 @@ def prepare(
         if tokenize.rule not in (text.tokenize, text.tokenize_any):
             problem = "tokens of another program are texts, and this stage does not learn from texts"
             raise ConfigError(f"data source {source.path}: {problem}. Take base_train.py or mid_train.py")
+        from sftkit.data.store import foreign
+
         return foreign.open_source(source, origin, tokenize.tokenizer, Path(data.cache_dir) / "borders")
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(store.folder / making.STORE_FILE)
-    with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
+    from sftkit.data.tokens.processes import chunk_tokenizer
+
+    with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
         settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
         for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
             skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
@@ -287,7 +281,9 @@ def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTo
         return True
     shard = store.find(line[0], said=True)
     rows_again = islice(origin.rows(), line[0].first, min(line[0].first + COMPARED_ROWS, line[0].past))
-    part = _tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
+    from sftkit.data.tokens.processes import tokenize_chunk
+
+    part = tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
     docs = np.array(part.docs, DOCS)
     if shard is None or not np.array_equal(docs["length"], shard.docs["length"][: len(docs)]):
         return False
@@ -298,168 +294,3 @@ def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTo
 
 def _digest(description: object) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-# ---- tokenizing ------------------------------------------------------------------------------------------------------
-
-
-def _tokenize_chunk(
-    tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]
-) -> TokenizedRows:
-    """Tokenize some rows, and keep what became of each.
-
-    Args:
-        dtype: of ids in the store.
-        chunk: the number of the first row, and the rows.
-    """
-    part = TokenizedRows(where=[raw[0] for raw in chunk[1]])
-    parsed: list[Row | DataError] = []
-    for raw in chunk[1]:
-        try:
-            parsed.append(rows.parse(raw))
-        except DataError as error:
-            parsed.append(error)
-    results = iter(tokenize.many([row for row in parsed if isinstance(row, Row)]))
-    for number, row in enumerate(parsed, start=chunk[0]):
-        result = next(results) if isinstance(row, Row) else row
-        # A bad row ends the run, or is counted and left out.
-        if isinstance(result, LeftOut):
-            part.counts["dropped_where"] += 1
-            findings.add(part.tally, "dropped", result.reason, str(result))
-            continue
-        if isinstance(result, DataError):
-            if on_bad_row == "error":
-                raise findings.advised(result) from result
-            part.counts["skipped_bad"] += 1
-            findings.add(part.tally, "skipped", result.reason, str(result))
-            continue
-        assert isinstance(row, Row)
-        is_first = ("read", row.shape) not in part.tally
-        said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
-        findings.add(part.tally, "read", row.shape, said)
-        for name in (*row.unused, *result.unused):
-            findings.add(part.tally, "unused", name, row.where)
-        # The outcome of the row: learned from, dropped, or learned from with data warnings.
-        part.counts.update(result.counts)
-        if result.note:
-            part.counts[result.note] += 1
-        if result.note in findings.DROPPED:
-            findings.add(part.tally, "dropped", findings.DROPPED[result.note], f"{row.where}: {result.details}")
-        if not result.examples:
-            continue
-        roles = Counter(message["role"] for message in row.messages or ())
-        part.counts.update({view.ROLE_COUNTS[role]: number for role, number in roles.items()})
-        for reason, where in result.odd.items():
-            findings.add(part.tally, "accepted", reason, where)
-            part.odd.append((number, reason))
-        own = (
-            *(number, NOTED if result.note else 0, content_hash(row), head_hash(row)),
-            tuple(min(roles[role], MOST_ROLES) for role in view.ROLE_COUNTS),
-        )
-        for one in _whole_text(result.examples):
-            part.add(one, own)
-    return part.packed(dtype)
-
-
-def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
-    """Return a text that is longer than WHOLE as one document: each of its pieces begins with the last token of the one
-    before."""
-    if len(examples) == 1 or any(one.size for one in examples):
-        return examples
-    ids = np.concatenate([examples[0].ids, *(one.ids[1:] for one in examples[1:])])
-    is_target = np.concatenate([examples[0].is_target, *(one.is_target[1:] for one in examples[1:])])
-    return [TokenizedExample(ids, is_target, sum(one.num_bytes for one in examples))]
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
-_worker: dict[str, Callable[[tuple[int, list[RawRow]]], TokenizedRows]] = {}
-"The function that a worker process was started with."
-
-
-@contextmanager
-def _chunk_tokenizer(
-    tokenize: RowTokenizer, data: DataConfig, num_bytes: int | None, dtype: str
-) -> Iterator[making.TokenizeChunks]:
-    """Yield what tokenizes chunks in order: in this process, or in others, which end with the block.
-
-    Args:
-        num_bytes: of the source's files, if that is known.
-        dtype: of ids in the store.
-    """
-    tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row, dtype)
-    processes = data.num_proc or available_processes()
-    if processes == 1:
-        yield partial(map, tokenize_chunk)
-        return
-    executor: ProcessPoolExecutor | None = None
-    # A process imports for seconds, in which one tokenizes thousands of rows.
-    alone = 0 if data.num_proc or (num_bytes or 0) > FEW_BYTES else FEW_ROWS
-
-    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[TokenizedRows]:
-        nonlocal alone, executor
-        iterator = iter(chunks)
-        while alone > 0:
-            if (chunk := next(iterator, None)) is None:
-                return
-            alone -= len(chunk[1])
-            yield tokenize_chunk(chunk)
-        if executor is None:
-            # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
-            spawn = multiprocessing.get_context("spawn")
-            handed_over = (pickle.dumps(tokenize_chunk),)
-            executor = ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=handed_over)
-        yield from _in_processes(executor, processes, iterator)
-
-    try:
-        yield tokenize_chunks
-    finally:
-        if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
-
-
-def available_processes() -> int:
-    """Return the cores of this machine for each process of the run on it, at most MOST_PROCESSES."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), MOST_PROCESSES)
-
-
-def _in_processes(
-    executor: ProcessPoolExecutor, processes: int, chunks: Iterable[tuple[int, list[RawRow]]]
-) -> Iterator[TokenizedRows]:
-    """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
-    being tokenized, if a process is gone."""
-    # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
-    waiting: deque[tuple[Future[TokenizedRows], str]] = deque()
-    try:
-        for chunk in chunks:
-            # The pool starts a process at a submit, and what it inherits of signals is decided then.
-            with starting_processes():
-                tokenized = executor.submit(_work, chunk)
-            waiting.append((tokenized, f"{chunk[1][0][0]} to {chunk[1][-1][0]}"))
-            if len(waiting) > 4 * processes:
-                yield waiting[0][0].result()
-                waiting.popleft()
-        while waiting:
-            yield waiting[0][0].result()
-            waiting.popleft()
-    except BrokenProcessPool as error:
-        left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
-        cause = likely_cause(signal.SIGKILL)
-        raise WorkerError(hint("dead tokenizing process", cause=cause, rows="; ".join(left[:processes]))) from error
-
-
-def _start_worker(tokenize_chunk: bytes) -> None:
-    """Make ready for tokenizing. `tokenize_chunk` is pickled."""
-    import transformers.utils
-    from transformers.utils import import_utils
-
-    ignore_signals()  # the main process decides
-    # A tokenizer of transformers would import torch, to read weights in GGUF files: seconds, and memory, for nothing.
-    transformers.utils.is_torch_available = import_utils.is_torch_available = lambda: False
-    _worker["tokenize"] = pickle.loads(tokenize_chunk)
-
-
-def _work(chunk: tuple[int, list[RawRow]]) -> TokenizedRows:
-    return _worker["tokenize"](chunk)
