@@ -106,7 +106,7 @@ SPLITS = {
 "Word that begins a name -> its split: the words of datasets."
 NAMES_SHOWN = 5
 "Names of files in a message."
-SMALL_BYTES = 2**26
+REHASHED_BYTES = 2**26
 "The most bytes of a source whose files are read for their sha256 at each start."
 
 
@@ -349,7 +349,7 @@ def content_identity(files: Sequence[Path]) -> list[list[object]]:
     """
     try:
         sizes = [file.stat().st_size for file in files]
-        digests = sha256_of(files) if sum(sizes) <= SMALL_BYTES else kept_sha256_of(files)
+        digests = sha256_of(files) if sum(sizes) <= REHASHED_BYTES else kept_sha256_of(files)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return [[suffix_of(file), size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]

@@ -106,8 +106,9 @@ class ForeignShard(Shard):
         places = zip(self.starts.tolist(), length.tolist(), strict=True)
         made["bytes"] = [self.count_bytes(*self.tokens(*place)) for place in places]
         for name, past in (("content", end), ("head", np.minimum(end, begin + HEAD_TOKENS))):
-            parts = (ids[a:b].tobytes() for a, b in zip(begin.tolist(), past.tolist(), strict=True))
-            made[name] = [int.from_bytes(blake2b(one, digest_size=8).digest(), "little") for one in parts]
+            ends = zip(begin.tolist(), past.tolist(), strict=True)
+            hashes = (blake2b(ids[a:b].tobytes(), digest_size=8) for a, b in ends)
+            made[name] = [int.from_bytes(one.digest(), "little") for one in hashes]
         return made
 
     def tokens(self, start: int, number: int) -> tuple[np.ndarray, np.ndarray]:
