@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -321,6 +322,27 @@ def test_copies_are_fetched_two_ahead_and_what_stays_has_a_limit(
     fetched.clear()
     assert len(list(remote_texts(tmp_path))) == 6
     assert fetched == []
+
+
+def test_a_download_that_nobody_waits_for_any_more_is_stopped(
+    bucket: fsspec.AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = type(bucket).get_file
+    ended = []
+
+    def slow(self: object, path: str, target: str, callback: fsspec.callbacks.Callback) -> None:
+        for _ in range(300 * ("00001" in path)):
+            callback.relative_update(1)
+            time.sleep(0.01)
+        ended.append(path)
+        get(self, path, target)
+
+    monkeypatch.setattr(type(bucket), "get_file", slow)
+    rows = remote_texts(tmp_path)
+    next(rows)
+    rows.close()
+    assert not [path for path in ended if "00001" in path]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_copy_that_another_process_reads_is_not_removed(bucket: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
