@@ -9,7 +9,7 @@ about the same attention work.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -226,23 +226,26 @@ class GlobalBatch:
 
         One rank takes them in order; several so that each has about the same work (`balance.assign_rows`).
         """
-        _, assigned = self._assigned_rows(layout)
+        _, assigned = _assigned_rows(self, layout)
         for micro in assigned[:, rank].tolist():
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:
         """Return the (query, key) pairs of the busiest rank in this step, divided by the mean of all ranks; 1.0:
         all the same."""
-        return skew(*self._assigned_rows(layout))
+        return skew(*_assigned_rows(self, layout))
 
-    def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of each rank),
-        as `assign_rows` does."""
-        missing = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size - len(self.pairs)
+
+@lru_cache(maxsize=1)  # rows and skew of a step follow from it
+def _assigned_rows(batch: GlobalBatch, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of each rank), as
+    `assign_rows` does."""
+    costs = batch.pairs
+    missing = layout.micro_rows(batch.row_length) * layout.accumulation * layout.world_size - len(costs)
+    if missing:
         none = np.zeros(missing, np.int64)
-        empty = row_pairs(none[:0], none, self.row_length, layout.max_doc_length)
-        costs = np.concatenate([self.pairs, empty])
-        return costs, assign_rows(costs, layout.accumulation, layout.world_size)
+        costs = np.concatenate([costs, row_pairs(none[:0], none, batch.row_length, layout.max_doc_length)])
+    return costs, assign_rows(costs, layout.accumulation, layout.world_size)
 
 
 def plan_epoch(
