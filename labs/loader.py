@@ -72,7 +72,7 @@ def build_seconds(examples: Examples, rows: int, ranks: int, steps: int = 40) ->
     """Return the CPU seconds of one process for a million tokens of steps, built for all ranks."""
     dataset = dataset_of(examples, rows, ranks, 0)
     # Enough for every step: the ranks' shares are alike, so that of one is measured.
-    items = [(1, 0, batch) for batch in Batches(dataset, 0).plan(0)[:steps]]
+    items = [(1, 0, batch) for batch in Batches(dataset, 0).first_epoch()[0][:steps]]
     started = time.process_time()
     tokens = sum(dataset[item].num_tokens for item in items)
     return (time.process_time() - started) * ranks / tokens * 1e6
