@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
@@ -248,7 +247,7 @@ def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
     if cfg.data.max_length is None:
         raise ConfigError(f"{recipe}: data.max_length: set it, since it decides where documents are cut")
     tokenize = stage_rule(stage_of_recipe(str(recipe)))(cfg.data, tokenizer, cfg.data.max_length)
-    examples, _ = load_examples(cfg.data, tokenize, nullcontext())
+    examples, _ = load_examples(cfg.data, tokenize)
     chosen = np.random.default_rng(0).permutation(len(examples))[: int(count)]
     positions = examples.lengths[chosen].tolist()
     found = {

@@ -45,6 +45,7 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+@cache
 def imported(path: Path, *, inside_functions: bool) -> set[str]:
     """Modules and names that a file imports when it is loaded, or also later."""
     names: set[str] = set()
@@ -69,7 +70,7 @@ def loaded_by(script: Path) -> set[str]:
     What the package imports inside a function is what only some runs need, and is not counted.
     """
     seen: set[str] = set()
-    todo = imported(script, inside_functions=True)
+    todo = {*imported(script, inside_functions=True)}
     while todo:
         parts = todo.pop().split(".")
         for k in range(1, len(parts) + 1):

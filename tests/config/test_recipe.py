@@ -494,6 +494,13 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
         (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),
         (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),
+        (
+            ["data.val=[{path: b, name: docs}]", "data.train.0.name=docs", "data.val_fraction=0.1"],
+            'data.val.0.name: "docs" is also a source of data.train, of which data.val_fraction holds out',
+        ),
+        (["data.val_fraction=1"], "data.val_fraction: must be less than 1"),
+        (["data.decontaminate=[gsm8]"], 'data.decontaminate: "gsm8" is not one of all, mmlu'),
+        (["data.decontaminate=gsm8"], 'Did you mean "gsm8k"?'),
         (["data.train.0.path=builtin:doc"], "is not one of builtin:docs, builtin:tasks"),
         (["data.train.0.split=test"], 'data.train.0.split: "test" is not one of train, heldout'),
         (

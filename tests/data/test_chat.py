@@ -17,7 +17,7 @@ from tokenizers import processors
 from sftkit.data.reading import conversation, rows
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens import encode as encoding
-from sftkit.data.types import Row
+from sftkit.data.types import CUT, TOO_LONG, Row
 from sftkit.errors import ConfigError, DataError
 
 CONVERSATION = [
@@ -465,16 +465,16 @@ def test_answers_count_as_learned_only_as_far_as_max_length_reaches(make_tokeniz
     for max_length in range(40, len(whole.ids) + 1):
         found = chat.tokenize(row, tokenizer, max_length=max_length, learning=learning)
         counts = found.counts
-        parts = ("answers_learned", chat.CUT, chat.TOO_LONG, "not_learned_history")
+        parts = ("answers_learned", CUT, TOO_LONG, "not_learned_history")
         assert sum(counts.get(part, 0) for part in parts) == counts["answers"] == 4
         if targets == "assistant" and name != "qwen3":
             kept = max_length + 1
             begun = sum(example.is_target.any() for example in found.examples)
             assert counts["answers_learned"] == int((ends <= kept).sum())
-            assert counts[chat.CUT] <= begun
-        seen.add((counts["answers_learned"], counts[chat.CUT]))
+            assert counts[CUT] <= begun
+        seen.add((counts["answers_learned"], counts[CUT]))
     last = chat.tokenize(row, tokenizer, max_length=len(whole.ids) - 1, learning=learning).counts
-    assert (last[chat.CUT], last[chat.TOO_LONG]) == (0, 0)
+    assert (last[CUT], last[TOO_LONG]) == (0, 0)
     short = chat.tokenize(row, tokenizer, max_length=len(whole.ids) - 2, learning=learning).counts
-    assert short[chat.CUT] == 1, "without the token that ends it an answer is cut"
+    assert short[CUT] == 1, "without the token that ends it an answer is cut"
     assert len(seen) > 3 or name == "qwen3"

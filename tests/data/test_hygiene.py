@@ -9,19 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SampleConfig, SourceConfig, source_label
-from sftkit.data.hygiene import (
-    Benchmarks,
-    Copies,
-    Questions,
-    choose_documents,
-    content_hash,
-    head_hash,
-    held_out,
-    near_copies,
-)
+from sftkit.data.batches.loader import load_examples
+from sftkit.data.chosen import Benchmarks, Copies, Questions, choose_documents, near_copies
+from sftkit.data.hygiene import content_hash, head_hash, held_out
 from sftkit.data.reading import rows
+from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.tokens.text import tokenize_any
 from sftkit.data.types import DocumentColumns, Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight.data import contamination_facts
@@ -131,9 +127,8 @@ LONG_PROBLEM = f"{PROBLEM} She packs every clip in a small paper box, and a box 
 
 class TestQuestions:
     def found(self, question: str, *texts: str) -> list[int]:
-        return [
-            match.text for match in Questions(["What else is asked in this task of eight words?", question]).find(texts)
-        ]
+        questions = Questions(["What else is asked in this task of eight words?", question])
+        return [text for text, _, _ in questions.find(texts)]
 
     @pytest.mark.parametrize("question", [PROBLEM, LONG_PROBLEM])
     def test_planted_questions_are_found_whole_and_with_one_word_changed_not_translated(self, question: str) -> None:
@@ -161,9 +156,8 @@ class TestQuestions:
 
     def test_a_text_with_several_questions_matches_each_and_a_match_has_its_share(self) -> None:
         questions = Questions([PROBLEM, "Too short.", GERMAN])
-        assert questions.totals[1] == 0 < questions.totals[0]
         assert [match[:2] for match in questions.find(["", f"{GERMAN} {PROBLEM}"])] == [(1, 0), (1, 2)]
-        assert [match.share for match in questions.find([PROBLEM])] == [1.0]
+        assert list(questions.find([PROBLEM])) == [(0, 0, 1.0)]
 
     def test_without_texts_nothing_is_found(self) -> None:
         assert not list(Questions([]).find([PROBLEM]))
@@ -171,7 +165,7 @@ class TestQuestions:
 
 
 class Corpus:
-    """Documents as load_sources returns them: a token a word, the files of their rows, and what choose_documents makes of them."""
+    """Documents as load_sources returns them: a token a word, the files of their rows, and what choose makes of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -230,13 +224,6 @@ def left(examples: Examples, name: str) -> list[tuple[str, int, str]]:
 
 
 class TestChoose:
-    def test_without_a_setting_the_documents_are_those_that_were_loaded(self, corpus: Corpus) -> None:
-        source = corpus.source("a", ["one two", "one two"])
-        training, validation = corpus.choose(source)
-        assert len(training) == 2
-        assert training.columns is not None
-        assert validation == {}
-
     def test_limits_count_each_document_for_its_first_reason_and_name_its_row(self, corpus: Corpus) -> None:
         rows = ["one", "one two three", chat("a b", "c"), chat("a", "b", "c", "d"), "one two three four five six"]
         limits = {"min_tokens": 3, "max_tokens": 6, "max_turns": 2}
@@ -248,8 +235,10 @@ class TestChoose:
             ("where.max_turns: 2", 1, "row 4"),
         ]
         assert training.counts["a"] | {"rows": 0} == {"rows": 0, "documents": 4, "left_out": 3, "held_out": 0}
-        texts_only = corpus.source("b", rows, where={"min_turns": 4})
-        assert corpus.texts(corpus.choose(texts_only)[0]) == ["a b c d"]
+        one, two = (corpus.source(name, rows, where={"min_turns": 4}) for name in "cd")
+        training, _ = corpus.choose(one, two)
+        assert corpus.texts(training) == ["a b c d"] * 2
+        assert left(training, "c") == left(training, "d") == [("where.min_turns: 4", 4, "row 1")]
 
     def test_a_sample_has_its_number_of_rows_and_another_seed_others(self, corpus: Corpus) -> None:
         rows = ["short", *(f"text number {i}" for i in range(200))]
@@ -293,9 +282,7 @@ class TestChoose:
         assert "source small: data.val_fraction=0.1 holds out none" in caplog.text
         with pytest.raises(DataError, match=r"val_fraction: 0\.1 holds out no document"):
             corpus.choose(small, val_fraction=0.1)
-        with pytest.raises(
-            DataError, match=r"small\.jsonl: no document is left to train on; 1 document left out, where"
-        ):
+        with pytest.raises(DataError, match=r"small\.jsonl: no document is left; 1 document left out, where"):
             corpus.choose(large, corpus.source("small", ["only one"], where={"min_tokens": 9}))
 
     def test_exact_copies_go_in_all_sources_and_validation_stays(self, corpus: Corpus) -> None:
@@ -342,8 +329,8 @@ class TestChoose:
             (f"{corpus.folder}/two.jsonl:2", "gsm8k answers", 0),
         ]
         assert facts["said"] == (
-            "compared with questions and answers of gsm8k: 2 of 5 documents hold one, of gsm8k (1), gsm8k answers (1), "
-            "not left out; 1 question too short to be found; not compared with mmlu: no rows"
+            "compared with questions and answers of gsm8k: found in 2 of 5 documents (gsm8k 1, gsm8k answers 1), not left "
+            "out; not compared with mmlu: no rows"
         )
         training, _ = corpus.choose(one, two, benchmarks=benchmarks, decontaminate=("gsm8k",))
         assert corpus.texts(training) == ["some text", "some text", GERMAN.replace("\n", " "), "more text"]
@@ -366,6 +353,42 @@ class TestChoose:
             2,
         ]
         assert [compared(PROBLEM, ""), compared(PROBLEM, "")] == [2, 2]
+
+
+def test_documents_of_all_sources_are_chosen_by_their_own_rows(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    # More rows than a chunk of them, whose numbers are counted through; row 150 becomes no document.
+    rows: list[Row] = [
+        chat(f"What comes after {i}?", f"It is {i + 1}.", *["More?", "No."] * (i % 3)) for i in range(300)
+    ]
+    rows[150] = chat("no answer")
+    train = corpus.source("train", rows, repeat=2)
+    val = corpus.source("val", rows, where={"max_turns": 2}, sample=SampleConfig(rows=30))
+    tokenize = RowTokenizer(tokenize_any, tokenizer, 256, "truncate")
+
+    def load(**settings: Any) -> tuple[Examples, dict[str, Examples]]:
+        data = DataConfig(cache_dir=str(corpus.folder), on_bad_row="skip", **settings)
+        return load_examples(data, tokenize)
+
+    for _ in range(2):  # the second time from the cache
+        training, _ = load(train=(train,))
+        assert training.columns is not None
+        learned = [i for i in range(300) if i != 150]
+        assert training.columns.row.tolist() == learned * 2
+        assert training.columns.turns.tolist() == [2 + 2 * (i % 3) for i in learned] * 2
+        assert training.columns.head.tolist() == [head_hash(rows[i]) for i in learned] * 2
+        assert training.columns.content.tolist() == [content_hash(rows[i]) for i in learned] * 2
+
+    limited = replace(train, where={"min_turns": 4})
+    training, validation = load(train=(limited,), val=(val,), dedup="exact", val_fraction=0.1)
+    assert len(validation["val"]) == 30
+    assert left(validation["val"], "val")[0] == ("where.max_turns: 2", 200, "row 2")
+    assert len(training) == 2 * (200 - len(validation["train"]))
+    assert "What comes after 1?" in tokenizer.decode(training[0].ids)
+    everything = replace(val, where=None, sample=None)
+    with pytest.raises(DataError, match="no document is left; 299 documents left out, copy of an earlier"):
+        load(train=(train,), val=(everything,), dedup="exact")
 
 
 def test_near_copies_are_later_texts_that_share_most_shingles() -> None:

@@ -22,7 +22,7 @@ from sftkit.checkpoint.resume import ResumeCheckpoint, check_sources, run_identi
 from sftkit.config.schema import DataConfig, SourceConfig, StageConfig, TrainConfig
 from sftkit.data.batches import blocks, order
 from sftkit.data.batches.blocks import BlockOrder
-from sftkit.data.batches.epoch import GlobalBatch, RankRows, plan_epoch
+from sftkit.data.batches.epoch import GlobalBatch, RankRows, plan_epoch, plan_rows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import Cursor, Mixture, Order, known_by_source, mixture_of, segments_of
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan, make_layout
@@ -48,7 +48,7 @@ def taken(items: Iterable[Item]) -> Counter[int]:
 
 def as_saved(cursors: Sequence[Cursor]) -> list[Cursor]:
     """The cursors after a checkpoint was written and read."""
-    return [Cursor(*numbers, tuple(n), tuple(t)) for *numbers, n, t in json.loads(json.dumps(cursors))]
+    return [Cursor(a, b, c, tuple(n), tuple(t)) for a, b, c, n, t in json.loads(json.dumps(cursors))]
 
 
 # ---- one block ----
@@ -146,7 +146,6 @@ def test_a_resume_in_a_later_block_plans_that_block_and_the_first() -> None:
         planned.append(len(documents))
         return plan_rows(lengths, made, row_length, documents, rng)
 
-    plan_rows = blocks.plan_rows
     again = blocks_of(lengths, known=as_saved(made.state(step)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "plan_rows", counting)
@@ -193,7 +192,6 @@ def test_shares_hold_to_a_document_from_the_start_and_each_epoch_has_each_docume
         drawn.extend(documents.tolist())
         return plan_rows(lengths, made, row_length, documents, rng)
 
-    plan_rows = blocks.plan_rows
     monkeypatch.setattr(blocks, "plan_rows", noted)
     made = BlockOrder(lengths, layout(lengths), [PlanSegment(0, seed, 12, 4, sources)], block=900)
     part = made._part(0)

@@ -366,7 +366,7 @@ def test_an_edit_that_keeps_size_and_time_is_seen(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if not small:  # its digest is kept
-        monkeypatch.setattr(folders, "SMALL_BYTES", 0)
+        monkeypatch.setattr(folders, "REHASHED_BYTES", 0)
     path = tmp_path / "a.txt"
     content = bytearray(b"x" * 10_001)
     path.write_bytes(content)

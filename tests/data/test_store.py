@@ -18,8 +18,8 @@ from crash_states import Recording, State, files_of, unrecovered
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import making, shards
-from sftkit.data.store.making import Peers, fill
-from sftkit.data.store.shards import MANIFEST, STAMPS, Part, Shard, Span, Store
+from sftkit.data.store.making import Peers, shards_of
+from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store, TokenizedRows
 from sftkit.data.types import TokenizedExample
 from sftkit.errors import ConfigError
 
@@ -31,10 +31,10 @@ def rows(number: int = ROWS) -> Iterator[RawRow]:
     return ((f"{SOURCE.path}:{i + 1}", i) for i in range(number))
 
 
-def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[Part]:
+def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[TokenizedRows]:
     """Made-up documents: none of every fifth row, two of the row before."""
     for first, chunk in chunks:
-        part = Part()
+        part = TokenizedRows()
         for number, (where, _) in enumerate(chunk, start=first):
             if calls is not None:
                 calls.append(number)
@@ -58,7 +58,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(folder: Path, span: tuple[int, int | None] = (0, None), number: int = ROWS, **settings: Any) -> list[Shard]:
     """The shards of 4 rows each, in order."""
     how = {"tokenize": tokenize, "per_shard": 4, **settings}
-    found = list(fill(Store(folder, 1000), SOURCE, partial(rows, number), span, **how))
+    found = list(shards_of(Store(folder, 1000), SOURCE, partial(rows, number), span, **how))
     return sorted(found, key=lambda shard: shard.span)
 
 
@@ -94,10 +94,10 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
 
 def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) -> None:
     ids = np.arange(5)
-    part = Part(where=["a:1"])
+    part = TokenizedRows(where=["a:1"])
     for _ in range(2):
         part.add(TokenizedExample(ids, ids > 0, 4), (0, 0, 0, 0, (0,) * 5))
-    shard = Store(tmp_path, 2**16 + 1).write(Span(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
+    shard = Store(tmp_path, 2**16 + 1).write(RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
     assert not list(tmp_path.glob("*.mask.bin"))
     assert shard.tokens(5, 5)[1].tolist() == [False, True, True, True, True]
     assert (tmp_path / f"{shard.span}.ids.bin").stat().st_size == 4 * 10, "uint32 for more than 65,536 entries"
@@ -191,7 +191,7 @@ def test_a_process_that_ends_at_any_call_leaves_what_the_next_one_continues(
 def test_a_torn_line_of_the_manifest_counts_as_absent_and_is_cut_off(tmp_path: Path) -> None:
     made(tmp_path)
     whole = content(tmp_path)
-    manifest = tmp_path / MANIFEST
+    manifest = tmp_path / LINES_FILE
     manifest.write_bytes(manifest.read_bytes()[:-20])
     assert len(Store(tmp_path, 1000).lines()) == 2
     made(tmp_path)
@@ -205,7 +205,7 @@ def test_damage_is_named_and_the_shard_is_made_again(
 ) -> None:
     made(tmp_path)
     whole = content(tmp_path)
-    path = tmp_path / f"{Span(4, 8)}.{ending}"
+    path = tmp_path / f"{RowSpan(4, 8)}.{ending}"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     if damage == "gone":
@@ -226,7 +226,7 @@ def test_files_are_hashed_again_only_where_a_stamp_is_another(tmp_path: Path, mo
     monkeypatch.setattr(shards, "sha256_of", lambda paths: hashed.extend(path.name for path in paths) or real(paths))
     made(tmp_path)
     assert hashed == []
-    touched = tmp_path / f"{Span(4, 8)}.ids.bin"
+    touched = tmp_path / f"{RowSpan(4, 8)}.ids.bin"
     os.utime(touched)
     for _ in range(2):
         made(tmp_path)
@@ -269,22 +269,22 @@ def test_two_makers_make_different_shards_and_both_have_all(tmp_path: Path) -> N
     both = tmp_path / "both"
     store = Store(both, 1000)
     found: list[Shard] = []
-    with store.claim(Span(0, 4)) as own:
+    with store.claim(RowSpan(0, 4)) as own:
         assert own
         other = in_background(lambda: found.extend(made(both, tokenize=partial(tokenize, calls=calls))))
         while len(store.lines()) < 2:
             other.join(0.01)
         assert calls == [4, 5, 6, 7, 8, 9]
         first = list(tokenize([(0, list(rows())[:2]), (2, list(rows())[2:4])]))
-        store.write(Span(0, 4), iter(first), SOURCE.path, on_disk=True)
+        store.write(RowSpan(0, 4), iter(first), SOURCE.path, on_disk=True)
     other.join(10)
     assert len(calls) == 6
     assert documents(found) == documents(made(tmp_path / "alone"))
     # The lines are in the order in which the shards were made.
     one, other_files = content(tmp_path / "alone"), content(both)
     assert one.keys() == other_files.keys()
-    assert all(raw == other_files[name] for name, raw in one.items() if name != MANIFEST)
-    assert sorted(other_files[MANIFEST].splitlines()) == sorted(one[MANIFEST].splitlines())
+    assert all(raw == other_files[name] for name, raw in one.items() if name != LINES_FILE)
+    assert sorted(other_files[LINES_FILE].splitlines()) == sorted(one[LINES_FILE].splitlines())
 
 
 @pytest.mark.parametrize("holder", ["gone", "another machine, silent", "torn"])
@@ -292,10 +292,10 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     store = Store(tmp_path, 1000)
-    with store.claim(Span(4, 8)):
+    with store.claim(RowSpan(4, 8)):
         lock = next(tmp_path.glob("*.lock"))
         about = json.loads(lock.read_text())
-        with store.claim(Span(4, 8)) as again:
+        with store.claim(RowSpan(4, 8)) as again:
             assert not again
     if holder == "gone":
         about["after_boot"] -= 1000.0  # another process with the same number
@@ -303,7 +303,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
         about["machine"] = "another boot"
     lock.write_text("{" if holder == "torn" else json.dumps(about))
     if holder == "another machine, silent":
-        assert store.is_claimed(Span(4, 8))
+        assert store.is_claimed(RowSpan(4, 8))
         os.utime(lock, (1, 1))
     assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
     assert not list(tmp_path.glob("*.lock"))

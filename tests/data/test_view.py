@@ -22,12 +22,12 @@ import pytest
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
-from sftkit.data.store import making
+from sftkit.data.store import keeping, making
 from sftkit.data.store.view import ROLE_COUNTS
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples, TokenizedExample
-from sftkit.errors import DataError
+from sftkit.errors import ConfigError, DataError
 
 
 def turn(role: str, words: int, **more: Any) -> dict[str, Any]:
@@ -345,3 +345,27 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         found.append(sources.available_processes())
     assert found == [32, 12, 1]
+
+
+def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, load: Any, capsys: Any) -> None:
+    cache = tmp_path / "cache"
+    for name, at in (("old", 1e9), ("new", 2e9)):
+        load(write(tmp_path / f"{name}.jsonl", [*TEXTS, {"text": name}]))
+        for folder in (*cache.glob("stores/*"), *cache.glob("views/*")):
+            for path in (*folder.iterdir(), folder):
+                if path.stat().st_mtime not in (1e9, 2e9):
+                    os.utime(path, (at, at))
+    kept = list(keeping.kept_in(cache))
+    assert [Path(one.source).stem for one in kept if one.source] == ["new", "old"]
+    assert keeping.print_kept(cache, verify=True)
+    assert "13 documents" in capsys.readouterr().out
+    ids = next(kept[-1].folder.parents[1].glob("stores/*/*.ids.bin"))
+    ids.write_bytes(ids.read_bytes()[:-1] + b"?")
+    assert not keeping.print_kept(cache, verify=True)
+    assert f"{ids.name} is not what was written" in capsys.readouterr().err
+    keeping.remove_least_used(cache, f"{sum(one.num_bytes for one in kept[:2]) + 1}")
+    assert {one.folder for one in keeping.kept_in(cache)} == {one.folder for one in kept[:2]}
+    keeping.remove_least_used(cache, "0G")
+    assert not list(keeping.kept_in(cache))
+    with pytest.raises(ConfigError, match="such as 200G"):
+        keeping.remove_least_used(cache, "much")

@@ -12,7 +12,7 @@ import datasets
 import pytest
 from helpers import SHARED_DATA
 
-from sftkit.config.schema import EvalConfig
+from sftkit.config.schema import DataConfig, EvalConfig
 from sftkit.config.tables import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.data.reading import origin
 from sftkit.errors import ConfigError, DataError
@@ -51,6 +51,39 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def likelihoods(*sums: float) -> Likelihoods:
     return Likelihoods(sums, (False,) * len(sums), (1,) * len(sums))
+
+
+def test_training_data_is_compared_with_questions_and_long_answers_and_short_questions_have_their_options(
+    tmp_path: Path,
+) -> None:
+    long = "Because the first of the two trains leaves one hour before the other one does."
+    write(tmp_path / "arc_easy_test.jsonl", [{**arc_row(1), "question": "Why is the sky blue on every clear day?"}])
+    write(tmp_path / "gsm8k_test.jsonl", [gsm_row(4), {"question": "Why?", "answer": long}])
+    write(tmp_path / "mmlu_test.jsonl", [mmlu_row("law", 3)])
+    config = EvalConfig(data=str(tmp_path), tasks=("families", "gsm8k", "mmlu"))
+    data = DataConfig(train=())
+    assert tasks.benchmarks(data, config) is None
+    compared = tasks.benchmarks(data, config, always=True)
+    assert compared is not None
+    assert compared.texts == {
+        "mmlu": ["law 3? w x y z"],
+        "mmlu answers": [""],
+        "gsm8k": [gsm_row(4)["question"], "Why?"],
+        "gsm8k answers": ["", long],
+    }
+    every = tasks.benchmarks(DataConfig(train=(), decontaminate=("all",)), config)
+    assert every is not None
+    assert list(every.texts) == [
+        f"{name}{which}" for name in ("mmlu", "arc_easy", "gsm8k") for which in ("", " answers")
+    ]
+    assert every.texts["arc_easy"] == ["Why is the sky blue on every clear day?"]
+    assert set(every.missing) == {*TASKS} - {"mmlu", "arc_easy", "gsm8k"}
+    with pytest.raises(DataError, match="piqa_validation"):
+        tasks.benchmarks(DataConfig(train=(), decontaminate=("piqa", "gsm8k")), config)
+    with pytest.raises(
+        DataError, match=r"data\.decontaminate: no task can be read: eval\.data .*/none: no such folder"
+    ):
+        tasks.benchmarks(DataConfig(train=(), decontaminate=("all",)), EvalConfig(data=str(tmp_path / "none")))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

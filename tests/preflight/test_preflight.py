@@ -136,8 +136,8 @@ def test_held_out_left_out_and_evaluation_questions_are_in_preflight_lines_and_w
     place = f"{tmp_path}/data.jsonl:26"
     assert [one["where"] for one in counted["contamination"]["found"]] == [place]
     assert counted["contamination"]["said"].startswith(
-        "compared with questions and answers of gsm8k: 1 of 26 documents holds one, of gsm8k (1), not left out; not "
-        "compared with piqa: "
+        "compared with questions and answers of gsm8k: found in 1 of 26 documents (gsm8k 1), not left out; not compared "
+        "with piqa: "
     )
     assert any("1 training document with a question" in one for one in counted["warnings"])
     (source,) = counted["sources"]
@@ -684,7 +684,7 @@ def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
     recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own).rename(tmp_path / "base.yaml")
     inspect(monkeypatch, str(recipe))
     run_until_loaded(monkeypatch, "base_train.py", recipe)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
 
 
 def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(

@@ -376,6 +376,26 @@ def test_model_card_without_evaluations_has_no_results(run: Path) -> None:
     assert "## Results" not in card.text
 
 
+def test_page_and_card_say_which_evaluation_tasks_the_data_was_compared_with(run: Path) -> None:
+    card = run / "step-000300" / "README.md"
+    write_report(run)
+    assert "The training data was not compared with evaluation tasks." in card.read_text()
+    path = run / "preflight.json"
+    preflight = json.loads(path.read_text())
+    preflight["contamination"] = {"said": "compared with questions and answers of gsm8k: one in 3 of 70 documents"}
+    preflight["sources"][0] |= {"left_out": 17, "held_out": 23}
+    path.write_text(json.dumps(preflight))
+    page = write_report(run).read_text()
+    assert (
+        "The training data was compared with questions and answers of gsm8k: one in 3 of 70 documents."
+        in card.read_text()
+    )
+    assert "compared with questions and answers of gsm8k" in page
+    for text in (page, card.read_text()):
+        assert "left out" in text
+        assert "held out" in text
+
+
 def test_a_card_that_is_written_again_keeps_the_licence_that_was_put_there(run: Path) -> None:
     write_report(run)
     path = run / "step-000300" / "README.md"

@@ -28,7 +28,7 @@ from helpers import cpu_runtime
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import DataConfig, ModelConfig, TokenizerTraining
-from sftkit.data.store import folders
+from sftkit.data.reading import folders
 from sftkit.errors import ConfigError
 from sftkit.models import tokenizer as tokenizers
 from sftkit.rundir import attempt, files

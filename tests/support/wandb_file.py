@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import preloaded
+
+
+def inspect(file: Path, *how: str) -> str:
+    """What `wandb leet inspect` prints of a run's file."""
+    done = preloaded.run(["-m", "wandb", "leet", "inspect", *how, file], timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def records_of(file: Path) -> list[dict[str, Any]]:
+    """Every record of a run's file."""
+    return [json.loads(line) for line in inspect(file, "--json").split("\n") if line.startswith("{")]
 
 
 class Offline:
@@ -15,18 +26,10 @@ class Offline:
 
     def __init__(self, run_dir: Path) -> None:
         (file,) = [*run_dir.glob("wandb/offline-run-*/*.wandb"), *run_dir.glob("*.wandb")]
-        self.summed = json.loads(self._inspect("--summary", file))
-        lines = [line for line in self._inspect("--json", file).split("\n") if line.startswith("{")]
-        self.records = [json.loads(line) for line in lines]
+        self.summed = json.loads(inspect(file, "--summary", "--json"))
+        self.records = records_of(file)
         self.history = [record["history"]["item"] for record in self.records if record["type"] == "history"]
         self.tables = file.parent / "files" / "media" / "table"
-
-    @staticmethod
-    def _inspect(how: str, file: Path) -> str:
-        wandb = shutil.which("wandb", path=str(Path(sys.executable).parent))
-        assert wandb is not None
-        words = [wandb, "leet", "inspect", *dict.fromkeys((how, "--json")), str(file)]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
 
     @property
     def run(self) -> dict[str, Any]:

@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import resource
-import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +19,7 @@ import preloaded
 import pytest
 from accelerate import Accelerator
 from helpers import cpu_runtime
-from wandb_file import Offline
+from wandb_file import Offline, records_of
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
@@ -98,12 +95,7 @@ def logged_remotely(folder: Path, dashboard: Fake) -> Tracker:
 def wandb_records(folder: Path) -> list[dict[str, Any]]:
     """Every record of an offline run, through wandb's own reader."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    wandb = shutil.which("wandb", path=str(Path(sys.executable).parent))
-    assert wandb is not None
-    done = subprocess.run([wandb, "leet", "inspect", "--json", str(file)], capture_output=True, text=True, timeout=60)
-    records = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
-    assert records, done.stdout[:2000] + done.stderr[:2000]
-    return records
+    return records_of(file)
 
 
 def test_every_logged_step_is_a_line_with_the_documented_names(tmp_path: Path, capsys) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import resume_worker
 from accelerate import Accelerator
 from resume_worker import run
+from wandb_file import records_of
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.config.schema import LogConfig
@@ -32,12 +30,7 @@ def alerts(tmp_path: Path) -> Any:
 
     def read() -> list[dict[str, Any]]:
         (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
-        wandb = shutil.which("wandb", path=str(Path(sys.executable).parent))
-        assert wandb is not None
-        command = [wandb, "leet", "inspect", "--json", str(file)]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-        records = [json.loads(line) for line in out.split("\n") if line.startswith("{")]
-        return [record["alert"] for record in records if record["type"] == "alert"]
+        return [record["alert"] for record in records_of(file) if record["type"] == "alert"]
 
     return read
 

@@ -96,7 +96,7 @@ def whole(shared: Path, tokenizer: Any, base: Path) -> Path:
 def sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path names the documents themselves."""
 
-    def load(data: DataConfig, *_: Any) -> tuple[Examples, dict[str, Examples]]:
+    def load(data: DataConfig, *_: Any, **others: Any) -> tuple[Examples, dict[str, Examples]]:
         return DATA[data.train[0].path], {}
 
     monkeypatch.setattr(several, "load_examples", load)

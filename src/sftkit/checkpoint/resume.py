@@ -104,7 +104,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment], Se
     kept = [PlanSegment(**segment) for segment in state.get("stretches", ())]
     kept = [one._replace(sources=tuple(SourcePlan(*source) for source in one.sources)) for one in kept]
     every = state.get("order", ())
-    cursors = [Cursor(*numbers, tuple(documents), tuple(tokens)) for *numbers, documents, tokens in every]
+    cursors = [Cursor(first, epoch, rows, tuple(n), tuple(tokens)) for first, epoch, rows, n, tokens in every]
     return state, [segment for segment in kept if segment.after_step < state["step"]], cursors
 
 

@@ -25,6 +25,7 @@ SCRIPTS = {
     "chat": "chat.py",
     "inspect": "inspect_data.py",
     "prepare": "inspect_data.py",
+    "data": "data_stores.py",
     "report": "report.py",
     "export": "export.py",
     "validate": "validate_compile.py",

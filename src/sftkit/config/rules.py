@@ -496,16 +496,14 @@ def _mixture(get: Get) -> Iterator[Problem]:
 def _chosen(get: Get) -> Iterator[Problem]:
     given = get("data.decontaminate")
     for task in [given] if isinstance(given, str) else given:
-        if task not in (*TASKS, "all"):
-            near = difflib.get_close_matches(task, TASKS, n=1)
-            meant = f' Did you mean "{near[0]}"?' if near else ""
-            yield "data.decontaminate", f'"{task}" is not one of all, {", ".join(TASKS)}.{meant}'
+        if task not in (known := ("all", *TASKS)):
+            meant = "".join(f' Did you mean "{near}"?' for near in difflib.get_close_matches(task, known, n=1))
+            yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{meant}'
     if get("data.val_fraction") is not None:
-        trained = {source_label(SourceConfig(**row)) for row in get("data.train")}
-        for i, row in enumerate(get("data.val")):
-            if (label := source_label(SourceConfig(**row))) in trained:
-                why = "is also a source of data.train, of which data.val_fraction holds out a share under this name"
-                yield f"data.val.{i}.name", f'"{label}" {why}: set another name'
+        train, val = ([source_label(SourceConfig(**row)) for row in get(f"data.{part}")] for part in ("train", "val"))
+        for label in {*train} & {*val}:
+            why = "is also a source of data.train, of which data.val_fraction holds out a share under this name"
+            yield f"data.val.{val.index(label)}.name", f'"{label}" {why}: set another name'
     if get("data.dedup") == "near" and find_spec("rensa") is None:
         yield "data.dedup", f"near needs the package rensa: {install('sftkit[dedup]')}"
 

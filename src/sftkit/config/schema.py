@@ -79,6 +79,8 @@ class SourceConfig:
     "Configuration name of a hub dataset (GSM8K: main)."
     revision: str | None = None
     "Branch, tag or commit of a hub dataset; its commit is in the log, preflight.json and the report."
+    tokenizer_of: FilePath | None = None
+    "Tokens that another program wrote (.bin and .idx of Megatron, .ds of datatrove, .npy and .bin of OLMo-core and llm.c) are read in place: the hub id or folder of the tokenizer that made them, which must be the run's. Null: rows."
     split: str = "train"
     "Split or slice in the notation of datasets: train, train[:1000], train[90%:], train+test. builtin: train or heldout."
     repeat: Positive | Annotated[float, Field(gt=0.0, le=1e6)] = 1
@@ -529,7 +531,7 @@ def source_label(source: SourceConfig) -> str:
     whole = source.path.rstrip("/").replace(":", "/")
     # A URL may end with a query; a pattern has the name of the folder that it is for, if there is one.
     label = (re.sub(r"[?].*|/[^/]*[*].*", "", whole) or whole).rpartition("/")[2]
-    return re.sub(r"(\.(jsonl|ndjson|csv|tsv|json|parquet|arrow|txt|tar|gz|bz2|xz|zst))+$", "", label)
+    return re.sub(r"(\.(jsonl|ndjson|csv|tsv|json|parquet|arrow|txt|tar|bin|npy|ds|gz|bz2|xz|zst))+$", "", label)
 
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:

@@ -76,6 +76,14 @@ class TokenizedExample:
     "Of each answer that is learned whole in it: its first token, and one past its last."
 
 
+TOO_LONG = "not_learned_too_long"
+"Count of answers that are not learned because their document was dropped, or cut before their first target."
+CUT = "answers_cut"
+"Count of answers of which only the beginning is learned, as data.max_length cuts their document."
+SPLIT_TOKENS = "split_tokens"
+"Count of the tokens of documents that are there because of split_turns."
+
+
 @dataclass(frozen=True)
 class Tokenized:
     """The result of tokenizing one row: its documents (none if it was dropped), and why something is missing."""
@@ -121,7 +129,7 @@ class EncoderInputs:
 
 
 class DocumentColumns(NamedTuple):
-    """What documents are chosen by (hygiene.py), arrays [D]."""
+    """What documents are chosen by (chosen.py), arrays [D]."""
 
     row: np.ndarray
     "int, number of its row in the source"
@@ -167,11 +175,11 @@ and the messages of each role in conversations that are learned from, see view.R
     encoder_inputs: EncoderInputs | None = None
     "the same as arrays; None: there is no encoder"
     columns: DocumentColumns | None = None
-    "None: made-up documents, or such as were chosen already"
+    "None: made-up documents"
     key: str = ""
-    "names all that the documents follow from, as load_sources has loaded them; empty: made-up documents"
+    "names all that the documents follow from, as load_sources has loaded them; empty: made-up or chosen documents"
     contamination: Mapping[str, Any] | None = None
-    "the evaluation questions that were found in the documents, as hygiene.contamination; None: none were looked for"
+    "the evaluation questions that were found in the documents, as chosen.contamination; None: none were looked for"
 
     @classmethod
     def of(
@@ -229,13 +237,14 @@ and the messages of each role in conversations that are learned from, see view.R
         return ids, learned
 
     def take(self, documents: np.ndarray, **others: Any) -> Examples:
-        """Return some documents in this order, without their columns. `others`: fields with another value."""
+        """Return some documents in this order. `others`: fields with another value."""
         names = ("lengths", "num_targets", "num_bytes", "source")
         taken: dict[str, Any] = {name: getattr(self, name)[documents] for name in names}
         if self.encoder_sources:
             taken["encoder_sources"] = [self.encoder_sources[i] for i in documents.tolist()]
-        tokens = _Taken(self.tokens, documents)
-        return replace(self, **{**taken, "tokens": tokens, "columns": None, "key": "", **others})
+        if self.columns is not None:
+            taken["columns"] = DocumentColumns(*(column[documents] for column in self.columns))
+        return replace(self, **{**taken, "tokens": _Taken(self.tokens, documents), "key": "", **others})
 
     def name(self, i: int) -> str:
         """Return the name of document i in messages."""

@@ -137,16 +137,12 @@ def use_grouped_products(orig_model: PreTrainedModel, group: ProcessGroup | None
         group: each of its ranks has an equal share of every block's experts, in order.
     """
     compute = partial(added, first_expert=0) if group is None else partial(by_all_gather, group=group)
+    # Experts as most architectures have them: gated, without biases, [experts, out, in].
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False}
     for module in orig_model.modules():
-        if is_experts(module):
+        if all(getattr(module, name, None) is wanted for name, wanted in form.items()):
             module.__class__ = _grouped(type(module))  # type: ignore[arg-type]  # torch hashes modules
             module.__dict__[_COMPUTE] = compute
-
-
-def is_experts(module: torch.nn.Module) -> bool:
-    """Return whether a module is experts as most architectures have them: gated, without biases, [experts, out, in]."""
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False}
-    return all(getattr(module, name, None) is wanted for name, wanted in form.items())
 
 
 @cache
@@ -184,12 +180,8 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_e
     numbers = chosen.flatten() - first_expert
     # Others than this rank's become one number behind the last: sorted, they come last, where the products skip them.
     numbers = torch.where((numbers >= 0) & (numbers < num_experts), numbers, num_experts)
-    return _weighted(computed(experts, hidden, numbers, visits), weights).to(hidden.dtype)
-
-
-def _weighted(results: Tensor, weights: Tensor) -> Tensor:
-    """Sum each token's rows, [N K, H], by its weights, [N, K]."""
-    return (results.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+    results = computed(experts, hidden, numbers, visits).unflatten(0, weights.shape)
+    return (results * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 _REDUCE_DTYPE = "_sftkit_reduce_dtype"
@@ -283,12 +275,6 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
-def own_shard(module: torch.nn.Module, name: str) -> Tensor:
-    """Return this rank's shard of a module's own parameter: a plain tensor."""
-    # Private, as in _read.
-    return _Read.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE], False)  # noqa: FBT003
-
-
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
     # Private, and without a public way: the name is a property of the class by now, so getattr and get_parameter would
     # come back to this function. torchtitan does the same (pytorch/torchtitan#1273).
@@ -332,7 +318,9 @@ def looked_up_in_shards(orig_model: PreTrainedModel, tokens: int) -> AbstractCon
         """Return the rows of these tokens, [*ids.shape, H]."""
         every = compat.all_gather(ids.flatten(), 0, group) - first
         held = (every >= 0) & (every < rows)
-        own = F.embedding(every.where(held, 0), own_shard(module, "weight"), padding if 0 <= padding < rows else None)
+        # Not `weight`: a capture puts a fake one in its place.
+        shard = _Read.apply(module._parameters["weight"], module.__dict__[_REDUCE_DTYPE], False)  # noqa: FBT003
+        own = F.embedding(every.where(held, 0), shard, padding if 0 <= padding < rows else None)
         # Each token is in the rows of one rank: the sum is its row and zeros, exact in any precision.
         found = add_and_scatter(own.where(held[:, None], 0.0), 0, group)
         return found.view(*ids.shape, -1)

@@ -43,7 +43,6 @@ from sftkit.data.reading import columns
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import SHOWN, Examples
 from sftkit.errors import ConfigError, hint
-from sftkit.evals import tasks
 from sftkit.memory.estimate import GIB
 from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan, remedies
 from sftkit.memory.plan import log as plan_log
@@ -310,6 +309,8 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
     """Return what `analyse` asks of the data: the documents, tokenized as the stage's own script does, which then finds
     them in the cache, and their rows. What was found in the rows of sources is not logged: `analyse` shows it."""
     with columns.without_logging():
+        from sftkit.evals import tasks  # a run compares only if it is asked to
+
         compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
         examples, validation = loader.load_examples(cfg.data, tokenize, benchmarks=compared)
     lengths = examples.lengths
@@ -570,10 +571,8 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
         warnings.append(hint("copies of documents", share=analysis["duplicate_pct"]))
     found = analysis["contamination"]
     if found and found["matched"] and not found["left_out"]:
-        tasks = [task for task, count in found["of_tasks"].items() if count]
-        named = sorted({task.removesuffix(" answers") for task in tasks})
-        held = counted(found["matched"], "training document")
-        warnings.append(hint("evaluation questions", held=held, tasks=", ".join(tasks), named=", ".join(named)))
+        named = ", ".join(sorted({task.removesuffix(" answers") for task in found["of_tasks"]}))
+        warnings.append(hint("evaluation questions", held=counted(found["matched"], "training document"), named=named))
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:

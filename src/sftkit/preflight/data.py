@@ -15,7 +15,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.types import Examples
+from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted
 
@@ -25,7 +25,7 @@ _WORDS = {
     EARLIER: "in earlier turns (data.targets=last_turn)",
     HISTORY: "rendered differently once they are history",
     chat.BORDER: "share a token with their prompt",
-    chat.TOO_LONG: "in documents that are too long",
+    TOO_LONG: "in documents that are too long",
 }
 "Why an answer is context only."
 MOST_LISTED = 1000
@@ -44,13 +44,13 @@ def answers_line(source: dict[str, Any]) -> str | None:
     if not answers:
         return None
     skipped = [f"{answers[name]:,} {words}" for name, words in _WORDS.items() if answers[name]]
-    if answers[chat.CUT]:
-        skipped.append(f"{answers[chat.CUT]:,} learned in part, cut at data.max_length")
+    if answers[CUT]:
+        skipped.append(f"{answers[CUT]:,} learned in part, cut at data.max_length")
     if answers["reasoning_left_out"]:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
-    if answers[chat.SPLIT_TOKENS]:
+    if answers[SPLIT_TOKENS]:
         skipped.append(
-            f"{counted(answers[chat.SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat "
+            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat "
             "template renders differently once they are history (data.split_turns)"
         )
     if not skipped:
@@ -75,8 +75,8 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[chat.THINKING_OFF]:
         rows = counted(source["rows"], "conversation")
         texts.append(hint("trained with thinking off", name=name, count=answers[chat.THINKING_OFF], rows=rows))
-    if answers[chat.SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
-        share = 100.0 * answers[chat.SPLIT_TOKENS] / source["tokens"]
+    if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
+        share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(hint("tokens of split turns", name=name, share=share))
     return texts
 
@@ -111,20 +111,15 @@ def contamination_facts(examples: Examples) -> dict[str, Any] | None:
     if (facts := examples.contamination) is None:
         return None
     found = facts["found"]
-    documents = {task: len({one["document"] for one in found if one["task"] == task}) for task in facts["tasks"]}
-    held = ", ".join(f"{task} ({count:,})" for task, count in documents.items() if count)
+    of_tasks = Counter(task for _, task in sorted({(one["document"], one["task"]) for one in found}))
     total = len({one["document"] for one in found})
-    compared = [task for task in facts["tasks"] if not task.endswith(" answers")]
-    said = ""
-    if compared:
-        said = f"compared with questions and answers of {', '.join(compared)}: {total:,} of "
-        said += f"{counted(facts['documents'], 'document')} {'holds' if total == 1 else 'hold'} one"
-        said += f", of {held}, {'left out' if facts['left_out'] else 'not left out'}" if found else ""
-    if short := sum(facts["tasks"][task]["short"] for task in compared):
-        said += f"; {counted(short, 'question')} too short to be found"
-    said += "".join(f"; not compared with {task}: {why}" for task, why in facts["missing"].items())
-    listed = found[:MOST_LISTED]
-    return {**facts, "found": listed, "matched": total, "of_tasks": documents, "said": said.removeprefix("; ")}
+    said = [f"not compared with {task}: {why}" for task, why in facts["missing"].items()]
+    if facts["tasks"]:
+        held = "".join(f", {task} {count:,}" for task, count in of_tasks.items()).removeprefix(", ")
+        what = f" ({held}), {'left out' if facts['left_out'] else 'not left out'}" if found else ""
+        number = f"{total:,} of {counted(facts['documents'], 'document')}"
+        said.insert(0, f"compared with questions and answers of {', '.join(facts['tasks'])}: found in {number}{what}")
+    return {**facts, "found": found[:MOST_LISTED], "matched": total, "of_tasks": of_tasks, "said": "; ".join(said)}
 
 
 def length_facts(lengths: np.ndarray) -> dict[str, Any]:

@@ -121,11 +121,12 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         for row in _scores(report)
         if not is_part(row) and row["task"] != "centred_mean"  # the mean is no dataset
     ]
+    is_adapter = bool(report["run"]["adapter"] or report["run"]["adapters"])
     data = ModelCardData(
-        library_name="peft" if report["run"]["adapter"] or report["run"]["adapters"] else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag=PIPELINES.get(report["run"]["auto_class"], "text-generation"),
         base_model=report["run"]["base_model"],
-        base_model_relation=_relation(report["run"]) if report["run"]["base_model"] else None,
+        base_model_relation=("adapter" if is_adapter else "finetune") if report["run"]["base_model"] else None,
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
         # ModelCardData rejects results without a name, and a name without results says nothing.
@@ -134,11 +135,6 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         **kept,
     )
     return data.to_yaml().strip()
-
-
-def _relation(run: Mapping[str, Any]) -> str:
-    """Return the hub's word for what a model is to its base."""
-    return "adapter" if run["adapter"] or run["adapters"] else "finetune"
 
 
 def _scores(report: Report) -> Rows:

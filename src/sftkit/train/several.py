@@ -32,13 +32,13 @@ def load_several(
     data = [replace(cfg.data, train=entry.data or cfg.data.train, val=()) for entry in cfg.adapters or ()]
     compared = tasks.benchmarks(cfg.data, cfg.eval)
     first, validation = load_examples(replace(data[0], val=cfg.data.val), tokenize, benchmarks=compared)
-    found = {data[0].train: first}
+    found = {repr(data[0].train): first}  # sources may hold mappings, which have no hash
     for one in data:
-        if one.train not in found:
-            found[one.train], held_out = load_examples(one, tokenize, benchmarks=compared)
+        if repr(one.train) not in found:
+            found[repr(one.train)], held_out = load_examples(one, tokenize, benchmarks=compared)
             validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
-    documents = [EncodedDocuments(found[one.train], tokenize.max_length, pad_id) for one in data]
+    documents = [EncodedDocuments(found[repr(one.train)], tokenize.max_length, pad_id) for one in data]
     return lay_out_several(cfg, documents, objective, resume), validation
 
 

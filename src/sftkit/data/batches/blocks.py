@@ -41,7 +41,8 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     """Return a hash of each number, uint64 [n]."""
     numbers = (numbers ^ (numbers >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> _U(27))) * _U(0x94D049BB133111EB)
-    return numbers ^ (numbers >> _U(31))
+    mixed: np.ndarray = numbers ^ (numbers >> _U(31))
+    return mixed
 
 
 def key_of(*numbers: int | np.ndarray) -> np.ndarray:
@@ -186,7 +187,7 @@ class DocumentOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """See order.Part; with weights the epoch is that of the source with the fewest at its beginning."""
+    """See order.Steps; with weights the epoch is that of the source with the fewest at its beginning."""
 
     segment: int
     first: int
@@ -492,7 +493,7 @@ class BlockOrder(Order):
         for k, (source, rate) in enumerate(zip(sources, rates / max(rates.sum(), 1e-300), strict=True)):
             start = cursor.documents[k]
             stop = start + int(size * rate * 1.1) + 64
-            ends = min(stop, self._given_by(part, k, source)) if source.weight and source.documents else start
+            ends = int(min(stop, self._given_by(part, k, source))) if source.weight and source.documents else start
             documents = self._documents(part, start, ends, k)
             lengths = self._lengths[documents]
             until = cursor.tokens[k] + np.cumsum(lengths)
@@ -603,6 +604,7 @@ class BlockOrder(Order):
 
     def state(self, step: int) -> list[Cursor]:
         """See Order."""
+        self._part(0)
         last = max((i for i, part in enumerate(self._parts) if part.first <= step), default=0)
         first = last
         while first and (self._weighted or not self._parts[first].begins_an_epoch):

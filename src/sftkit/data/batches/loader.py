@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sftkit.config.schema import DataConfig, source_label
-from sftkit.data import hygiene
+from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, RankRows, check_row_shard
 from sftkit.data.batches.order import NO_MIXTURE, Cursor, Mixture, known_by_source, order_of, segments_of
@@ -26,6 +25,9 @@ from sftkit.data.types import Examples
 from sftkit.errors import WorkerError, hint
 from sftkit.runtime import script, signals
 from sftkit.runtime.start import Runtime
+
+if TYPE_CHECKING:
+    from sftkit.data.chosen import Benchmarks
 
 
 class AdapterStep(NamedTuple):
@@ -265,7 +267,7 @@ def load_examples(
     data: DataConfig,
     tokenize: RowTokenizer,
     rt: Runtime | None = None,
-    benchmarks: hygiene.Benchmarks | None = None,
+    benchmarks: Benchmarks | None = None,
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return (training documents, validation documents by source) that the settings choose. One process of each
     machine makes what is missing; the others wait, for as long as it takes.
@@ -278,9 +280,18 @@ def load_examples(
         peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
         training = load_sources(data.train, data, tokenize, peers)
         validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
+    limited = [source for source in (*data.train, *data.val) if source.sample or where_counts(source)]
+    if not (limited or data.val_fraction or data.dedup or benchmarks):
+        return training, validation
+    from sftkit.data.chosen import choose_documents  # most runs take all of them
+
     decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
     with nullcontext() if rt is None else rt.main_first():
-        return hygiene.choose_documents(training, validation, data, decode, benchmarks)
+        for name, source in zip(validation, data.val, strict=True):
+            if source in limited:
+                alone = DataConfig(train=(source,), cache_dir=data.cache_dir)
+                validation[name], _ = choose_documents(validation[name], {}, alone, decode)
+        return choose_documents(training, validation, data, decode, benchmarks)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

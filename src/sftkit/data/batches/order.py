@@ -145,7 +145,7 @@ def order_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Steps:
     """Steps that are planned alike: of a segment and, without weights, of an epoch."""
 
     segment: int
@@ -195,7 +195,7 @@ class Order:
 
     def _begun(self, first: int, epoch: int) -> Any:
         """Return a part that begins an epoch."""
-        return Part(self._segment_at(first), first, epoch)
+        return Steps(self._segment_at(first), first, epoch)
 
     def _part(self, i: int) -> Any:
         """Return a part by its number from the first that is known."""
@@ -222,7 +222,7 @@ class Order:
         taken = [batch.documents for batch in self._planned(part)[: end - part.first]]
         left = np.setdiff1d(self._documents_of(part), np.concatenate(taken))
         then, now = (self._documents_in(self._segments[part.segment + k]) for k in (0, 1))
-        return Part(part.segment + 1, end, part.epoch, np.union1d(left, np.setdiff1d(now, then)))
+        return Steps(part.segment + 1, end, part.epoch, np.union1d(left, np.setdiff1d(now, then)))
 
     def _documents_in(self, segment: PlanSegment) -> np.ndarray:
         """Return the documents that the sources have in a segment, ascending."""
@@ -304,5 +304,6 @@ class Order:
 
     def state(self, step: int) -> list[Cursor]:
         """Return from where a resume after this step plans on: a cursor of each part that it depends on."""
+        self._part(0)
         begun = [part for part in self._parts if part.left is None and part.first <= step]
         return [Cursor(part.first, part.epoch, 0, (0,), (0,)) for part in begun[-1:]]

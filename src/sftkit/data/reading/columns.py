@@ -387,6 +387,13 @@ def _take(row: JsonObject, path: str) -> tuple[object, JsonObject]:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
+def is_plain(message: object) -> bool:
+    """Return whether a message is a role and a text, which most are and which need no further look at their keys."""
+    if not isinstance(message, dict) or len(message) != 2:
+        return False
+    return isinstance(message.get("content"), str) and "role" in message
+
+
 def check_keys(message: JsonObject, where: str) -> None:
     """Reject a message with a key that training cannot honour."""
     if message.keys().isdisjoint(REJECTED_KEYS):
@@ -413,6 +420,8 @@ def unused_keys(
     for message in messages:
         role = message["role"]
         parts = message.get("content")
+        if is_plain(message):
+            continue
         unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
         if role == "assistant":
             unread -= {"tool_calls", *(REASONING if reasoning else ())}

@@ -7,13 +7,15 @@ of other shapes are converted to messages here too: of ShareGPT (from, value), p
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 
-from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, has_marker, is_empty, named
+from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, has_marker, is_empty, is_plain, named
 from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError, fault
 
+_WRITER = json.JSONEncoder(ensure_ascii=False)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 NO_MEDIA = "place of a picture in the text"
@@ -36,7 +38,10 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
         raise wrong_kind(f"{row.where}: messages", messages, "a list of messages", reason="messages is not a list")
     if not messages:
         raise DataError(f"{row.where}: messages is empty", reason="no messages")
-    result = [_message(message, f"{row.where}: messages[{i}]") for i, message in enumerate(messages)]
+    result = [
+        m if is_plain(m) and m["role"] in ROLES else _message(m, f"{row.where}: messages[{i}]")
+        for i, m in enumerate(messages)
+    ]
     _reject_special_tokens(row, result, tuple(special_tokens))
     return result
 
@@ -57,20 +62,20 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
-        at = f"{where}: messages[{i}]"
         if message["role"] != "assistant" and has_marker(message["content"]):
-            what = f"{at} has <image>, <video> or <audio> in it, and there is nothing to see or hear"
+            what = f"{where}: messages[{i}] has <image>, <video> or <audio> in it, and there is nothing to see or hear"
             found.setdefault(NO_MEDIA, what)
         # Several calls may be open at once, and their results come in any order.
         if message["role"] == "tool":
             if not _answers(open_calls, message.get("tool_call_id")):
-                found.setdefault("tool result without a call", f"{at} is the result of no call in the turn before it")
+                what = f"{where}: messages[{i}] is the result of no call in the turn before it"
+                found.setdefault("tool result without a call", what)
             continue
-        calls = message.get("tool_calls") or ()
+        calls = message.get("tool_calls", ())
         open_calls = [call.get("id") for call in calls]
         for k, call in enumerate(calls):
             if not isinstance(_arguments(function_of(call).get("arguments")), dict):
-                what = f"{at}: tool_calls[{k}]: arguments are not a JSON object, or have a key twice"
+                what = f"{where}: messages[{i}]: tool_calls[{k}]: arguments are not a JSON object, or have a key twice"
                 found.setdefault("tool arguments kept as text", what)
     return found
 
@@ -87,12 +92,15 @@ def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
 
 def answer_core(message: Message) -> str:
     """Return the part of an answer that every template keeps: stripped, without a thinking block at its beginning."""
-    return THOUGHT.sub("", message["content"]).strip()
+    content: str = message["content"]
+    return (THOUGHT.sub("", content) if "<think>" in content else content).strip()
 
 
 def split_thoughts(content: str) -> tuple[list[str], str]:
     """Return the texts of the thinking blocks at the beginning of an answer's content, and what follows them."""
-    thoughts = []
+    thoughts: list[str] = []
+    if "<think>" not in content:
+        return thoughts, content
     while block := THOUGHT.match(content):
         thoughts.append(block[1])
         content = content[block.end() :]
@@ -182,6 +190,14 @@ def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tu
     """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
+    # First in all of them at once. JSON changes only characters that no special token has.
+    plain = [message["content"] for message in messages if is_plain(message)]
+    others = (None if len(plain) == len(messages) else messages, row.tools, row.template_args)
+    with suppress(TypeError, ValueError, RecursionError):
+        whole = "\0".join((*plain, *ROLES, "role", "content", _WRITER.encode(others) if any(others) else ""))
+        firsts = _first_characters(special_tokens)
+        if firsts is not None and not (any(map(whole.__contains__, firsts)) and pattern.search(whole)):
+            return
     given = {"messages": messages, "tools": row.tools or (), "chat_template_kwargs": [row.template_args]}
     places = ((column, i, value) for column, values in given.items() for i, value in enumerate(values))
     for column, i, text in ((c, i, text) for c, i, value in places for text in _strings(_without_think_tags(value))):
@@ -204,6 +220,13 @@ def _without_think_tags(value: object) -> object:
         return value
     thoughts, rest = split_thoughts(value["content"])
     return {**value, "content": "\n".join([*thoughts, rest])} if thoughts else value
+
+
+@lru_cache(maxsize=8)
+def _first_characters(special_tokens: tuple[str, ...]) -> frozenset[str] | None:
+    """Return the characters that special tokens begin with; None: JSON has some of them with an escape."""
+    as_they_are = all(_WRITER.encode(token) == f'"{token}"' for token in special_tokens)
+    return frozenset(token[0] for token in special_tokens if token) if as_they_are else None
 
 
 @lru_cache(maxsize=8)
@@ -249,7 +272,7 @@ def current_message(message: object, where: str, names: Mapping[str, str] = ROLE
     Args:
         names: ROLE_NAMES, with those of the source.
     """
-    if not isinstance(message, dict):
+    if not isinstance(message, dict) or (names is ROLE_NAMES and is_plain(message) and message["role"] in ROLES):
         return message
     message = named(message, where)
     if "from" in message and "value" in message:

@@ -26,7 +26,14 @@ from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.demo import builtin
 from sftkit.data.reading import columns, readers, remote
-from sftkit.data.reading.readers import KINDS_OF_FILES, PICTURE_SUFFIXES, RawRow, suffix_of, without_fill
+from sftkit.data.reading.readers import (
+    KINDS_OF_FILES,
+    PICTURE_SUFFIXES,
+    TOKEN_SUFFIXES,
+    RawRow,
+    suffix_of,
+    without_fill,
+)
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
@@ -99,7 +106,7 @@ SPLITS = {
 "Word that begins a name -> its split: the words of datasets."
 NAMES_SHOWN = 5
 "Names of files in a message."
-SMALL_BYTES = 2**26
+REHASHED_BYTES = 2**26
 "The most bytes of a source whose files are read for their sha256 at each start."
 
 
@@ -124,7 +131,7 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     files = [
         path
         for path in present
-        if _is_data(path, relative[path], named=path in named)
+        if _is_data(source, path, relative[path], named=path in named)
         and ((names := saved.get(path.parent)) is None or path.name in names)
     ]
     if source.subset is not None:
@@ -162,8 +169,8 @@ def _check_alone(source: SourceConfig, path: PurePath) -> None:
     split = base_split(source.split)
     if source.files:
         raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
-    if suffix_of(path) is None:
-        raise ConfigError(f"data source {source.path}: not one of {KINDS_OF_FILES}")
+    if not _is_of_kind(source, path):
+        raise config_error("no file of this kind", path=source.path, kinds=_kinds(source))
     if split not in ("train", split_of(PurePath(path.name))):
         problem = f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
         raise ConfigError(problem)
@@ -212,8 +219,8 @@ def _named_split(relative: PurePath) -> str | None:
                 found = SPLITS.get(stem.rpartition("-")[2])
             if found:
                 return found
-        if found := SPLITS.get(_CACHED.sub(r"\1", name)):
-            return found
+        if (array := _ARRAY.fullmatch(name)) and array[1] in SPLITS:
+            return SPLITS[array[1]]
         word = _WORD.match(name)
         if word and word[0] in SPLITS:
             return SPLITS[word[0]]
@@ -222,7 +229,7 @@ def _named_split(relative: PurePath) -> str | None:
 
 _SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
 _WORD = re.compile(r"[a-z]+")
-_CACHED = re.compile(r".*-([a-z]+)\.arrow")  # in the cache of datasets: gsm8k-test.arrow
+_ARRAY = re.compile(r".*[-_]([a-z]+)(?:[-_]?\d+)?\.(?:arrow|bin|npy|ds)")  # gsm8k-test.arrow, fineweb_val_000000.bin
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -257,7 +264,16 @@ def _matching(source: SourceConfig, root: Path, patterns: Iterable[str]) -> list
     return sorted(found)
 
 
-def _is_data(path: PurePath, relative: PurePath, *, named: bool) -> bool:
+def _is_of_kind(source: SourceConfig, path: PurePath) -> bool:
+    """Return whether the name of a file is one of files with rows, or with tokens if the source has these."""
+    return suffix_of(path) is not None if source.tokenizer_of is None else path.suffix.lower() in TOKEN_SUFFIXES
+
+
+def _kinds(source: SourceConfig) -> str:
+    return KINDS_OF_FILES if source.tokenizer_of is None else ", ".join(TOKEN_SUFFIXES)
+
+
+def _is_data(source: SourceConfig, path: PurePath, relative: PurePath, *, named: bool) -> bool:
     """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data, or named by the
     recipe.
 
@@ -265,7 +281,7 @@ def _is_data(path: PurePath, relative: PurePath, *, named: bool) -> bool:
         DataError: it is a link to a file that is not there.
     """
     hidden = any(part.startswith((".", "_")) for part in relative.parts)
-    if suffix_of(path) is None or ((hidden or path.name.lower() in ABOUT) and not named):
+    if not _is_of_kind(source, path) or ((hidden or path.name.lower() in ABOUT) and not named):
         return False
     if isinstance(path, Path) and path.is_symlink() and not path.exists():
         raise DataError(f"{path}: a link to {os.readlink(path)}, which is not there. Was all of the dataset copied?")
@@ -318,7 +334,7 @@ def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
     advice = ""
     if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
         advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    return f"no file{of} of the kinds {KINDS_OF_FILES} in this folder{advice}"
+    return f"no file{of} of the kinds {_kinds(source)} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
@@ -333,7 +349,7 @@ def content_identity(files: Sequence[Path]) -> list[list[object]]:
     """
     try:
         sizes = [file.stat().st_size for file in files]
-        digests = sha256_of(files) if sum(sizes) <= SMALL_BYTES else kept_sha256_of(files)
+        digests = sha256_of(files) if sum(sizes) <= REHASHED_BYTES else kept_sha256_of(files)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return [[suffix_of(file), size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
@@ -496,6 +512,8 @@ class Origin:
     slice: Callable[[Callable[[], Iterator[RawRow]]], tuple[int, int | None]] = lambda _: (0, None)
     "takes `rows`; returns the first row of the slice that is asked for, and one past the last"
     max_rows: int | None = None
+    files: Sequence[Path] = ()
+    "here, with its rows or tokens"
 
     def span(self) -> tuple[int, int | None]:
         """Return the first row that is asked for, and one past the last; None: to the end."""
@@ -583,13 +601,20 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
     if "+" in source.split:
         return _joined(source, partial(find_here, data=data))
     path = Path(source.path)
+    if source.tokenizer_of is not None:
+        of_rows = {name: getattr(source, name) for name in ("columns", "roles", "system", "tree")}
+        of_rows["where"] = where_columns(source)
+        if wrong := [name for name, value in of_rows.items() if value]:
+            raise ConfigError(f"data source {source.path}: {wrong[0]} is of rows, and with tokenizer_of it is tokens")
+        if not path.exists():  # Megatron names both of its files by what they have in common
+            path = Path(f"{source.path}.bin")
     is_url = remote.is_url(source.path)
     known = source.path.startswith("builtin:") or is_url or path.exists() or WILDCARD.search(source.path)
     if known and source.revision is not None:
         raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
     if source.path.startswith("builtin:"):
         return _with_settings(_builtin(source), source)
-    if is_url:
+    if is_url and source.tokenizer_of is None:
         return _with_settings(_remote(source, data), source)
     if path.exists():
         return _with_settings(_local(source, path), source)
@@ -649,11 +674,13 @@ def _of_files(source: SourceConfig, files: Sequence[Path], said: str = "") -> Or
     """Return the origin of some files."""
 
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
-        return (row for file in files for row in readers.rows_of(file, beginning=beginning))
+        of_rows = files if source.tokenizer_of is None else ()
+        return (row for file in of_rows for row in readers.rows_of(file, beginning=beginning))
 
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
-    num_bytes = sum(file.stat().st_size for file in files)
-    return Origin(raw_rows, partial(content_identity, files), first, num_bytes, said, partial(slice_of, source))
+    num_bytes = sum(file.stat().st_size for file in files) if source.tokenizer_of is None else None
+    identity = partial(content_identity, files)
+    return Origin(raw_rows, identity, first, num_bytes, said, partial(slice_of, source), files=files)
 
 
 def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sftkit.data.demo.builtin import PREFIX, picture
-from sftkit.data.store import folders
+from sftkit.data.reading import folders
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import DataError
 from sftkit.runtime.script import working

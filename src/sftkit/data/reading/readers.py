@@ -60,6 +60,8 @@ LONGEST_JSON = 4 * 2**30
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 "Suffixes by which a folder of pictures alone is known."
+TOKEN_SUFFIXES = (".bin", ".npy", ".ds")
+"Suffixes of tokens that other programs wrote, see store/foreign.py."
 OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark begins it
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -103,7 +105,8 @@ def suffix_of(path: PurePath) -> str | None:
 
 def looks_local(path: str) -> bool:
     """Return whether a path cannot be a hub id, so that a missing one is a misspelling."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or suffix_of(Path(path)) is not None
+    is_file = suffix_of(Path(path)) is not None or path.endswith(TOKEN_SUFFIXES)
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or is_file
 
 
 class DuplicateKey(ValueError):

@@ -15,24 +15,24 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store.shards import Part, Shard, Span, Store
+from sftkit.data.store.shards import RowSpan, Shard, Store, TokenizedRows
 from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import make_folder, read_object, replace_shared
 from sftkit.runtime.script import working
 
 CHUNK_ROWS = 512
-"Rows that are tokenized at a time, by one process."
+"ReadRows that are tokenized at a time, by one process."
 SHARD_CHARACTERS = 2**26
 "Characters of rows that make some 2**24 tokens, a shard."
 MOST_ROWS = 2**20
-"Rows of a shard, whatever they hold."
+"ReadRows of a shard, whatever they hold."
 POLL_SECONDS = 0.2
-ABOUT = "store.json"
+STORE_FILE = "store.json"
 "What decides the tokens of a store, and the rows of a shard."
 
 log = logging.getLogger(__name__)
-Rows = Callable[[], Iterator[RawRow]]
-TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[Part]]
+ReadRows = Callable[[], Iterator[RawRow]]
+TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[TokenizedRows]]
 "Takes chunks of rows, each with the number of its first row."
 
 
@@ -49,22 +49,22 @@ class Peers:
     shards has made all, so that what cannot be seen must be made here."""
 
 
-ALONE = Peers()
+NO_PEERS = Peers()
 
 
 def read_about(store: Store) -> dict[str, Any]:
     """Return store.json; empty if it is not there."""
-    return read_object(store.folder / ABOUT)
+    return read_object(store.folder / STORE_FILE)
 
 
 def write_about(store: Store, about: dict[str, Any]) -> None:
     """Write store.json, unless the disk is full: it is found out again at each start."""
     with suppress(OSError):
         make_folder(store.folder)
-        replace_shared(store.folder / ABOUT, json.dumps(about, indent=1, sort_keys=True))
+        replace_shared(store.folder / STORE_FILE, json.dumps(about, indent=1, sort_keys=True))
 
 
-def rows_per_shard(store: Store, rows: Rows, about: dict[str, Any]) -> int:
+def rows_per_shard(store: Store, rows: ReadRows, about: dict[str, Any]) -> int:
     """Return how many rows of a source make a shard, from store.json, or from its first rows, which decide it."""
     if known := read_about(store).get("rows"):
         return int(known)
@@ -75,15 +75,15 @@ def rows_per_shard(store: Store, rows: Rows, about: dict[str, Any]) -> int:
     return found
 
 
-def fill(
+def shards_of(
     store: Store,
     source: SourceConfig,
-    rows: Rows,
+    rows: ReadRows,
     span: tuple[int, int | None],
     tokenize: TokenizeChunks,
     *,
     per_shard: int,
-    peers: Peers = ALONE,
+    peers: Peers = NO_PEERS,
 ) -> Iterator[Shard]:
     """Yield the shards of some rows of a source when they are there, in any order.
 
@@ -95,7 +95,7 @@ def fill(
         ConfigError: the disk is full. DataError: a bad row.
     """
     reader = _Reader(rows)
-    made_elsewhere: list[Span] = []
+    made_elsewhere: list[RowSpan] = []
     for one in _spans(span, per_shard):
         shard = store.find(one)
         own = False
@@ -120,19 +120,19 @@ def fill(
             yield shard
 
 
-def _spans(span: tuple[int, int | None], per_shard: int) -> Iterator[Span]:
+def _spans(span: tuple[int, int | None], per_shard: int) -> Iterator[RowSpan]:
     """Yield the rows of each shard: whole ones, and at the borders of a slice parts of them."""
     first, past = span
     while past is None or first < past:
         end = (first // per_shard + 1) * per_shard
-        yield Span(first, end if past is None else min(end, past))
+        yield RowSpan(first, end if past is None else min(end, past))
         first = end
 
 
 class _Reader:
     """Reads the rows of a source in order, again from the beginning where it must go back."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: ReadRows) -> None:
         self._rows = rows
         self._iterator: Iterator[RawRow] = iter(())
         self._next: int | None = None
@@ -146,7 +146,7 @@ class _Reader:
         self._next += sum(1 for _ in islice(self._iterator, row - self._next))
         return self._next == row
 
-    def chunks(self, span: Span) -> Iterator[tuple[int, list[RawRow]]]:
+    def chunks(self, span: RowSpan) -> Iterator[tuple[int, list[RawRow]]]:
         """Yield the rows of a span in chunks, each with the number of its first row."""
         if not self.reaches(span.first):
             return
@@ -160,13 +160,13 @@ class _Reader:
 
 
 def _make(
-    store: Store, source: SourceConfig, span: Span, reader: _Reader, tokenize: TokenizeChunks, peers: Peers
+    store: Store, source: SourceConfig, span: RowSpan, reader: _Reader, tokenize: TokenizeChunks, peers: Peers
 ) -> Shard | None:
     """Make a shard; None if the source ends before it."""
     if not reader.reaches(span.first):
         return None
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[TokenizedRows]:
         for part in tokenize(reader.chunks(span)):
             peers.look()
             store.renew(span)
@@ -183,7 +183,7 @@ def _make(
             return store.write(span, parts(), source.path, on_disk=False)
 
 
-def _wait(store: Store, span: Span, peers: Peers) -> Shard | None:
+def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:
     """Wait for a shard that another process makes; None: this one must make it."""
     while (shard := store.find(span, said=True)) is None:
         done = peers.look()

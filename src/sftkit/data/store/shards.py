@@ -59,7 +59,7 @@ MOST_ROLES = 2**16 - 1
 "Messages of a role that are counted in one row."
 HERE = "\0"
 "Stands in a store for the path of the source, which may move."
-MANIFEST = "manifest.jsonl"
+LINES_FILE = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
 ABANDONED_SECONDS = 120.0
@@ -68,8 +68,8 @@ ABANDONED_SECONDS = 120.0
 log = logging.getLogger(__name__)
 
 
-class Span(NamedTuple):
-    """Rows of a source, first to past - 1."""
+class RowSpan(NamedTuple):
+    """ReadRows of a source, first to past - 1."""
 
     first: int
     past: int
@@ -79,7 +79,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Part:
+class TokenizedRows:
     """What became of some rows, one after the other."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Part:
         if one.encoder_source:
             self.given.append(one.encoder_source)
 
-    def packed(self, dtype: str) -> Part:
+    def packed(self, dtype: str) -> TokenizedRows:
         """Return the part with its tokens in one array, which a worker process hands over at once."""
         if self.ids:
             self.ids = [np.concatenate(self.ids).astype(dtype)]
@@ -126,9 +126,9 @@ class Shard:
     "its files, by ending, where they are not on disk"
 
     @property
-    def span(self) -> Span:
+    def span(self) -> RowSpan:
         """Return the rows that it was made for."""
-        return Span(self.line["first"], self.line["past"])
+        return RowSpan(self.line["first"], self.line["past"])
 
     @property
     def ends(self) -> bool:
@@ -151,6 +151,12 @@ class Shard:
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D]."""
         return self._array("docs.npy", DOCS)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return the first token of each document, int64 [D]."""
+        length = self.docs["length"].astype(np.int64)
+        return np.cumsum(length) - length
 
     @property
     def answers(self) -> np.ndarray:
@@ -212,19 +218,19 @@ class Store:
         self.folder = folder
         self.dtype = "<u2" if vocabulary <= 2**16 else "<u4"
 
-    def lines(self) -> dict[Span, dict[str, Any]]:
+    def lines(self) -> dict[RowSpan, dict[str, Any]]:
         """Return the manifest by rows of the shards; a line that was torn counts as absent."""
         found = {}
         try:
-            content = (self.folder / MANIFEST).read_bytes()
+            content = (self.folder / LINES_FILE).read_bytes()
         except OSError:
             return {}
         for line in takewhile(_is_whole, content.splitlines(keepends=True)):
             one = json.loads(line)
-            found[Span(one["first"], one["past"])] = one
+            found[RowSpan(one["first"], one["past"])] = one
         return found
 
-    def find(self, span: Span, *, said: bool = False) -> Shard | None:
+    def find(self, span: RowSpan, *, said: bool = False) -> Shard | None:
         """Return the shard of some rows if it is there and its files are what was written; a warning names damage,
         unless it was `said`."""
         line = self.lines().get(span)
@@ -240,7 +246,7 @@ class Store:
         """Return what is wrong with the files of a shard. A file that did not change since it was compared with its
         sha256 is not read, except `again`."""
         paths = {
-            self.folder / f"{Span(line['first'], line['past'])}.{end}": known for end, known in line["files"].items()
+            self.folder / f"{RowSpan(line['first'], line['past'])}.{end}": known for end, known in line["files"].items()
         }
         try:
             stamps = {path.name: _stamp(path) for path in paths}
@@ -265,7 +271,7 @@ class Store:
         with suppress(OSError):  # a store that only others may write: each start compares
             replace_shared(self.folder / STAMPS, json.dumps(self._stamps() | stamps))
 
-    def write(self, span: Span, parts: Iterator[Part], path: str, *, on_disk: bool) -> Shard:
+    def write(self, span: RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool) -> Shard:
         """Write the shard of some rows: its files, then its line.
 
         Args:
@@ -278,9 +284,9 @@ class Store:
         """
         if on_disk:
             make_folder(self.folder)
-            for left in self.folder.glob(f".{span}.*.tmp"):  # by a process that was killed
-                left.unlink(missing_ok=True)
-        total = Part()
+            for draft in self.folder.glob(f".{span}.*.tmp"):  # of a process that was killed
+                draft.unlink(missing_ok=True)
+        total = TokenizedRows()
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
         left = np.zeros(0, bool)
@@ -348,12 +354,13 @@ class Store:
     def _append(self, line: dict[str, Any]) -> None:
         """Append a line to the manifest if it is not there, after what a torn one has left is cut off."""
         text = json.dumps(line, sort_keys=True) + "\n"
-        new = not (self.folder / MANIFEST).exists()
-        with (self.folder / MANIFEST).open("a+b", buffering=0) as file:
+        new = not (self.folder / LINES_FILE).exists()
+        with (self.folder / LINES_FILE).open("a+b", buffering=0) as file:
             with suppress(OSError):  # a file system without locks: two writers write the same
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            whole = b"".join(takewhile(_is_whole, file.read().splitlines(keepends=True)))
+            lines: list[bytes] = file.read().splitlines(keepends=True)
+            whole = b"".join([*takewhile(_is_whole, lines)])
             size = len(whole)
             if text.encode() not in whole:
                 file.truncate(size)
@@ -370,7 +377,7 @@ class Store:
     # ---- one maker a shard -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def claim(self, span: Span) -> Iterator[bool]:
+    def claim(self, span: RowSpan) -> Iterator[bool]:
         """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
         lock of a process that is gone is taken over. Two makers would only work twice."""
         lock = self.folder / f"{span}.lock"
@@ -395,12 +402,12 @@ class Store:
                 if not claimed and lock.read_text() == own:
                     lock.unlink()
 
-    def renew(self, span: Span) -> None:
+    def renew(self, span: RowSpan) -> None:
         """Tell other machines that the shard is being made."""
         with suppress(OSError):
             os.utime(self.folder / f"{span}.lock")
 
-    def is_claimed(self, span: Span) -> bool:
+    def is_claimed(self, span: RowSpan) -> bool:
         """Return whether a process that is not known to be gone makes a shard."""
         lock = self.folder / f"{span}.lock"
         try:

@@ -21,13 +21,11 @@ import numpy as np
 
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading import columns as findings
-from sftkit.data.reading import readers
+from sftkit.data.reading import folders, readers
 from sftkit.data.reading.conversation import ROLES
-from sftkit.data.store import folders
 from sftkit.data.store.making import POLL_SECONDS, Peers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
-from sftkit.data.tokens import chat
-from sftkit.data.types import DocumentColumns, Examples, Finding
+from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, DocumentColumns, Examples, Finding
 from sftkit.errors import ConfigError, DataError, fault, hint
 from sftkit.runtime.script import counted
 
@@ -42,7 +40,7 @@ BECAME = {
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in ROLES}
 "Role -> name of the count of its messages, in conversations that are learned from."
-COLUMNS = {
+VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard", "row", "turns"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
@@ -98,10 +96,10 @@ def make_examples(
         DataError: a source has no document. ConfigError: the disk is full, and other processes wait for the view.
     """
     shards = list(chain.from_iterable(source.shards for source in sources))
-    found = load(folder, shards, "making it again" if peers.makes else "")
+    found = load_view(folder, shards, "making it again" if peers.makes else "")
     while found is None and not peers.makes:
         done = peers.look()
-        if (found := load(folder, shards, "")) is None and done:
+        if (found := load_view(folder, shards, "")) is None and done:
             break
         time.sleep(POLL_SECONDS)
     if found is not None:
@@ -109,33 +107,33 @@ def make_examples(
     documents = partial(_documents, sources, limits, count_bytes)
     write = partial(_write, documents)
     instead = "every start will tokenize"
-    folders.save(folder, write, lambda: load(folder, shards, "") is not None, instead=instead)
-    if (found := load(folder, shards, "")) is not None:
+    folders.save(folder, write, lambda: load_view(folder, shards, "") is not None, instead=instead)
+    if (found := load_view(folder, shards, "")) is not None:
         return found
     if not peers.alone:
         raise ConfigError(hint("full data cache", folder=str(folder), error="no view could be written"))
     about: dict[str, Any] = {}
     parts = list(documents(about))
-    return _examples({name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, about, shards, "")
+    return _examples({name: np.concatenate([part[name] for part in parts]) for name in VIEW_COLUMNS}, about, shards, "")
 
 
-def load(folder: Path, shards: Sequence[Shard], instead: str) -> Examples | None:
+def load_view(folder: Path, shards: Sequence[Shard], instead: str) -> Examples | None:
     """Return the examples of a view, as folders.load."""
 
     def build(arrays: dict[str, Any]) -> Examples:
         about = json.loads((folder / "about.json").read_text())
-        for name, dtype in COLUMNS.items():
+        for name, dtype in VIEW_COLUMNS.items():
             if arrays[name].dtype != dtype or arrays[name].shape != arrays["start"].shape:
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}")
         return _examples(arrays, about, shards, folder.name)
 
-    return folders.load(folder, COLUMNS, build, instead=instead)
+    return folders.load(folder, VIEW_COLUMNS, build, instead=instead)
 
 
 def _examples(
     arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards: Sequence[Shard], key: str
 ) -> Examples:
-    own = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
+    own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
         StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,
@@ -154,12 +152,12 @@ def _write(documents: Callable[[dict[str, Any]], Iterator[dict[str, np.ndarray]]
     number = 0
     with ExitStack() as opened:
         files: dict[str, BinaryIO] = {}
-        for name in COLUMNS:
+        for name in VIEW_COLUMNS:
             files[name] = opened.enter_context((folder / f"{name}.npy").open("wb"))
             _write_header(files[name], name, 0)
         for part in documents(about):
             number += len(part["start"])
-            for name, dtype in COLUMNS.items():
+            for name, dtype in VIEW_COLUMNS.items():
                 files[name].write(part[name].astype(dtype).tobytes())
         for name, file in files.items():
             file.seek(0)
@@ -168,7 +166,7 @@ def _write(documents: Callable[[dict[str, Any]], Iterator[dict[str, np.ndarray]]
 
 
 def _write_header(file: BinaryIO, name: str, number: int) -> None:
-    header = {"descr": COLUMNS[name].str, "fortran_order": False, "shape": (number,)}
+    header = {"descr": VIEW_COLUMNS[name].str, "fortran_order": False, "shape": (number,)}
     np.lib.format.write_array_header_1_0(file, header)
     assert file.tell() == 128  # whatever the number
 
@@ -194,8 +192,8 @@ def _documents(
         _check(config, counts, tally)
         label = source_label(config)
         # Every source has every count, zeros too.
-        names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
-        about["counts"][label] = {name: counts[name] * copies for name in names}
+        names = (*COUNTS, *ROLE_COUNTS.values())
+        about["counts"][label] = {name: number * copies for name, number in (dict.fromkeys(names, 0) | counts).items()}
         about["findings"][label] = [asdict(one) for one in findings.sort_findings(tally, copies)]
         given += [name for shard in shards for name in shard.given] * copies
         first += len(shards)
@@ -240,7 +238,7 @@ def _of_shard(
     counts.update(rows=shard.line["rows"], **shard.line["counts"])
     found = shard.tally(path)
     length = docs["length"].astype(np.int64)
-    starts = np.cumsum(length) - length
+    starts = shard.starts
     pieces = np.ones(len(docs), np.int64)
     targets = docs["targets"].astype(np.int64)
     num_bytes = docs["bytes"].astype(np.int64)
@@ -305,14 +303,12 @@ def _count_cut(
         begins, ends = shard.answers.T
         beyond = int((begins >= kept).sum())
         cut = int(((begins < kept) & (ends > kept)).sum())
-        counts.update({chat.TOO_LONG: beyond, chat.CUT: cut, "answers_learned": -beyond - cut})
+        counts.update({TOO_LONG: beyond, CUT: cut, "answers_learned": -beyond - cut})
     # All of a row's documents but the last are there because of split_turns.
     there = np.flatnonzero((pieces > 0) & (docs["size"] > 0))
     row = docs["row"][there]
     before_another = np.append(row[1:] == row[:-1], np.zeros(min(len(row), 1), bool))
-    counts[chat.SPLIT_TOKENS] += int((length[there][before_another] - 1).sum()) - shard.line["counts"].get(
-        chat.SPLIT_TOKENS, 0
-    )
+    counts[SPLIT_TOKENS] += int((length[there][before_another] - 1).sum()) - shard.line["counts"].get(SPLIT_TOKENS, 0)
 
 
 def _count_lost(

@@ -5,7 +5,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,21 +17,15 @@ from sftkit.data.reading import columns, conversation, rows
 from sftkit.data.reading.conversation import Message
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
-from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
-from sftkit.data.tokens.template import Span, limited, special_tokens_of, template_of
-from sftkit.data.types import Row, Tokenized, TokenizedExample
+from sftkit.data.tokens.encode import Encoded, TokenBytes, encode, encode_answers
+from sftkit.data.tokens.template import Span, T, limited, special_tokens_of, template_of
+from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
 
 BORDER = "not_learned_border"
 """Why an answer is context only: its first characters share a token with the prompt, and more of
 the conversation follows."""
-TOO_LONG = "not_learned_too_long"
-"Why an answer is not learned: its document was dropped, or cut before its first target."
-CUT = "answers_cut"
-"Answers of which only the beginning is learned, as data.max_length cuts their document."
 NOT_LEARNED = (loss_mask.CONTEXT, loss_mask.MARKED, loss_mask.EARLIER, loss_mask.HISTORY, BORDER, TOO_LONG)
-SPLIT_TOKENS = "split_tokens"
-"Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
 "Conversations that are trained with thinking turned off because they have no reasoning."
 ANSWER_COUNTS = ("answers", "answers_learned", CUT, *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
@@ -75,8 +69,41 @@ def tokenize(
         if row.ids is not None and row.is_target is None and learning.targets != "all":
             raise fault(row.where, "tokenized row / no mask")
         return take(row, tokenizer, max_length=max_length, too_long=too_long)
+    asking = steps(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
+    answer: tuple[Encoded, set[int]] | None = None
+    while True:
+        try:
+            text, spans, last = asking.send(answer)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as done:
+            result: Tokenized = done.value
+            return result
+        answer = encode_answers(tokenizer, text, spans, last, max_length + 2)
+
+
+Steps = Generator[tuple[str, dict[int, list[Span]], int], tuple[Encoded, set[int]], T]
+"""A conversation on its way: it asks for the tokens of texts with the places of their answers, of which the last ends
+the text, as encode_answers returns them."""
+
+
+def steps(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    too_long: str = "truncate",
+    learning: Learning = ANSWERS,
+    seen: loss_mask.Seen | None = None,
+    sizes: TokenBytes | None = None,
+) -> Steps[Tokenized]:
+    """Do what `tokenize` does with a conversation, with texts encoded by the caller.
+
+    Args:
+        seen: how the template rendered answers of other rows.
+        sizes: bytes of each id; None: documents are decoded to count them.
+    """
     checked = rows.require_conversation(row)
-    messages = conversation.validated(row, special_tokens_of(tokenizer))
+    specials = loss_mask.once(seen, "special tokens", lambda: special_tokens_of(tokenizer))
+    messages = conversation.validated(row, specials)
     loss_mask.check_reasoning(messages, row.where)
     skipped = loss_mask.not_learned(row, messages, learning.targets)
     unlearned = loss_mask.unlearned_parts(row, messages, learning.targets)
@@ -84,9 +111,8 @@ def tokenize(
         counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
     locator = loss_mask.AnswerLocator(
-        tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking
+        tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking, seen
     )
-    locator.unlearned = unlearned
     unused = templates.unused_arguments(row, locator.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
@@ -95,12 +121,12 @@ def tokenize(
     # documents before they are cut to max_length
     learnable = set(locator.answers) - skipped.keys()
     if learning.targets == "all":
-        texts = _everything(locator, skipped, max_length, counts, split=learning.split_turns)
+        texts = yield from _everything(locator, skipped, max_length, counts, split=learning.split_turns)
     else:
-        texts = _answers(locator, learnable, max_length, counts, split=learning.split_turns)
+        texts = yield from _answers(locator, learnable, max_length, counts, unlearned, split=learning.split_turns)
     counts["reasoning_left_out"] = len(locator.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or rejected as too_long says; the rest is counted
-    fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
+    fitted = [fit(row, text, tokenizer, max_length, too_long, sizes) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and locator.turns_thinking_off(max(learnable)))
@@ -178,8 +204,14 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: loss_mask.AnswerLocator, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool
-) -> list[Text]:
+    locator: loss_mask.AnswerLocator,
+    learnable: set[int],
+    max_length: int,
+    counts: Counter[str],
+    unlearned: Mapping[int, list[Span]],
+    *,
+    split: bool,
+) -> Steps[list[Text]]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
@@ -190,17 +222,17 @@ def _answers(
         # Backwards: the document of the last answer holds most of the others as well.
         last = max(left)
         document = locator.document(last, left)
-        encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
+        encoded, shared = yield document.text, document.spans, last
         counts[BORDER] += len(shared)
         # An answer that shares a token with its prompt is no target: a server never sees that token.
         answers = {k: parts for k, parts in document.spans.items() if k not in shared}
         spans = sorted(span for parts in answers.values() for span in parts)
         places = {k: (parts[0][0], parts[-1][1]) for k, parts in answers.items()}
-        is_target = tokens_inside(spans, encoded)
-        for k in answers.keys() & locator.unlearned:
-            for part in loss_mask.placed_parts(locator.messages[k], locator.unlearned[k], document.text, places[k][0]):
+        is_target = encoded.inside(spans)
+        for k in answers.keys() & unlearned:
+            for part in loss_mask.placed_parts(locator.messages[k], unlearned[k], document.text, places[k][0]):
                 # A token that is only partly to be learned is not learned.
-                is_target &= ~tokens_inside([part], encoded)
+                is_target &= ~encoded.inside([part])
         learned = _finished(locator, encoded, is_target, places, last)
         rest = None if encoded.complete else bool(spans)
         found.append(Text(*learned, locator.reasoned(last, document.spans), rest))
@@ -235,28 +267,27 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 def _everything(
     locator: loss_mask.AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
-) -> list[Text]:
+) -> Steps[list[Text]]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
 
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
     own; these come first.
     """
-    tokenizer = locator.tokenizer
     last = locator.answers[-1]
     document = locator.everything(last, skipped)
     reasoned = locator.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
     apart = locator.reasons - reasoned - skipped.keys() if split else set()
-    before = _answers(locator, apart, max_length, counts, split=split)
-    encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
+    before = yield from _answers(locator, apart, max_length, counts, {}, split=split)
+    encoded, shared = yield document.text, document.spans, last
     counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
     spans = sorted(span for k, parts in document.spans.items() if k in hidden for span in parts)
     # An answer after no prompt has no place but that of its text.
     whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
     places = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
-    is_target = ~tokens_inside(spans, encoded)
+    is_target = ~encoded.inside(spans)
     learned = _finished(locator, encoded, is_target, places, last, learned=last not in skipped)
     return [*before, Text(*learned, reasoned, None if encoded.complete else True)]
 
@@ -282,29 +313,40 @@ def _finished(
         (ids; is_target; the first token of each answer and one past its last)
     """
     ids = encoded.ids
-    if encoded.complete and ids[-1] not in end_of_turn_ids(locator.tokenizer):
+    ends = loss_mask.once(locator.seen, "ends", lambda: end_of_turn_ids(locator.tokenizer))
+    if encoded.complete and ids[-1] not in ends:
         end = locator.end_token(last)
         end_id = locator.tokenizer.convert_tokens_to_ids(end) if end else locator.tokenizer.eos_token_id
         if end_id is None:
             raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
         ids = np.append(ids, np.asarray(end_id, dtype=np.int32))
         is_target = np.append(is_target, learned)
-    ranges = {k: token_range(span, encoded) for k, span in answers.items()}
+    ranges = {k: encoded.tokens(span) for k, span in answers.items()}
     if last in ranges and encoded.complete:
         ranges[last] = ranges[last][0], len(ids)
     return ids, is_target, tuple(ranges.values())
 
 
-def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
-    """Make a document whose token 0 is not a target and that ends with its last target; None if it has no target."""
+def document(
+    ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase, sizes: TokenBytes | None = None
+) -> TokenizedExample | None:
+    """Make a document whose token 0 is not a target and that ends with its last target; None if it has no target.
+
+    Args:
+        sizes: bytes of each id, if no character of the targets is only in part among them, except in token 0 and
+            token 1; None: the targets are decoded.
+    """
     is_target = is_target.astype(bool)
     is_target[:1] = False
-    if not is_target.any():
+    targets = is_target.nonzero()[0]
+    if not len(targets):
         return None
     # Tokens after the last target change no loss, but would be computed.
-    n = int(np.flatnonzero(is_target)[-1]) + 1
+    n = int(targets[-1]) + 1
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
+    if sizes is not None and sizes.whole[ids[0]]:
+        return TokenizedExample(ids, is_target, int(sizes.sizes.take(ids.take(targets)).sum()))
     return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target))
 
 
@@ -365,11 +407,19 @@ def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Toke
         kept = max_length + 1 if one.examples else 0
         counts[TOO_LONG] += sum(first >= kept for first, _ in text.answers)
         counts[CUT] += sum(first < kept < past for first, past in text.answers)
-    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in (CUT, *NOT_LEARNED))
+    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in (CUT, *NOT_LEARNED))
 
 
-def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
-    """Cut a document to max_length, drop it or reject it, as `too_long` says."""
+def fit(
+    row: Row,
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    too_long: str,
+    sizes: TokenBytes | None = None,
+) -> Tokenized:
+    """Cut a document to max_length, drop it or reject it, as `too_long` says. `sizes`: as in `document`, of a document
+    that is not cut."""
     ids = text.ids
     is_target = text.is_target
     is_long = len(ids) > max_length + 1
@@ -379,7 +429,7 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
         raise fault(row.where, "too long", size=size)
-    example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
+    example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer, None if is_long else sizes)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"

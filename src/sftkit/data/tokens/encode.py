@@ -3,6 +3,8 @@
 Long texts are tokenized in chunks, and only as far as needed. In a conversation the last prompt gets the tokens that it
 has by itself, as a server sends it."""
 
+import json
+import re
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import pairwise
@@ -32,6 +34,20 @@ class Encoded(NamedTuple):
     "int64 [n]: one past the last"
     complete: bool
     "Whether they are all tokens of the text."
+
+    def tokens(self, span: Span) -> tuple[int, int]:
+        """Return (the first token, one past the last) of those that cover at least one character of a span."""
+        first = int(np.searchsorted(self.ends, span[0], side="right"))
+        return first, int(np.searchsorted(self.starts, span[1], side="left"))
+
+    def inside(self, spans: list[Span]) -> np.ndarray:
+        """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
+        is_target = np.zeros(len(self.ids), dtype=bool)
+        for span in spans:
+            first, past = self.tokens(span)
+            is_target[first:past] |= self.ends[first:past] > self.starts[first:past]
+        return is_target
 
 
 def encode(
@@ -162,19 +178,53 @@ def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) 
     return ids
 
 
-def token_range(span: Span, encoded: Encoded) -> tuple[int, int]:
-    """Return (the first token, one past the last) of those that cover at least one character of a span."""
-    first = int(np.searchsorted(encoded.ends, span[0], side="right"))
-    return first, int(np.searchsorted(encoded.starts, span[1], side="left"))
+class TokenBytes(NamedTuple):
+    """UTF-8 bytes of each id, for tokenizers whose texts are those of their tokens, one after the other."""
+
+    sizes: np.ndarray
+    "int32 [V]: of its text; 0 for special tokens, which bits per byte leave out"
+    whole: np.ndarray
+    "bool [V]: its text is of whole characters"
 
 
-def tokens_inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
-    """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
-    starts = encoded.starts
-    ends = encoded.ends
-    assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
-    is_target = np.zeros(len(starts), dtype=bool)
-    for span in spans:
-        first, past = token_range(span, encoded)
-        is_target[first:past] |= ends[first:past] > starts[first:past]
-    return is_target
+@lru_cache(maxsize=8)
+def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenBytes | None:
+    """Return the bytes of each id; None if the text of some tokens depends on what is around them.
+
+    Args:
+        vocab_size: len(tokenizer), which grows with tokens that are added.
+    """
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+    steps = [(one.get("type"), one.get("content"), one.get("pattern")) for one in decoder.get("decoders", [decoder])]
+    # Gemma's tokens have another character for a space, and <0x0A> for a byte that is part of no other token.
+    gemma = [("Replace", " ", {"String": "▁"}), ("ByteFallback", None, None), ("Fuse", None, None)]
+    byte_level = steps == [("ByteLevel", None, None)]
+    if not byte_level and steps != gemma:
+        return None
+    added = tokenizer.added_tokens_decoder
+    vocabulary = tokenizer.get_vocab()
+    entries = max(vocab_size, max(vocabulary.values()) + 1)  # some vocabularies have gaps
+    sizes = np.zeros(entries, dtype=np.int32)
+    whole = np.ones(entries, dtype=bool)
+    for token, i in vocabulary.items():
+        if i in added:
+            data = b"" if added[i].special else added[i].content.encode()
+        elif byte_level:
+            data = bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
+        elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            data = bytes.fromhex(found[1])
+        else:
+            data = token.replace("▁", " ").encode()
+        sizes[i] = len(data)
+        whole[i] = data.decode(errors="replace").encode() == data
+    return TokenBytes(sizes, whole)
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the characters by which byte-level tokenizers write bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_characters()

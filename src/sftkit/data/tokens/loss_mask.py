@@ -16,7 +16,7 @@ rendered, and `AnswerMatcher` finds the others by the text before and after thes
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, PARTS, REASONING, TRUTH_MARKS
 from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, special_pattern, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
-from sftkit.data.tokens.template import Span, Template, Tools, check_context, render_conversation, template_of
+from sftkit.data.tokens.template import Span, T, Template, Tools, check_context, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError, fault
 
@@ -55,7 +55,8 @@ def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
 
 def required_texts(message: Message) -> list[str]:
     """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
-    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+    names = [function_of(call)["name"] for call in message.get("tool_calls", ())]
+    return [part for part in (answer_core(message), *names) if part]
 
 
 def common_prefix(texts: list[str]) -> str:
@@ -66,6 +67,8 @@ def common_prefix(texts: list[str]) -> str:
     return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
+_NO_MARKS = frozenset((*MARKS, PARTS)).isdisjoint
+_NO_REASONING = frozenset(REASONING).isdisjoint
 Targets = Literal["assistant", "last_turn", "all"]
 
 CONTEXT = "not_learned_prompt"
@@ -92,7 +95,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
-        marked = _marked(message, f"{row.where}: messages[{i}]")
+        marked = _marked(message, row.where, i)
         if message["role"] != "assistant":
             if marked is False and targets == "all":
                 raise fault(row.where, "bad train mark", i=i, role=message["role"])
@@ -109,7 +112,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
 
 def without_marks(messages: list[Message]) -> list[Message]:
     """Return the messages as a template should see them."""
-    return [{key: value for key, value in m.items() if key not in (*MARKS, PARTS)} for m in messages]
+    return [m if _NO_MARKS(m) else {key: m[key] for key in m if key not in (*MARKS, PARTS)} for m in messages]
 
 
 def unlearned_parts(row: Row, messages: list[Message], targets: Targets) -> dict[int, list[Span]]:
@@ -127,8 +130,8 @@ def unlearned_parts(row: Row, messages: list[Message], targets: Targets) -> dict
             raise fault(row.where, "marks of parts / not here", k=k)
         most = len(message["content"])
         for part in parts if isinstance(parts, list) else [None]:
-            keys = ("begin_offset", "end_offset", "train") if isinstance(part, dict) else ()
-            given: list[Any] = [part.get(key) for key in keys]
+            keys = ("begin_offset", "end_offset", "train")
+            given: list[Any] = [part.get(key) for key in keys] if isinstance(part, dict) else []
             if [type(one) for one in given] != [int, int, bool] or not 0 <= given[0] <= given[1] < most:
                 raise fault(row.where, "marks of parts / offsets", k=k, length=most)
             if not given[2]:
@@ -144,8 +147,11 @@ def placed_parts(message: Message, parts: list[Span], text: str, start: int) -> 
     return [(max(a + moved, place), min(b + moved, place + len(core))) for a, b in parts]
 
 
-def _marked(message: Message, where: str) -> bool | None:
+def _marked(message: Message, row: str, i: int) -> bool | None:
     """Return whether all marks of a message are true: it is learned; None: it has no mark."""
+    if _NO_MARKS(message):
+        return None
+    where = f"{row}: messages[{i}]"
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):
@@ -164,6 +170,8 @@ _OTHER_BLOCK = re.compile(r"\A\s*<(\w+)>(.*?)</\1>", re.DOTALL)
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
+    if _NO_REASONING(message) and "<think>" not in message["content"]:
+        return ""
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -210,7 +218,7 @@ def check_reasoning(messages: list[Message], where: str) -> None:
         DataError: it has several, or something else in one of the fields.
     """
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (_NO_REASONING(message) and "<think>" not in message["content"]):
             continue
         given = {key: message[key] for key in REASONING if message.get(key)}
         for key, value in given.items():
@@ -255,28 +263,75 @@ NOT_THERE: Surroundings = ()
 "The outcome of an answer that is NOWHERE."
 
 
+class Seen:
+    """How a template rendered the answers of other rows: what came out alike `ENOUGH` times is not rendered again."""
+
+    ENOUGH = 8
+
+    def __init__(self) -> None:
+        """Begin with no answer."""
+        self.made: dict[str, Any] = {}
+        self._outcomes: dict[Hashable, tuple[Surroundings | None, int]] = {}
+
+    def add(self, situation: Hashable, outcome: Surroundings | None) -> None:
+        """Record an answer. One that came out otherwise makes its situation unknown for good."""
+        known, times = self._outcomes.get(situation, (outcome, 0))
+        self._outcomes[situation] = (known if known == outcome else None, times + 1)
+
+    def find(self, situation: Hashable) -> Surroundings | None:
+        """Return what is known of a situation; None: nothing, or too little."""
+        outcome, times = self._outcomes.get(situation, (None, 0))
+        return outcome if times >= self.ENOUGH else None
+
+
+def once(seen: Seen | None, name: str, make: Callable[[], T]) -> T:
+    """Return what `make` returns, which is the same for all rows, made once if other rows are known."""
+    if seen is None:
+        return make()
+    if name not in seen.made:
+        seen.made[name] = make()
+    result: T = seen.made[name]
+    return result
+
+
 class AnswerMatcher:
     """Find answers of a rendered conversation by the surroundings of answers that were rendered before."""
 
-    def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
+    def __init__(
+        self,
+        template: Template,
+        messages: list[Message],
+        text: str,
+        last: int,
+        seen: Seen | None = None,
+        row: Hashable = None,
+    ) -> None:
         """Find the headers of the answers in a rendered conversation.
 
         Args:
             text: the rendered messages up to `last`, an answer.
+            seen: answers of other rows.
+            row: what a template may look at in all of the row.
         """
+        self._seen = seen
+        self._row = row
         self.template = template
         self.messages = messages
         self.text = text
         self.last = last
         self._known: dict[Hashable, list[Surroundings | None]] = {}
+        self._known_features: dict[int, Hashable] = {}
         self._users = [i for i in range(last) if messages[i]["role"] == "user"]
         self._places = self._headers()
 
     def find(self, k: int) -> Span | None:
         """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
         # All rendered answers of the situation must agree: a single answer may match by chance.
-        alike = self._known.get(self._situation(k), [])
-        outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
+        situation = self._situation(k)
+        outcome = self._seen.find((self._row, self._turns(k), situation)) if self._seen else None
+        alike = self._known.get(situation, []) if outcome is None else []
+        if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1:
+            outcome = alike[0]
         if outcome is None:
             return None
         if outcome == NOT_THERE:
@@ -297,25 +352,59 @@ class AnswerMatcher:
             outcome = NOT_THERE
         elif k in self._places and self._next_special(start) == core_end:
             outcome = self.text[self._places[k] : start], self.text[core_end : span[1]]
-        self._known.setdefault(self._situation(k), []).append(outcome)
+        situation = self._situation(k)
+        self._known.setdefault(situation, []).append(outcome)
+        if self._seen:
+            self._seen.add((self._row, self._turns(k), situation), outcome)
+
+    def find_start(self) -> int | None:
+        """Return where the last answer begins, known from other rows; None: its prompt is to be rendered."""
+        header = self._seen and self._seen.find(self._last_situation())
+        if not header or self.last not in self._places:
+            return None
+        place = self._places[self.last]
+        return place + len(header[0]) if self.text.startswith(header[0], place) else None
+
+    def add_start(self, start: int | None) -> None:
+        """Record where the last answer begins; None: its prompt is no part of the text."""
+        if self._seen:
+            known = start is not None and self.last in self._places
+            self._seen.add(self._last_situation(), (self.text[self._places[self.last] : start],) if known else None)
+
+    def _last_situation(self) -> Hashable:
+        """Return what a template may look at when it renders the last answer and its prompt."""
+        return self._row, self._turns(self.last), self._turn(self.last), "last"
+
+    def _turns(self, k: int) -> int:
+        """Return the questions before an answer: 0, 1 or, for more, 2."""
+        return min(bisect_left(self._users, k), 2)
 
     def _situation(self, k: int) -> Hashable:
         """Return what a template may look at: the turn up to the answer, the role of the next message, and whether
         another question follows."""
+        return self._turn(k), self.messages[k + 1]["role"], bisect_left(self._users, k) == len(self._users)
+
+    def _turn(self, k: int) -> Hashable:
+        """Return what a template may look at in the turn up to an answer."""
         before = bisect_left(self._users, k)
         turn = self._users[before - 1] if before else 0
-        alike = tuple(self._features(i) for i in range(max(turn, k - LONGEST_TURN), k + 1))
-        return alike, k - turn > LONGEST_TURN and k, self.messages[k + 1]["role"], before == len(self._users)
+        alike = tuple(map(self._features, range(max(turn, k - LONGEST_TURN), k + 1)))
+        return alike, k - turn > LONGEST_TURN and k
 
     def _features(self, i: int) -> Hashable:
         """Return what a template may look at in one message."""
+        if i in self._known_features:
+            return self._known_features[i]
         message = self.messages[i]
         content = message["content"]
-        return (
-            (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
-            (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
-        )
+        tags: Hashable = None
+        if "<" in content:
+            tags = "<think>" in content, "</think>" in content, content.startswith("<tool_response>")
+        keys = None if len(message) == 2 else (len(message.get("tool_calls", ())), *sorted(message))
+        around = bool(content), content[:1].isspace(), content[-1:].isspace()
+        found = message["role"], keys, around, tags, bool(reasoning_of(message))
+        self._known_features[i] = found
+        return found
 
     def _headers(self) -> dict[int, int]:
         """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
@@ -363,11 +452,14 @@ class _LastAnswer(NamedTuple):
 class AnswerLocator:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking, seen: Seen | None = None
+    ) -> None:
         """Prepare a conversation to be rendered with a tokenizer's template.
 
         Args:
             row: its messages checked, see conversation.validated.
+            seen: answers of other rows, with the same tokenizer and value of thinking.
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
@@ -375,7 +467,8 @@ class AnswerLocator:
         self.row = row
         self.where = row.where
         self.thinking = thinking
-        self.template = template_of(tokenizer, with_tools=bool(row.tools))
+        tools = bool(row.tools)
+        self.template = once(seen, f"template {tools}", lambda: template_of(tokenizer, with_tools=tools))
         given = row.messages or []
         self.messages = with_reasoning(given, self.template, thinking)
         self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -384,10 +477,10 @@ class AnswerLocator:
         "answers that have reasoning in the data"
         self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
-        self.unlearned: dict[int, list[Span]] = {}
-        "answer -> characters of its content that are not learned, see unlearned_parts"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
+        self.seen = seen
+        self._latest: AnswerMatcher | None = None
         self.odd: dict[str, str] = {}
         "what is odd in what was rendered, as in conversation.oddities"
 
@@ -411,7 +504,7 @@ class AnswerLocator:
         self._check_context(last, args, document.text)
         if not document.spans[last]:
             raise fault(self.where, "template marks no answer", k=last)
-        return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
+        return Document(document.text, {k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
         """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
@@ -490,7 +583,7 @@ class AnswerLocator:
         """Find answers that are in the text of the conversation as they are when they are the last message."""
         # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
-        matcher = AnswerMatcher(self.template, self.messages, own.text, last)
+        matcher = self._matcher(own.text, last)
         spans: dict[int, Span] = {}
         for k in wanted[:-1]:
             found = matcher.find(k)
@@ -551,19 +644,24 @@ class AnswerLocator:
 
     def _after_header(self, text: str, start: int) -> int:
         """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
-        ends = [
-            begin + len(header)
-            for header in self.template.headers
-            for begin in range(max(start - len(header), 0), start + 1)
-            if header and text.startswith(header, begin)
-        ]
-        return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
+        shortest = self.thinking == "learn_empty"
+        find = text.find if shortest else text.rfind
+        places = ((find(h, max(start - len(h), 0), start + len(h)), len(h)) for h in self.template.headers if h)
+        ends = [begin + length for begin, length in places if begin >= 0]
+        return max(start, (min if shortest else max)(ends, default=start))
 
     def _as_last_answer(self, k: int) -> _LastAnswer:
         """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
-        text, start = self._start(k, self._render(k + 1, self.arguments(k)))
+        text = self._render(k + 1, self.arguments(k))
+        matcher = self._matcher(text, k) if self.seen and k else None
+        start = matcher.find_start() if matcher else None
+        if start is None:
+            rendered = text
+            text, start = self._start(k, text)
+            if matcher:
+                matcher.add_start(start if text == rendered else None)
         # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
@@ -574,6 +672,13 @@ class AnswerLocator:
         end = start + len(core)
         self._known[k] = _LastAnswer(text, start, end - length, end)
         return self._known[k]
+
+    def _matcher(self, text: str, last: int) -> AnswerMatcher:
+        """Return what finds answers in the text of the messages up to answer `last`."""
+        if self._latest is None or self._latest.text is not text or self._latest.last != last:
+            row = (bool(self.row.tools), repr(self.arguments(last)), self.messages[0]["role"]) if self.seen else None
+            self._latest = AnswerMatcher(self.template, self.messages, text, last, self.seen, row)
+        return self._latest
 
     def arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -37,10 +37,11 @@ from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store import making, view
+from sftkit.data.store import foreign, making, view
 from sftkit.data.store.making import Peers
-from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Part, Shard, Store
+from sftkit.data.store.shards import DOCS, FORMAT, MOST_ROLES, NOTED, Shard, Store, TokenizedRows
 from sftkit.data.tokens import chat, text
+from sftkit.data.tokens.batch import RowBatches
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, LeftOut, WorkerError, hint
 from sftkit.runtime.script import likely_cause
@@ -62,7 +63,7 @@ FEW_BYTES = 30_000_000
 "With data.num_proc null, this process alone tokenizes the first rows, unless the source's files have more bytes."
 MOST_PROCESSES = 32
 COMPARED_ROWS = 64
-"Rows that are tokenized again if libraries have another version than those that a store was made with."
+"ReadRows that are tokenized again if libraries have another version than those that a store was made with."
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,14 @@ class RowTokenizer:
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
         return self.rule(row, self.tokenizer, **self.settings)
+
+    def many(self, rows: Sequence[Row]) -> list[Tokenized | DataError]:
+        """Return the documents of each row, or its error, as for one row; two to three times as fast."""
+        return self._batch.many(rows)
+
+    @cached_property
+    def _batch(self) -> RowBatches:
+        return RowBatches(self.rule, self.tokenizer, self.settings)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -177,7 +186,7 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
 
 
 def load_sources(
-    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> Examples:
     """Return all documents of the sources, source after source, from their stores, which are filled where shards are
     missing. What was found in their rows is reported either way.
@@ -196,29 +205,43 @@ def load_sources(
     folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
-    for source, one in zip(sources, origins, strict=True):
-        if one.said:
-            log.info("%s: %s", source_label(source), one.said)
-            examples.files[source_label(source)] = one.said
+    for counts in examples.counts.values():  # every source has every count, zeros too
+        counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
+    for i, (source, one) in enumerate(zip(sources, origins, strict=True)):
+        said = one.said
+        if source.tokenizer_of is not None:
+            # Nothing else shows whether the tokens are what they should be.
+            first = examples[int(np.argmax(examples.source == i))].ids[:24]
+            said = "; ".join(filter(None, (said, f"it begins {tokenize.tokenizer.decode(first)!r}")))
+        if said:
+            log.info("%s: %s", source_label(source), said)
+            examples.files[source_label(source)] = said
     for name, found in examples.findings.items():
         findings.log_findings(name, found)
     return examples
 
 
 def prepare(
-    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.ALONE
+    source: SourceConfig, origin: Origin, data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> list[Shard]:
     """Return the shards of a source in order, made where they are missing.
 
     Raises:
         DataError: a bad row, or one that is too long, if that is an error.
     """
+    if source.tokenizer_of is not None:
+        if tokenize.rule not in (text.tokenize, text.tokenize_any):
+            problem = "tokens of another program are texts, and this stage does not learn from texts"
+            raise ConfigError(f"data source {source.path}: {problem}. Take base_train.py or mid_train.py")
+        return foreign.open_source(source, origin, tokenize.tokenizer, Path(data.cache_dir) / "borders")
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []
+    with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+        os.utime(store.folder / making.STORE_FILE)
     with _chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
         settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
-        for shard in making.fill(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
+        for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
             skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
             if skipped is not None and data.on_bad_row == "error":
                 raise findings.advised(DataError(skipped.first, reason=skipped.reason))
@@ -266,7 +289,7 @@ def _is_same(store: Store, source: SourceConfig, origin: Origin, tokenize: RowTo
     rows_again = islice(origin.rows(), line[0].first, min(line[0].first + COMPARED_ROWS, line[0].past))
     part = _tokenize_chunk(tokenize, "skip", store.dtype, (line[0].first, list(rows_again)))
     docs = np.array(part.docs, DOCS)
-    if shard is None or not np.array_equal(*(one["length"] for one in (docs, shard.docs[: len(docs)]))):
+    if shard is None or not np.array_equal(docs["length"], shard.docs["length"][: len(docs)]):
         return False
     ids, is_target = shard.tokens(0, int(docs["length"].sum()))
     is_target[np.cumsum(docs["length"])[:-1]] = False
@@ -280,30 +303,37 @@ def _digest(description: object) -> str:
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
 
 
-def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]) -> Part:
+def _tokenize_chunk(
+    tokenize: RowTokenizer, on_bad_row: OnBadRow, dtype: str, chunk: tuple[int, list[RawRow]]
+) -> TokenizedRows:
     """Tokenize some rows, and keep what became of each.
 
     Args:
         dtype: of ids in the store.
         chunk: the number of the first row, and the rows.
     """
-    part = Part()
-    for number, raw in enumerate(chunk[1], start=chunk[0]):
-        part.where.append(raw[0])
-        # A bad row ends the run, or is counted and left out.
+    part = TokenizedRows(where=[raw[0] for raw in chunk[1]])
+    parsed: list[Row | DataError] = []
+    for raw in chunk[1]:
         try:
-            row = rows.parse(raw)
-            result = tokenize(row)
-        except LeftOut as out:
-            part.counts["dropped_where"] += 1
-            findings.add(part.tally, "dropped", out.reason, str(out))
-            continue
+            parsed.append(rows.parse(raw))
         except DataError as error:
-            if on_bad_row == "error":
-                raise findings.advised(error) from error
-            part.counts["skipped_bad"] += 1
-            findings.add(part.tally, "skipped", error.reason, str(error))
+            parsed.append(error)
+    results = iter(tokenize.many([row for row in parsed if isinstance(row, Row)]))
+    for number, row in enumerate(parsed, start=chunk[0]):
+        result = next(results) if isinstance(row, Row) else row
+        # A bad row ends the run, or is counted and left out.
+        if isinstance(result, LeftOut):
+            part.counts["dropped_where"] += 1
+            findings.add(part.tally, "dropped", result.reason, str(result))
             continue
+        if isinstance(result, DataError):
+            if on_bad_row == "error":
+                raise findings.advised(result) from result
+            part.counts["skipped_bad"] += 1
+            findings.add(part.tally, "skipped", result.reason, str(result))
+            continue
+        assert isinstance(row, Row)
         is_first = ("read", row.shape) not in part.tally
         said = f"{row.where}: {rows.as_read(row, tokenize.tokenizer.decode)}" if is_first else ""
         findings.add(part.tally, "read", row.shape, said)
@@ -336,15 +366,15 @@ def _whole_text(examples: list[TokenizedExample]) -> list[TokenizedExample]:
     before."""
     if len(examples) == 1 or any(one.size for one in examples):
         return examples
-    ids, is_target = ([getattr(one, name) for one in examples] for name in ("ids", "is_target"))
-    joined = [np.concatenate([one[0], *(piece[1:] for piece in one[1:])]) for one in (ids, is_target)]
-    return [TokenizedExample(*joined, sum(one.num_bytes for one in examples))]
+    ids = np.concatenate([examples[0].ids, *(one.ids[1:] for one in examples[1:])])
+    is_target = np.concatenate([examples[0].is_target, *(one.is_target[1:] for one in examples[1:])])
+    return [TokenizedExample(ids, is_target, sum(one.num_bytes for one in examples))]
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-_worker: dict[str, Callable[[tuple[int, list[RawRow]]], Part]] = {}
+_worker: dict[str, Callable[[tuple[int, list[RawRow]]], TokenizedRows]] = {}
 "The function that a worker process was started with."
 
 
@@ -367,7 +397,7 @@ def _chunk_tokenizer(
     # A process imports for seconds, in which one tokenizes thousands of rows.
     alone = 0 if data.num_proc or (num_bytes or 0) > FEW_BYTES else FEW_ROWS
 
-    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[Part]:
+    def tokenize_chunks(chunks: Iterable[tuple[int, list[RawRow]]]) -> Iterator[TokenizedRows]:
         nonlocal alone, executor
         iterator = iter(chunks)
         while alone > 0:
@@ -397,11 +427,11 @@ def available_processes() -> int:
 
 def _in_processes(
     executor: ProcessPoolExecutor, processes: int, chunks: Iterable[tuple[int, list[RawRow]]]
-) -> Iterator[Part]:
+) -> Iterator[TokenizedRows]:
     """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
     being tokenized, if a process is gone."""
     # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
-    waiting: deque[tuple[Future[Part], str]] = deque()
+    waiting: deque[tuple[Future[TokenizedRows], str]] = deque()
     try:
         for chunk in chunks:
             # The pool starts a process at a submit, and what it inherits of signals is decided then.
@@ -431,5 +461,5 @@ def _start_worker(tokenize_chunk: bytes) -> None:
     _worker["tokenize"] = pickle.loads(tokenize_chunk)
 
 
-def _work(chunk: tuple[int, list[RawRow]]) -> Part:
+def _work(chunk: tuple[int, list[RawRow]]) -> TokenizedRows:
     return _worker["tokenize"](chunk)

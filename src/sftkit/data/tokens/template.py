@@ -197,6 +197,16 @@ def _compiled(source: str) -> Any:
     environment: Any = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.call_binop = _binary
+    safe = environment.is_safe_attribute
+    known: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(owner: Any, name: str, value: Any) -> bool:
+        # By the owner's type, as jinja decides it; it does so for every attribute of every message.
+        if (type(owner), name) not in known:
+            known[type(owner), name] = safe(owner, name, value)
+        return known[type(owner), name]
+
+    environment.is_safe_attribute = is_safe_attribute
     return environment.from_string(source)
 
 
@@ -591,7 +601,8 @@ def check_context(
 
 def _shape(messages: list[Message]) -> Hashable:
     """Return what a template may look at before it leaves a message out: the kinds of its messages and neighbours."""
-    kinds = [(m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ()))) for m in messages]
+    blank = [not m["content"] or m["content"].isspace() for m in messages]
+    kinds = [(m["role"], none, len(m.get("tool_calls", ()))) for m, none in zip(messages, blank, strict=True)]
     around = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
     return frozenset((min(i, 1), *three) for i, three in enumerate(around))
 
@@ -606,10 +617,11 @@ def _stands_in(text: str, messages: list[Message], tools: Tools) -> Iterator[boo
         # system messages to the front, and some write results as JSON.
         found = text.find(content, cursor)
         cursor = found + len(content) if found >= 0 else cursor
-        moved = message["role"] in ("system", "developer") and content in text
-        quoted = json.dumps(content, ensure_ascii=False)[1:-1]
-        yield found >= 0 or moved or (quoted != content and quoted in text)
-        yield all(function_of(call)["name"] in text for call in message.get("tool_calls", ()))
+        if found < 0 and not (message["role"] in ("system", "developer") and content in text):
+            quoted = json.dumps(content, ensure_ascii=False)[1:-1]
+            yield quoted != content and quoted in text
+        if calls := message.get("tool_calls"):
+            yield all(function_of(call)["name"] in text for call in calls)
     yield all(str(function_of(tool).get("name", "")) in text for tool in tools or ())
 
 

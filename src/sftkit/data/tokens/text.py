@@ -4,6 +4,7 @@ Plain text is split into chunks that fit rows. Captions of pictures, and answers
 document each."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -15,10 +16,10 @@ from sftkit.data.reading.columns import has_marker, unused_keys
 from sftkit.data.reading.conversation import NO_MEDIA, special_pattern
 from sftkit.data.reading.rows import reject_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
-from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
+from sftkit.data.tokens.encode import CHUNK_CHARACTERS, TokenBytes, encode
 from sftkit.data.tokens.loss_mask import not_learned
 from sftkit.data.tokens.template import special_tokens_of
-from sftkit.data.types import Row, Tokenized
+from sftkit.data.types import TOO_LONG, Row, Tokenized
 from sftkit.errors import ConfigError, fault
 from sftkit.runtime.script import counted
 
@@ -41,19 +42,54 @@ def tokenize(
     """
     if row.is_tokenized:
         return chat.take(row, tokenizer, max_length=max_length, too_long=None)
+    text, odd = text_of(row, special_tokens_of(tokenizer), special_tokens)
+    if not text:
+        details = "an empty text" if row.learned else "the row is marked as not to be learned"
+        return Tokenized([], "dropped_no_target", details=details)
+    ids = _ids(text, tokenizer, split=special_tokens != "parse")
+    return documents_of(ids, odd, tokenizer, max_length)
+
+
+def text_of(row: Row, specials: Sequence[str], special_tokens: SpecialTokens) -> tuple[str, dict[str, str]]:
+    """Return (the text that is learned from a row, empty if there is none; what is odd in it).
+
+    Args:
+        specials: special_tokens_of(tokenizer).
+        special_tokens: as in `tokenize`.
+
+    Raises:
+        DataError: the row is no text, or one with special tokens that makes it bad.
+    """
     text = require_text(row)
-    if not row.learned:
-        return Tokenized([], "dropped_no_target", details="the row is marked as not to be learned")
-    if not text.strip():
-        return Tokenized([], "dropped_no_target", details="an empty text")
+    if not row.learned or not text.strip():
+        return "", {}
     odd = {NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {}
-    if found := special_pattern(tuple(special_tokens_of(tokenizer))).search(text):
+    if found := special_pattern(tuple(specials)).search(text):
         if special_tokens == "error":
             raise fault(row.where, "special token in text", token=found[0])
         odd["special token in text"] = f"{row.where}: {found[0]}, data.special_tokens_in_text={special_tokens}"
-    ids = _ids(text, tokenizer, split=special_tokens != "parse")
+    return text, odd
+
+
+def documents_of(
+    token_ids: list[int],
+    odd: dict[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    sizes: TokenBytes | None = None,
+) -> Tokenized:
+    """Return the documents of a text, as `tokenize` does.
+
+    Args:
+        token_ids: those of the text, with what the tokenizer puts around them.
+        odd: what is odd in it.
+        sizes: bytes of each id; None: documents are decoded to count their bytes.
+    """
+    ids = _ended(token_ids, tokenizer)
+    if len(ids) > max_length + 1:
+        sizes = None  # a chunk may end inside a character
     chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
-    documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer))]
+    documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer, sizes))]
     if not documents:
         return Tokenized([], "dropped_no_target", details="a text without tokens")
     return Tokenized(documents, odd=odd)
@@ -103,7 +139,7 @@ def tokenize_captions(
         if too_long == "error":
             raise fault(row.where, "too long", size=asked)
         if too_long == "drop":
-            counts[chat.TOO_LONG] = len(whole)
+            counts[TOO_LONG] = len(whole)
             return Tokenized([], "dropped_too_long", counts, asked)
         odd["text for the encoder cut at data.max_length"] = f"{row.where}: {asked}"
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
@@ -166,16 +202,20 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase, *, split: bool) -> np.ndarray:
-    """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]. `split`: special tokens in it are
-    ordinary characters."""
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, *, split: bool) -> list[int]:
+    """Tokenize a text with what the tokenizer puts around it. `split`: special tokens in it are ordinary characters."""
+    if len(text) <= CHUNK_CHARACTERS:
+        return list(
+            tokenizer(text, return_attention_mask=False, split_special_tokens=split, verbose=False)["input_ids"]
+        )
+    before, after = _around(tokenizer)
+    return [*before, *encode(tokenizer, text, split_special_tokens=split).ids.tolist(), *after]
+
+
+def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the ids of a text with at most one BOS and with eos, int32 [n]."""
     bos = tokenizer.bos_token_id
     eos = _eos_id(tokenizer)
-    if len(text) <= CHUNK_CHARACTERS:
-        ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=split, verbose=False)["input_ids"])
-    else:
-        before, after = _around(tokenizer)
-        ids = [*before, *encode(tokenizer, text, split_special_tokens=split).ids.tolist(), *after]
     # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]

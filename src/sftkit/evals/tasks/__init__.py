@@ -6,7 +6,7 @@ from typing import Any
 
 from sftkit.config import rules, tables
 from sftkit.config.schema import DataConfig, EvalConfig
-from sftkit.data.hygiene import LONG_GRAM, Benchmarks, words_of
+from sftkit.data.chosen import LONG_GRAM, OF_ANSWERS, Benchmarks, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows
@@ -87,7 +87,7 @@ def benchmarks(data: DataConfig, config: EvalConfig, *, always: bool = False) ->
         else:
             # Shorter answers stand in many texts that have nothing to do with their question.
             answers = [answer if len(words_of(answer)) >= LONG_GRAM else "" for _, answer in pairs]
-            texts |= {name: [question for question, _ in pairs], f"{name} answers": answers}
+            texts |= {name: [question for question, _ in pairs], f"{name}{OF_ANSWERS}": answers}
     if data.decontaminate and not texts:
-        raise DataError(f"data.decontaminate: no task can be read: {'; '.join(missing.values())}")
+        raise DataError(f"data.decontaminate: no task can be read: {'; '.join(dict.fromkeys(missing.values()))}")
     return Benchmarks(texts, missing) if texts or missing else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from sftkit.data.hygiene import SHORT_GRAM, words_of
+from sftkit.data.chosen import SHORT_GRAM, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Message, Task, each
 from sftkit.evals.tasks import data
@@ -172,8 +172,8 @@ def question_texts(name: str, read: data.Read) -> Iterator[tuple[str, str]]:
     """Yield question and right answer of each row. A question too short to be recognised has its options with it."""
     for row in read(_split(name)):
         item = DESIGNS[name].item(row, "chat")
-        short = len(words_of(item.question)) < SHORT_GRAM
-        yield " ".join([item.question, *item.choices * short]), item.choices[item.gold[0]]
+        options = item.choices if len(words_of(item.question)) < SHORT_GRAM else ()
+        yield " ".join([item.question, *options]), item.choices[item.gold[0]]
 
 
 def _example(name: str, row: data.CheckedRow, shots: Sequence[data.CheckedRow], format: str) -> Choices:

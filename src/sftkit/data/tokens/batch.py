@@ -1,0 +1,301 @@
+"""Tokenize many rows at a time, with the results of tokenizing them one by one.
+
+Each document is rendered once: how the template renders an answer after its prompt is known from other rows. All texts
+are encoded in one call, without offsets: special tokens cut a text, and no token reaches across them, so the n-th
+special token of the text is the n-th special id, and an answer begins after the ids of its header. A row of which this
+does not hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
+"""
+
+import gc
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data.reading.conversation import special_pattern
+from sftkit.data.tokens import chat, text
+from sftkit.data.tokens.encode import encode, token_bytes
+from sftkit.data.tokens.loss_mask import Seen
+from sftkit.data.tokens.template import Span, special_tokens_of
+from sftkit.data.types import Row, Tokenized
+from sftkit.errors import DataError, hint
+
+COMPARED_ONE_IN = 128
+"One row in so many is tokenized by itself too."
+LONGEST_TEXT = 2**18
+"Characters of a text that is encoded in one call: tokenizers need some 600 bytes for each."
+CHARACTERS_OF_A_CALL = 2**20
+"Characters of the texts of a call."
+LONGEST_HEADER = 256
+"Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
+
+MOST_HEADERS = 1024
+
+Result = Tokenized | DataError
+log = logging.getLogger(__name__)
+
+
+class NotPlaced(Exception):
+    """The tokens of an answer are not known without offsets."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tokens of a whole text, and the first token at some of its characters; as Encoded."""
+
+    ids: np.ndarray
+    at: Mapping[int, int]
+    complete: bool = True
+
+    def tokens(self, span: Span) -> tuple[int, int]:
+        """Return (the first token, one past the last) of a span."""
+        start, end = span
+        if start not in self.at or end not in self.at:
+            raise NotPlaced
+        return self.at[start], self.at[end]
+
+    def inside(self, spans: list[Span]) -> np.ndarray:
+        """Return bool [n]: tokens of the spans."""
+        is_target = np.zeros(len(self.ids), dtype=bool)
+        for span in spans:
+            first, past = self.tokens(span)
+            is_target[first:past] = True
+        return is_target
+
+
+@dataclass
+class _Waiting:
+    """A row whose next text is to be encoded."""
+
+    row: int
+    steps: chat.Steps[Tokenized]
+    text: str
+    spans: dict[int, list[Span]]
+    last: int
+    prompt: list[int] | None = None
+    "ids of the text before the last answer, if the two are encoded apart"
+
+    @property
+    def to_encode(self) -> str:
+        """Return the text, or its last answer."""
+        return self.text if self.prompt is None else self.text[self.spans[self.last][0][0] :]
+
+
+class RowBatches:
+    """A rule for many rows at a time; one that is not known here is called row by row."""
+
+    def __init__(
+        self, rule: Callable[..., Tokenized], tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]
+    ) -> None:
+        """Take what a sources.RowTokenizer has."""
+        self.rule = rule
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.different: str | None = None
+        "Place of a row that came out otherwise by itself. After it each row is tokenized by itself."
+        self._tokenized = 0
+        self._known: tuple[object, ...] = ()
+        self._results: list[Result | None] = []
+
+    def many(self, rows: Sequence[Row]) -> list[Result]:
+        """Return the documents of each row, or its error."""
+        specials = tuple(special_tokens_of(self.tokenizer))
+        known = len(self.tokenizer), specials, self.tokenizer.chat_template
+        if known != self._known:  # the first rows, or the tokenizer was changed
+            self._read_tokenizer(specials)
+            self._known = known
+        self._results = [None] * len(rows)
+        if self._sizes is not None and self.different is None:
+            # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                self._chats(rows)
+                self._texts(rows)
+            finally:
+                if collects:
+                    gc.enable()
+            self._compare(rows)
+        # A difference may be in rows of this chunk that were not compared.
+        done = self._results if self.different is None else [None] * len(rows)
+        self._results = []
+        return [self._alone(row) if one is None else one for row, one in zip(rows, done, strict=True)]
+
+    def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
+        self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
+        self._seen = Seen()
+        self._headers: dict[str, list[int]] = {}
+        self._pattern = special_pattern(specials)
+        special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
+        self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
+        if self._sizes is not None:
+            self._text_sizes = self._sizes.sizes.copy()
+            self._is_special = np.zeros(len(self._text_sizes), dtype=bool)
+            for token, i in self._special_ids.items():
+                self._text_sizes[i] = len(token.encode())
+                self._is_special[i] = True
+
+    def _alone(self, row: Row) -> Result:
+        try:
+            return self.rule(row, self.tokenizer, **self.settings)
+        except DataError as error:
+            return error
+
+    def _compare(self, rows: Sequence[Row]) -> None:
+        """Tokenize some of the rows by themselves, and note a difference."""
+        for row, result in zip(rows, self._results, strict=True):
+            if result is None:
+                continue
+            if self._tokenized % COMPARED_ONE_IN == 0 and not same(self._alone(row), result):
+                self.different = row.where
+                log.warning("%s", hint("rows differ in a batch", where=row.where))
+                return
+            self._tokenized += 1
+
+    def _encode(self, texts: Sequence[str], *, split: bool, whole: bool) -> list[list[int]]:
+        """Return the ids of texts.
+
+        Args:
+            split: special tokens in a text are ordinary characters.
+            whole: the tokenizer puts its own around it.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = split
+        result: list[list[int]] = []
+        first = 0
+        while first < len(texts):
+            past = first + 1
+            characters = len(texts[first])
+            while past < len(texts) and characters < CHARACTERS_OF_A_CALL:
+                characters += len(texts[past])
+                past += 1
+            encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=whole)
+            result += [one.ids for one in encoded]
+            first = past
+        return result
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def _texts(self, rows: Sequence[Row]) -> None:
+        """Tokenize the rows of plain text."""
+        if self.rule not in (text.tokenize, text.tokenize_any):
+            return
+        assert self._sizes is not None
+        special_tokens = self.settings.get("special_tokens", "split")
+        found: dict[int, tuple[str, dict[str, str]]] = {}
+        for i, row in enumerate(rows):
+            if row.messages is None and row.image is None and not row.is_tokenized:
+                try:
+                    given, odd = text.text_of(row, tuple(self._special_ids), special_tokens)
+                    if given and _is_encoded_here(given):
+                        found[i] = given, odd
+                except DataError as error:
+                    self._results[i] = error
+        encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse", whole=True)
+        for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
+            # Special tokens that are parsed are counted otherwise.
+            if self._sizes.sizes.take(ids).sum() == len(given.encode()):
+                max_length = self.settings["max_length"]
+                self._results[i] = text.documents_of(ids, odd, self.tokenizer, max_length, self._sizes)
+
+    # ---- conversations -----------------------------------------------------------------------------------------------
+
+    def _chats(self, rows: Sequence[Row]) -> None:
+        """Tokenize the conversations: one document of each in a call, until all have theirs."""
+        if self.rule not in (chat.tokenize, text.tokenize_any):
+            return
+        every = {"learning": chat.EVERYTHING} if self.rule is text.tokenize_any else {}
+        settings = {**every, **self.settings, "seen": self._seen, "sizes": self._sizes}
+        settings.pop("special_tokens", None)
+        waiting: list[_Waiting] = []
+        for i, row in enumerate(rows):
+            if row.messages is not None and row.image is None and not row.is_tokenized:
+                waiting += self._next(i, chat.steps(row, self.tokenizer, **settings), None)
+        while waiting:
+            encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
+            now = zip(waiting, encoded, strict=True)
+            waiting = [following for one, ids in now for following in self._after(one, ids)]
+
+    def _next(self, row: int, steps: chat.Steps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
+        """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
+        try:
+            asked = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
+            return [_Waiting(row, steps, *asked)] if _is_encoded_here(asked[0]) else []
+        except StopIteration as done:
+            self._results[row] = done.value
+        except DataError as error:
+            self._results[row] = error
+        except NotPlaced:
+            pass
+        return []
+
+    def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
+        """Place the tokens of a text; return what is to be encoded next for its row."""
+        found = encoded if one.prompt is None else one.prompt + encoded
+        ids = np.array(found, dtype=np.int32)
+        specials = [(match.end(), match.group()) for match in self._pattern.finditer(one.text)]
+        places = self._is_special.take(ids).nonzero()[0].tolist()
+        is_long = len(found) > self.settings["max_length"]
+        if is_long or [found[i] for i in places] != [self._special_ids[token] for _, token in specials]:
+            return []
+        if self._text_sizes.take(ids).sum() != len(one.text.encode()):
+            return []
+        ends = [end for end, _ in specials]
+        at = dict(zip(ends, [place + 1 for place in places], strict=True))
+        at[0] = 0
+        at[len(one.text)] = len(found)
+        shared: set[int] = set()
+        for k, parts in one.spans.items():
+            start = parts[0][0]
+            before = bisect_right(ends, start) - 1
+            first = places[before] if before >= 0 else 0
+            begin = ends[before] - len(specials[before][1]) if before >= 0 else 0
+            if start - begin > LONGEST_HEADER:
+                return []
+            header = self._header_ids(one.text[begin:start])
+            if found[first : first + len(header)] == header:
+                at[start] = first + len(header)
+            elif k == one.last and one.prompt is None:
+                return [replace(one, prompt=found[:first] + header)]
+            else:
+                shared.add(k)
+        return self._next(one.row, one.steps, (Placed(ids, at), shared))
+
+    def _header_ids(self, header: str) -> list[int]:
+        """Return the ids of a header by itself."""
+        if header not in self._headers:
+            if len(self._headers) >= MOST_HEADERS:
+                self._headers.clear()
+            self._headers[header] = encode(self.tokenizer, header).ids.tolist()
+        return self._headers[header]
+
+
+def _is_encoded_here(given: str) -> bool:
+    """Return whether a text is short enough, and UTF-8 can hold it."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return len(given) <= LONGEST_TEXT
+
+
+def same(one: Result, other: Result) -> bool:
+    """Return whether two results of a row are the same."""
+    if isinstance(one, DataError) or isinstance(other, DataError):
+        return type(one) is type(other) and str(one) == str(other)
+
+    def plain(result: Tokenized) -> tuple[object, ...]:
+        documents = [
+            (e.ids.tolist(), e.is_target.tolist(), e.num_bytes, e.encoder_source, e.size, e.answers)
+            for e in result.examples
+        ]
+        counts = {name: count for name, count in result.counts.items() if count}
+        return documents, result.note, counts, result.details, dict(result.odd), result.unused
+
+    return plain(one) == plain(other)

@@ -1,0 +1,320 @@
+"""Tokens that other programs wrote, in files written here byte by byte: documents, masks, and what is rejected."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.store import foreign
+from sftkit.data.tokens import chat, sources, text
+from sftkit.data.tokens.sources import RowTokenizer, load_sources
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError, DataError
+
+TEXTS = ["One day.", "Nothing is learned in vain, ä € 😀.", "x"]
+
+
+@pytest.fixture
+def documents(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Ids of three texts; each ends with eos."""
+    return [[*tokenizer.encode(one, add_special_tokens=False), tokenizer.eos_token_id] for one in TEXTS]
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Examples]:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    def load(
+        path: Path, rule: object = text.tokenize, max_length: int = 64, too_long: str | None = None, **settings: object
+    ) -> Examples:
+        settings = {"tokenizer_of": str(tmp_path / "tokenizer"), **settings}
+        source = SourceConfig(path=str(path), **settings)
+        data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
+        return load_sources([source], data, RowTokenizer(rule, tokenizer, max_length, too_long))
+
+    return load
+
+
+def ids_of(examples: Examples) -> list[list[int]]:
+    return [examples[i].ids.tolist() for i in range(len(examples))]
+
+
+def flat(documents: list[list[int]]) -> list[int]:
+    return [i for one in documents for i in one]
+
+
+def write_megatron(path: Path, documents: list[list[list[int]]], code: int = 8, dtype: str = "<u2") -> None:
+    """Documents of sequences, as megatron/core/datasets/indexed_dataset.py writes them."""
+    sequences = [one for document in documents for one in document]
+    raw = [np.array(one, dtype).tobytes() for one in sequences]
+    path.with_suffix(".bin").write_bytes(b"".join(raw))
+    borders = np.cumsum([0, *(len(one) for one in documents)])
+    sizes = [len(one) for one in raw]
+    pointers = np.cumsum([0, *sizes])[: len(raw)]
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(borders))
+    lengths = struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    path.with_suffix(".idx").write_bytes(
+        head + lengths + struct.pack(f"<{len(raw)}q", *pointers) + struct.pack(f"<{len(borders)}q", *borders)
+    )
+
+
+def write_datatrove(path: Path, documents: list[list[int]], token: str = "H", loss: list[int] | None = None) -> None:
+    """As datatrove/pipeline/tokens/tokenizer.py writes it."""
+    path.write_bytes(struct.pack(f"<{len(flat(documents))}{token}", *flat(documents)))
+    ends = np.cumsum([len(one) for one in documents])
+    Path(f"{path}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
+    if loss is not None:
+        Path(f"{path}.loss").write_bytes(struct.pack(f"<{len(loss)}?", *loss))
+
+
+def write_llm_c(path: Path, ids: list[int], magic: int = 20240520, version: int = 1, token: str = "H") -> None:
+    """As dev/data/data_common.py of llm.c writes it."""
+    header = struct.pack("<256i", magic, version, len(ids), *[0] * 253)
+    path.write_bytes(header + struct.pack(f"<{len(ids)}{token}", *ids))
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
+@pytest.mark.parametrize("named", ["web.bin", "web", ""])
+def test_documents_of_megatron_are_ranges_of_sequences(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], code: int, dtype: str, named: str
+) -> None:
+    first, second, third = documents
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    write_megatron(folder / "web", [[first, second], [], [third]], code, dtype)
+    found = load(folder / named)
+    assert ids_of(found) == [first + second, third]
+    counts = found.counts[named.partition(".")[0] or "tokens"]
+    assert (counts["rows"], counts["documents"], counts["dropped_no_target"]) == (3, 2, 1)
+    assert found.num_targets.tolist() == [len(first + second) - 1, len(third) - 1]
+
+
+def test_another_index_of_the_same_tokens_is_another_source(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    first, second, third = documents
+    write_megatron(tmp_path / "x", [[first], [second, third]])
+    assert ids_of(load(tmp_path / "x.bin")) == [first, second + third]
+    write_megatron(tmp_path / "x", [[first, second], [third]])
+    assert ids_of(load(tmp_path / "x.bin")) == [first + second, third]
+
+
+def test_documents_of_datatrove_end_where_its_index_says(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    for token in "HI":
+        write_datatrove(tmp_path / "00000.ds", documents, token)
+        assert ids_of(load(tmp_path / "00000.ds")) == documents
+    # Blocks that were shuffled: a document has no end, and the bytes of a token are in .metadata.
+    Path(tmp_path / "00000.ds.index").write_bytes(struct.pack("<Q", len(documents[0])))
+    Path(tmp_path / "00000.ds.metadata").write_text("gpt2|4\n30\n30T")
+    assert ids_of(load(tmp_path / "00000.ds")) == [documents[0], documents[1] + documents[2]]
+
+
+def test_a_mask_of_datatrove_says_what_is_learned(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    loss = [[1] * len(one) for one in documents]
+    loss[1][:4] = [0] * 4
+    loss[2] = [1] + [0] * (len(documents[2]) - 1)  # the first token is no target, so nothing is learned
+    write_datatrove(tmp_path / "00000.ds", documents, loss=flat(loss))
+    found = load(tmp_path / "00000.ds")
+    assert ids_of(found) == documents[:2]
+    assert found[1].is_target.tolist() == [bool(one) for one in loss[1]]
+    assert found.num_targets.tolist() == [len(documents[0]) - 1, len(documents[1]) - 4]
+    assert found.counts["00000"]["dropped_no_target"] == 1
+    # It is cut into chunks as a text is, each with its part of the mask.
+    cut = load(tmp_path / "00000.ds", max_length=6)
+    assert cut[1].ids.tolist() == documents[1][:7]
+    assert cut[1].is_target.tolist() == [False] * 4 + [True] * 3
+    assert cut.num_targets.sum() == found.num_targets.sum()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("part-0-00000.npy", "<u2"), ("x.bin", "<u2"), ("x.bin", "<u4")])
+def test_documents_of_a_flat_file_end_with_eos(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], name: str, dtype: str
+) -> None:
+    rest = documents[0][:-1]
+    np.array([*flat(documents), *rest], dtype).tofile(tmp_path / name)
+    assert ids_of(load(tmp_path / name)) == [*documents, rest]
+    (borders,) = (tmp_path / "cache" / "borders").glob("*.npy")
+    before = borders.stat().st_mtime_ns
+    load(tmp_path / name)
+    assert borders.stat().st_mtime_ns == before
+
+
+def test_a_file_with_the_header_of_numpy_is_read_by_it(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    np.save(tmp_path / "x.npy", np.array(flat(documents), np.int32))
+    assert ids_of(load(tmp_path / "x.npy")) == documents
+    np.save(tmp_path / "x.npy", np.zeros((2, 2), np.int32))
+    with pytest.raises(DataError, match=r"an array int32\[2, 2\], not one row of whole numbers"):
+        load(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize(("magic", "version", "token"), [(20240520, 1, "H"), (20240801, 7, "I")])
+def test_documents_of_llm_c_begin_with_eos_and_learn_the_next_one(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], magic: int, version: int, token: str
+) -> None:
+    eos = documents[0][-1]
+    begins = [[eos, *one[:-1]] for one in documents]
+    write_llm_c(tmp_path / "a.bin", [7, 8, *flat(begins)], magic, version, token)
+    expected = [[7, 8, eos], [*begins[0], eos], [*begins[1], eos], begins[2]]
+    found = load(tmp_path / "a.bin")
+    assert ids_of(found) == expected
+    # Every token but the first of the file is learned once.
+    assert int(found.num_targets.sum()) == len(flat(begins)) + 1
+
+
+# ---- documents as others see them ------------------------------------------------------------------------------------
+
+
+def test_documents_are_those_of_the_same_texts_as_rows(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    """Cut at max_length, sliced, repeated; with the bytes of their targets."""
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS))
+    write_datatrove(tmp_path / "x.ds", documents)
+    for settings in (
+        {},
+        {"max_length": 5},
+        {"split": "train[1:]"},
+        {"max_rows": 2, "repeat": 2},
+        {"split": "train[-1:]"},
+    ):
+        ours = load(tmp_path / "x.jsonl", tokenizer_of=None, **settings)
+        theirs = load(tmp_path / "x.ds", **settings)
+        assert ids_of(theirs) == ids_of(ours)
+        for column in ("lengths", "num_targets", "num_bytes", "source"):
+            assert getattr(theirs, column).tolist() == getattr(ours, column).tolist()
+        for mine, other in zip(theirs.gather(np.arange(len(theirs))), ours.gather(np.arange(len(ours))), strict=True):
+            assert mine.tolist() == other.tolist()
+
+
+def test_files_of_a_folder_are_shards_of_one_source_by_the_split_in_their_names(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "SHARD_TOKENS", 4)  # several shards a file
+    folder = tmp_path / "fineweb"
+    folder.mkdir()
+    eos = documents[0][-1]
+    for i, name in enumerate(("fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin")):
+        write_llm_c(folder / name, [eos, *documents[i][:-1]])
+    (folder / "README.md").write_text("x")
+    begins = [[eos, *one[:-1]] for one in documents]
+    found = load(folder)
+    assert ids_of(found) == begins[:2]
+    assert found.files["fineweb"].startswith(
+        "train: 2 files, validation: 1 (fineweb_val_000000.bin); left out: README.md; it begins "
+    )
+    assert "One day." in found.files["fineweb"]
+    assert ids_of(load(folder, split="validation")) == begins[2:]
+    assert ids_of(load(f"{folder}/*_00000[12].bin")) == begins[:2]
+    assert ids_of(load(folder, files=("fineweb_train_000002.bin",))) == begins[1:2]
+    with pytest.raises(ConfigError, match='no split "test" among train, validation'):
+        load(folder, split="test")
+
+
+# ---- what is rejected ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_another_tokenizer_are_rejected_and_added_tokens_are_not(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    write_datatrove(tmp_path / "x.ds", documents)
+    made = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|new|>"]})
+    tokenizer.chat_template = "another"
+    tokenizer.eos_token = "<|new|>"  # documents end as the tokenizer says that made them
+    np.array(flat(documents), "<u2").tofile(tmp_path / "x.npy")
+    assert ids_of(load(tmp_path / "x.npy")) == documents
+    assert ids_of(load(tmp_path / "x.ds")) == documents
+    vocabulary = made["model"]["vocab"]
+    first, second = list(vocabulary)[30:32]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ConfigError, match=r"is not the tokenizer of this run: the ids of .* differ"):
+        load(tmp_path / "x.ds")
+    made["model"]["vocab"][first], made["model"]["vocab"][second] = vocabulary[second], vocabulary[first]
+    made["pre_tokenizer"] = None
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ConfigError, match=r"is not the tokenizer of this run: its pre_tokenizer differ"):
+        load(tmp_path / "x.ds")
+    with pytest.raises(ConfigError, match="tokenizer_of nowhere: "):
+        load(tmp_path / "x.ds", tokenizer_of="nowhere")
+
+
+def test_an_id_that_the_tokenizer_does_not_have_is_named(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = documents[0]
+    for wrong in (len(tokenizer), -1):
+        write_megatron(tmp_path / "x", [[first], [[5, wrong, 5]]], 4, "<i4")
+        with pytest.raises(DataError, match=rf"x\.bin: token {len(first) + 1} is {wrong:,}, and the tokenizer has"):
+            load(tmp_path / "x")
+
+
+def test_files_that_do_not_fit_together_are_rejected(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    def rejected(path: Path, told: str) -> None:
+        with pytest.raises(DataError, match=told):
+            load(path)
+
+    write_megatron(tmp_path / "m", [[one] for one in documents])
+    index = (tmp_path / "m.idx").read_bytes()
+    for at, told in ((0, "no index of Megatron"), (17, "no index of Megatron"), (34, "do not follow each other")):
+        broken = bytearray(index)
+        broken[at] ^= 7
+        (tmp_path / "m.idx").write_bytes(broken)
+        rejected(tmp_path / "m.bin", told)
+    (tmp_path / "m.idx").write_bytes(index + b"\0\1\0")
+    rejected(tmp_path / "m.bin", "or modes of them")
+    (tmp_path / "m.idx").write_bytes(index)
+    (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
+    rejected(tmp_path / "m.bin", "or are not its")
+
+    write_datatrove(tmp_path / "x.ds", documents, loss=[1])
+    rejected(tmp_path / "x.ds", r"its \.loss has 1 bytes for")
+    (tmp_path / "x.ds").write_bytes((tmp_path / "x.ds").read_bytes()[:-1])
+    rejected(tmp_path / "x.ds", r"are not the [\d,]+ tokens of its \.index")
+    (tmp_path / "x.ds.index").write_bytes(struct.pack("<2Q", 4, 3))
+    (tmp_path / "x.ds").write_bytes(bytes(6))
+    rejected(tmp_path / "x.ds", "do not ascend")
+    (tmp_path / "x.ds.index").unlink()
+    rejected(tmp_path / "x.ds", "cannot be read as tokens: .*No such file")
+
+    write_llm_c(tmp_path / "c.bin", documents[0])
+    (tmp_path / "c.bin").write_bytes((tmp_path / "c.bin").read_bytes()[:-2])
+    rejected(tmp_path / "c.bin", "but its header says")
+    write_llm_c(tmp_path / "c.bin", documents[0], magic=20240522)
+    rejected(tmp_path / "c.bin", "a file of llm.c that holds no tokens")
+    np.array(documents[0][:-1], "<u2").tofile(tmp_path / "f.bin")
+    rejected(tmp_path / "f.bin", r"eos \(\d+\) is not in it\. Is tokenizer_of")
+
+
+def test_settings_and_stages_that_need_rows_are_rejected(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    write_datatrove(tmp_path / "x.ds", documents)
+    with pytest.raises(ConfigError, match="revision is of datasets of the hub, which this is not"):
+        load(tmp_path / "x.ds", revision="main")
+    with pytest.raises(ConfigError, match=r"not one of \.bin, \.npy, \.ds\."):
+        load(tmp_path / "tokenizer" / "tokenizer.json")
+    with pytest.raises(ConfigError, match="this stage does not learn from texts"):
+        load(tmp_path / "x.ds", rule=chat.tokenize, too_long="truncate")
+    with pytest.raises(ConfigError, match="set tokenizer_of to the tokenizer that made them"):
+        load(tmp_path / "x.ds", tokenizer_of=None)
+    assert len(load(tmp_path / "x.ds", rule=text.tokenize_any, too_long="truncate")) == len(documents)
+    assert list(sources.read_source(SourceConfig(path=str(tmp_path / "x.ds"), tokenizer_of="x"))) == []
