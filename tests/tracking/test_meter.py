@@ -71,8 +71,7 @@ def test_losses_of_sources_weighted_by_their_targets_are_the_loss_and_no_skipped
         meter.add(step, StepOutcome(Totals(tuple(sums), vector), torch.ones(()), flags, torch.ones(2)))
     meter.add_skipped([skipped])
     values = meter.read()
-    own = examples.source[[i for batch in batches.first_epoch()[0][:1] for row in batch.rows for i in row]]
-    targets = examples.num_targets[[i for batch in batches.first_epoch()[0][:1] for row in batch.rows for i in row]]
+    own, targets = examples.source[list(kept.documents)], examples.num_targets[list(kept.documents)]
     of_each = [int(targets[own == source].sum()) for source in (0, 1)]
     assert [values["train/often/loss"], values["train/seldom/loss"]] == pytest.approx([5 / of_each[0], 2 / of_each[1]])
     shares = [values["data/target_share/often"], values["data/target_share/seldom"]]
