@@ -48,7 +48,9 @@ def numbered(row: dict[str, Any], number: int) -> dict[str, Any]:
 
 def write_rows(files: list[str], number: int, path: Path) -> None:
     """Write the rows that are tokenized."""
-    known = [parsed(raw) for raw in chain.from_iterable(find_source(SourceConfig(path=one)).rows() for one in files)]
+    known: list[Any] = [
+        parsed(raw) for raw in chain.from_iterable(find_source(SourceConfig(path=one)).rows() for one in files)
+    ]
     again = chain.from_iterable(known for _ in count())
     with path.open("w") as file:
         for i, row in enumerate(islice(again, number)):

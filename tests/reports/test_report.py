@@ -171,7 +171,7 @@ def test_page_and_card_name_the_settings_of_an_adapter_and_its_share_of_the_mode
 def test_page_says_why_rows_were_skipped_or_are_odd_with_the_first_of_each(run: Path) -> None:
     page = write_report(run).read_text()
     for expected in (
-        "Rows left out or odd, and columns not used",
+        "How rows are read, left out or odd, and columns not used",
         "empty answer",
         "tool result without a call",
         "812",

@@ -83,7 +83,7 @@ class SourceConfig:
     "Tokens that another program wrote (.bin and .idx of Megatron, .ds of datatrove, .npy and .bin of OLMo-core and llm.c) are read in place: the hub id or folder of the tokenizer that made them, which must be the run's. Null: rows."
     split: str = "train"
     "Split or slice in the notation of datasets: train, train[:1000], train[90%:], train+test. builtin: train or heldout."
-    repeat: Positive | Annotated[float, Field(gt=0.0, le=1e6)] = 1
+    repeat: Annotated[float, Field(gt=0.0, le=1e6)] = 1
     "Passes over this source in an epoch; of a last pass that is not whole (2.5), each epoch takes other documents. Not with weights."
     weight: Annotated[float, Field(ge=0.0)] | None = None
     "Share of this source in the tokens of rows, over the sum of all weights; a source that ends begins again in another order. null: no source has a weight, and an epoch takes each document once."

@@ -362,7 +362,7 @@ def _what_to_do(folder: Path) -> str:
 
 def kept_sha256_of(paths: Sequence[Path]) -> list[str]:
     """Return the sha256 of files, which are kept for the next time."""
-    found = {}
+    found: dict[Path, str] = {}
     for folder in dict.fromkeys(path.parent for path in paths):
         own = [path for path in paths if path.parent == folder]
         found.update(zip(own, _hashes(folder, own), strict=True))

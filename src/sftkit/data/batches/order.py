@@ -70,8 +70,8 @@ def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples, layout:
         if source is None:
             found.append(SourcePlan(name, count, order=order))
             continue
-        order = "given" if source.order == "given" else order
-        found.append(SourcePlan(name, count, source.weight, source.max_epochs, source.repeat, order))
+        own: Any = "given" if source.order == "given" else order
+        found.append(SourcePlan(name, count, source.weight, source.max_epochs, source.repeat, own))
     steps = train.max_steps
     if data.tokens is not None:
         steps = math.ceil(data.tokens / layout.positions(layout.row_lengths[-1]))

@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
@@ -31,7 +30,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.origin import Origin, content_identity
 from sftkit.data.store.shards import DOCS, HERE, Shard
-from sftkit.data.tokens.chat import count_bytes
+from sftkit.data.store.view import CountBytes
 from sftkit.errors import ConfigError, DataError, fault
 from sftkit.rundir.files import own_name
 from sftkit.runtime.hub import hub_answers
@@ -74,7 +73,7 @@ class ForeignShard(Shard):
     documents: np.ndarray
     "int64: those that have something to learn, by number in the file"
     vocabulary: int
-    count_bytes: Callable[[np.ndarray, np.ndarray], int]
+    count_bytes: CountBytes
     "takes ids and is_target of a document"
 
     @property
@@ -257,18 +256,21 @@ def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.n
 # ---- shards ----------------------------------------------------------------------------------------------------------
 
 
-def open_source(source: SourceConfig, found: Origin, tokenizer: PreTrainedTokenizerBase, cache: Path) -> list[Shard]:
+def open_source(
+    source: SourceConfig, found: Origin, tokenizer: PreTrainedTokenizerBase, count_bytes: CountBytes, cache: Path
+) -> list[Shard]:
     """Return the shards of the documents that a slice of the source and max_rows ask for.
 
     Args:
         tokenizer: of the run.
+        count_bytes: of targets (ids, is_target).
         cache: folder of what is found in a pass over a file.
 
     Raises:
         ConfigError: the tokens are those of another tokenizer. DataError: a file is damaged, or of no known format.
     """
     theirs = _tokenizer_of(source, tokenizer)
-    words: dict[str, Any] = {"vocabulary": len(theirs), "count_bytes": partial(count_bytes, tokenizer)}
+    words: dict[str, Any] = {"vocabulary": len(theirs), "count_bytes": count_bytes}
     eos = theirs.eos_token_id
     files = [open_tokens(path, eos=eos, vocabulary=len(theirs), cache=cache) for path in found.files]
     total = sum(len(file.start) for file in files)

@@ -35,7 +35,7 @@ LONGEST_HEADER = 256
 
 MOST_HEADERS = 1024
 
-Result = Tokenized | DataError
+RowResult = Tokenized | DataError
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +72,7 @@ class _Waiting:
     """A row whose next text is to be encoded."""
 
     row: int
-    steps: chat.Steps[Tokenized]
+    steps: chat.ChatSteps[Tokenized]
     text: str
     spans: dict[int, list[Span]]
     last: int
@@ -99,9 +99,9 @@ class RowBatches:
         "Place of a row that came out otherwise by itself. After it each row is tokenized by itself."
         self._tokenized = 0
         self._known: tuple[object, ...] = ()
-        self._results: list[Result | None] = []
+        self._results: list[RowResult | None] = []
 
-    def many(self, rows: Sequence[Row]) -> list[Result]:
+    def many(self, rows: Sequence[Row]) -> list[RowResult]:
         """Return the documents of each row, or its error."""
         specials = tuple(special_tokens_of(self.tokenizer))
         known = len(self.tokenizer), specials, self.tokenizer.chat_template
@@ -139,7 +139,7 @@ class RowBatches:
                 self._text_sizes[i] = len(token.encode())
                 self._is_special[i] = True
 
-    def _alone(self, row: Row) -> Result:
+    def _alone(self, row: Row) -> RowResult:
         try:
             return self.rule(row, self.tokenizer, **self.settings)
         except DataError as error:
@@ -192,7 +192,7 @@ class RowBatches:
         for i, row in enumerate(rows):
             if row.messages is None and row.image is None and not row.is_tokenized:
                 try:
-                    given, odd = text.text_of(row, tuple(self._special_ids), special_tokens)
+                    given, odd = text.text_and_warnings(row, tuple(self._special_ids), special_tokens)
                     if given and _is_encoded_here(given):
                         found[i] = given, odd
                 except DataError as error:
@@ -202,7 +202,7 @@ class RowBatches:
             # Special tokens that are parsed are counted otherwise.
             if self._sizes.sizes.take(ids).sum() == len(given.encode()):
                 max_length = self.settings["max_length"]
-                self._results[i] = text.documents_of(ids, odd, self.tokenizer, max_length, self._sizes)
+                self._results[i] = text.documents_of_text(ids, odd, self.tokenizer, max_length, self._sizes)
 
     # ---- conversations -----------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class RowBatches:
             now = zip(waiting, encoded, strict=True)
             waiting = [following for one, ids in now for following in self._after(one, ids)]
 
-    def _next(self, row: int, steps: chat.Steps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
+    def _next(self, row: int, steps: chat.ChatSteps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
         """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
         try:
             asked = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
@@ -285,7 +285,7 @@ def _is_encoded_here(given: str) -> bool:
     return len(given) <= LONGEST_TEXT
 
 
-def same(one: Result, other: Result) -> bool:
+def same(one: RowResult, other: RowResult) -> bool:
     """Return whether two results of a row are the same."""
     if isinstance(one, DataError) or isinstance(other, DataError):
         return type(one) is type(other) and str(one) == str(other)

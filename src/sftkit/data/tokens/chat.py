@@ -17,7 +17,7 @@ from sftkit.data.reading import columns, conversation, rows
 from sftkit.data.reading.conversation import Message
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens import template as templates
-from sftkit.data.tokens.encode import Encoded, TokenBytes, encode, encode_answers
+from sftkit.data.tokens.encode import Encoded, TokenBytes, encode, encode_answers, token_bytes
 from sftkit.data.tokens.template import Span, T, limited, special_tokens_of, template_of
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
@@ -80,7 +80,7 @@ def tokenize(
         answer = encode_answers(tokenizer, text, spans, last, max_length + 2)
 
 
-Steps = Generator[tuple[str, dict[int, list[Span]], int], tuple[Encoded, set[int]], T]
+ChatSteps = Generator[tuple[str, dict[int, list[Span]], int], tuple[Encoded, set[int]], T]
 """A conversation on its way: it asks for the tokens of texts with the places of their answers, of which the last ends
 the text, as encode_answers returns them."""
 
@@ -94,7 +94,7 @@ def steps(
     learning: Learning = ANSWERS,
     seen: loss_mask.Seen | None = None,
     sizes: TokenBytes | None = None,
-) -> Steps[Tokenized]:
+) -> ChatSteps[Tokenized]:
     """Do what `tokenize` does with a conversation, with texts encoded by the caller.
 
     Args:
@@ -211,7 +211,7 @@ def _answers(
     unlearned: Mapping[int, list[Span]],
     *,
     split: bool,
-) -> Steps[list[Text]]:
+) -> ChatSteps[list[Text]]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
@@ -267,7 +267,7 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 def _everything(
     locator: loss_mask.AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
-) -> Steps[list[Text]]:
+) -> ChatSteps[list[Text]]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
 
@@ -352,8 +352,12 @@ def document(
 
 def count_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray) -> int:
     """Return the UTF-8 bytes of the decoded targets, special tokens left out."""
+    targets = ids[is_target]
+    sizes = token_bytes(tokenizer, len(tokenizer)) if tokenizer.is_fast else None
+    if sizes is not None and sizes.whole.take(targets).all():
+        return int(sizes.sizes.take(targets).sum())
     # An array: of a list transformers looks at every number first.
-    learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    learned = tokenizer.decode(targets, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return len(str(learned).encode("utf-8", errors="replace"))
 
 

@@ -225,7 +225,8 @@ def prepare(
             raise ConfigError(f"data source {source.path}: {problem}. Take base_train.py or mid_train.py")
         from sftkit.data.store import foreign
 
-        return foreign.open_source(source, origin, tokenize.tokenizer, Path(data.cache_dir) / "borders")
+        count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
+        return foreign.open_source(source, origin, tokenize.tokenizer, count_bytes, Path(data.cache_dir) / "borders")
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []

@@ -42,15 +42,15 @@ def tokenize(
     """
     if row.is_tokenized:
         return chat.take(row, tokenizer, max_length=max_length, too_long=None)
-    text, odd = text_of(row, special_tokens_of(tokenizer), special_tokens)
+    text, odd = text_and_warnings(row, special_tokens_of(tokenizer), special_tokens)
     if not text:
         details = "an empty text" if row.learned else "the row is marked as not to be learned"
         return Tokenized([], "dropped_no_target", details=details)
     ids = _ids(text, tokenizer, split=special_tokens != "parse")
-    return documents_of(ids, odd, tokenizer, max_length)
+    return documents_of_text(ids, odd, tokenizer, max_length)
 
 
-def text_of(row: Row, specials: Sequence[str], special_tokens: SpecialTokens) -> tuple[str, dict[str, str]]:
+def text_and_warnings(row: Row, specials: Sequence[str], special_tokens: SpecialTokens) -> tuple[str, dict[str, str]]:
     """Return (the text that is learned from a row, empty if there is none; what is odd in it).
 
     Args:
@@ -71,7 +71,7 @@ def text_of(row: Row, specials: Sequence[str], special_tokens: SpecialTokens) ->
     return text, odd
 
 
-def documents_of(
+def documents_of_text(
     token_ids: list[int],
     odd: dict[str, str],
     tokenizer: PreTrainedTokenizerBase,
