@@ -14,7 +14,8 @@ SRC = ROOT / "src"
 IMPORT_SHARE = 0.095
 MODULES = 130
 CODE_LINES = 15_000
-PACKAGE_CODE_LINES = 28_250
+PACKAGE_CODE_LINES = 32_000
+"28,250 before data of any size: stores, batches of rows, mixtures, choice of documents, further formats."
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

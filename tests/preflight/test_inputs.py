@@ -660,10 +660,9 @@ def test_what_cannot_be_read_is_told_and_a_damaged_checkpoint_left_to_its_own_ch
     assert problems(*of_model("model", "data.max_length=null")) == []
 
 
-@pytest.mark.parametrize("key", ["data.train.0.path", "model.path"])
-def test_wildcards_are_told_to_be_none(here: Path, key: str) -> None:
-    words = of_model("chats/*") if key == "model.path" else (f"{key}=chats/*",)
-    assert "Wildcards are not expanded: name a folder or a file." in refused(*words)
+def test_wildcards_are_of_data_alone(here: Path) -> None:
+    assert "Wildcards are not expanded: name a folder or a file." in refused(*of_model("chats/*"))
+    assert f"nothing in {here / 'chats'} matches *" in refused("data.train.0.path=chats/*")
 
 
 @pytest.mark.parametrize(
