@@ -317,8 +317,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, mo
 @pytest.mark.slow
 def test_a_process_that_tokenizes_imports_neither_torch_nor_datasets(tokenizer: Any) -> None:
     work = partial(processes.tokenize_chunk, RowTokenizer(text.tokenize, tokenizer, 20), "error", "<u2")
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=processes._start_worker, initargs=(pickle.dumps(work),)) as executor:
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["sftkit.data.tokens.preloaded"])
+    with ProcessPoolExecutor(1, forks, initializer=processes._start_worker, initargs=(pickle.dumps(work),)) as executor:
         assert executor.submit(processes._work, (0, [("a:1", {"text": "Some text"})])).result().docs
         assert executor.submit(eval, "{'torch', 'datasets'} & {*__import__('sys').modules}").result() == set()
 

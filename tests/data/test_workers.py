@@ -99,4 +99,4 @@ def test_a_process_that_tokenizes_and_is_killed_names_the_rows_in_hand(
     tokenize = sources.RowTokenizer(ends_at_seven, make_tokenizer(), 8)
     with pytest.raises(WorkerError) as error:
         sources.load_sources((SourceConfig(path=str(file)),), data, tokenize)
-    assert f"{file}:641 to {file}:768" in str(error.value)
+    assert f"{file}:513 to {file}:1000" in str(error.value)

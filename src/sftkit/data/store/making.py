@@ -22,8 +22,8 @@ from sftkit.runtime.script import working
 
 CHUNK_ROWS = 512
 "ReadRows that are tokenized at a time, by one process."
-SHARD_CHARACTERS = 2**26
-"Characters of rows that make some 2**24 tokens, a shard."
+SHARD_CHARACTERS = 2**27
+"Characters of rows that make some 2**25 tokens, a shard: at the end of each, processes wait for one another."
 MOST_ROWS = 2**20
 "ReadRows of a shard, whatever they hold."
 POLL_SECONDS = 0.2

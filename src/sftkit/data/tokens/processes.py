@@ -141,10 +141,12 @@ def chunk_tokenizer(
             alone -= len(chunk[1])
             yield work(chunk)
         if executor is None:
-            # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
-            spawn = multiprocessing.get_context("spawn")
+            # Not fork: threads of this process, of torch or a tokenizer, may hold locks. Of a process without threads,
+            # which imports once for all.
+            forks = multiprocessing.get_context("forkserver")
+            forks.set_forkserver_preload(["sftkit.data.tokens.preloaded"])
             handed_over = (pickle.dumps(work),)
-            executor = ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=handed_over)
+            executor = ProcessPoolExecutor(processes, forks, initializer=_start_worker, initargs=handed_over)
         yield from _in_processes(executor, processes, iterator)
 
     try:
@@ -187,13 +189,8 @@ def _in_processes(
 
 def _start_worker(tokenize_chunk: bytes) -> None:
     """Make ready for tokenizing. `tokenize_chunk` is pickled."""
-    import transformers.utils
-    from transformers.utils import import_utils
-
     ignore_signals()  # the main process decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    # A tokenizer of transformers would import torch, to read weights in GGUF files: seconds, and memory, for nothing.
-    transformers.utils.is_torch_available = import_utils.is_torch_available = lambda: False
     _worker["tokenize"] = pickle.loads(tokenize_chunk)
 
 
