@@ -53,12 +53,9 @@ PARAMETERS = {
 "As published, tied weights counted once."
 GPU_GIB = {"80 GB": 79.0, "141 GB": 139.0}
 "What torch finds on such a GPU, rounded down."
-RECIPES = sorted(
-    path
-    for path in (ROOT / "recipes").glob("*/*.yaml")
-    if path.parent.name
-    not in ("default", "smoke", "shared", "captioning", "graph")  # those make a model of their own, or name none
-)
+OWN_MODEL = {"default", "smoke", "shared", "captioning", "graph", "scale"}
+"Folders of recipes that make a model of their own, or name none."
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name not in OWN_MODEL)
 SFT = [path for path in RECIPES if path.name == "sft.yaml"]
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
 

@@ -64,6 +64,7 @@ SCRIPTS = {
     "chat.py": ("runs/x",),
     "report.py": ("runs/x",),
     "export.py": ("runs/x", "--out", "runs/y"),
+    "data_stores.py": ("list",),
     "make_dashboard.py": ("--entity", "me", "--dry-run"),
 }
 FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.nn"

@@ -22,7 +22,7 @@ TINY = (
     *("log.every=1", "log.wandb=offline", "eval.at_start=true", "eval.max_examples=1"),
     *("eval.samples=1", "eval.max_new_tokens=4", "checkpoint.every=2"),
     *(
-        "data.train=[{path: 'builtin:docs', max_rows: 20}]",
+        "data.train=[{path: 'builtin:docs', max_rows: 20}, {path: 'builtin:docs', name: more, sample: {rows: 10}}]",
         "data.val=[{path: 'builtin:docs', split: heldout, max_rows: 2}]",
     ),
     "model.train_tokenizer.sources=[{path: 'builtin:docs', max_rows: 20}]",
@@ -53,7 +53,8 @@ def test_a_run_has_its_chain_stage_tags_and_notes(offline: Offline) -> None:
     assert offline.run["tags"][0] == "mine"
     assert {"one process", "reference", "packed"} < set(offline.run["tags"])
     assert re.search(
-        r"qwen3 with 0\.\d M parameters on docs \(\d+ documents, .*packed rows.* CPU", offline.run["notes"]
+        r"qwen3 with 0\.\d M parameters on docs, more \(\d+ documents, .*packed rows.* CPU",
+        offline.run["notes"],
     )
 
 
@@ -77,8 +78,8 @@ def test_proof_and_preflight_are_tables_and_values_of_the_run(demo: Path, offlin
     assert summary["proof/passed"] == sum(check["ok"] is True for check in proof) > 8
     assert summary["proof/failed"] == sum(check["ok"] is False for check in proof)
     preflight = json.loads((demo / "preflight.json").read_text())
-    assert summary["preflight/documents"] == preflight["sources"][0]["documents"]
-    assert [row["split"] for row in offline.table("preflight/sources")] == ["train", "val"]
+    assert summary["preflight/documents"] == sum(row["documents"] for row in preflight["sources"][:2])
+    assert [row["split"] for row in offline.table("preflight/sources")] == ["train", "train", "val"]
     assert len(offline.table("preflight/layouts")) == len(preflight["layouts"])
 
 

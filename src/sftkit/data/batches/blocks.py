@@ -413,7 +413,7 @@ class BlockOrder(Order):
             found, numbers = np.unique(own, return_inverse=True)
             backwards = np.lexsort((-np.arange(len(own)), numbers))
             firsts = np.searchsorted(numbers[backwards], np.arange(len(found)))
-            rank = np.empty(len(own), np.int64)
+            rank = np.zeros(len(own), np.int64)
             rank[backwards] = np.arange(len(own)) - firsts[numbers[backwards]]
             waiting = np.bincount(np.searchsorted(found, left[stream_of == k]), minlength=len(found))
             untaken = rank < waiting[numbers]

@@ -199,7 +199,7 @@ def _numbers(
     try:
         numbers = np.asarray(raw[name])
     except ValueError:  # lists of several lengths
-        numbers = np.empty(0)
+        numbers = np.zeros(0)
     if numbers.ndim != 1 or numbers.dtype.kind not in ("bi" if most == 1 else "i") or size not in (None, len(numbers)):
         raise fault(where, "malformed tokens / numbers", name=name, size="" if size is None else f"{size} ")
     if len(numbers) and (numbers.min() < least or numbers.max() > most):
