@@ -192,7 +192,9 @@ def load_sources(
     if limits is not None and (limits.too_long, data.on_bad_row) == ("error", "skip"):
         limits = limits._replace(too_long="skip")
     used = [(one.path, one.repeat, source_label(one), [shard.line for shard in shards]) for one, shards in stored]
-    folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
+    # Tokens of other programs do not say which tokenizer their bytes are counted by.
+    follows_from = [used, limits, tokenizer_fingerprint(tokenize.tokenizer), MASK_VERSION, FORMAT]
+    folder = Path(data.cache_dir) / "views" / _digest(follows_from)
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
     for counts in examples.counts.values():  # every source has every count, zeros too
