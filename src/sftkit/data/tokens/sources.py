@@ -29,7 +29,7 @@ from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
-from sftkit.data.store import making, view
+from sftkit.data.store import keeping, making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, text
@@ -234,6 +234,7 @@ def prepare(
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(store.folder / making.STORE_FILE)
+    keeping.use(store.folder)
     from sftkit.data.tokens.processes import chunk_tokenizer
 
     with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
