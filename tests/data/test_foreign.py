@@ -226,6 +226,26 @@ def test_files_of_a_folder_are_shards_of_one_source_by_the_split_in_their_names(
         load(folder, split="test")
 
 
+def test_bytes_of_tokens_are_those_of_the_tokenizer_of_this_run(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
+) -> None:
+    np.array(flat(documents), "<u2").tofile(tmp_path / "x.npy")
+    before = load(tmp_path / "x.npy").num_bytes.tolist()
+    # Another tokenizer, that of the run too, by which one of the ids is a longer text.
+    made = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    vocabulary = made["model"]["vocab"]
+    now = next(token for token, i in vocabulary.items() if i == documents[0][1])
+    longest = max((token for token in vocabulary if token.isalpha()), key=len)
+    vocabulary[now], vocabulary[longest] = vocabulary[longest], vocabulary[now]
+    made["model"]["merges"] = []
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(made))
+    other = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    source = SourceConfig(path=str(tmp_path / "x.npy"), tokenizer_of=str(tmp_path / "tokenizer"))
+    data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
+    found = load_sources([source], data, RowTokenizer(text.tokenize, other, 64))
+    assert found.num_bytes[0] == before[0] + len(longest) - len(now) != before[0]
+
+
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 

@@ -348,6 +348,23 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [32, 12, 1]
 
 
+def release() -> None:
+    """Let go of all stores, as the end of a process does."""
+    while keeping.IN_USE:
+        os.close(keeping.IN_USE.popitem()[1])
+
+
+def test_a_store_that_a_process_reads_is_not_pruned(tmp_path: Path, load: Any, capsys: Any) -> None:
+    examples = load(write(tmp_path / "a.jsonl", TEXTS))
+    assert keeping.remove_least_used(tmp_path / "cache", "0") > 0  # the view
+    [store] = keeping.kept_in(tmp_path / "cache")
+    assert f"in use {store.folder}" in capsys.readouterr().out
+    assert [len(examples[i].ids) for i in range(len(examples))] == (examples.lengths + 1).tolist()
+    release()
+    keeping.remove_least_used(tmp_path / "cache", "0")
+    assert not list(keeping.kept_in(tmp_path / "cache"))
+
+
 def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, load: Any, capsys: Any) -> None:
     cache = tmp_path / "cache"
     for name, at in (("old", 1e9), ("new", 2e9)):
@@ -364,6 +381,7 @@ def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, 
     ids.write_bytes(ids.read_bytes()[:-1] + b"?")
     assert not keeping.print_kept(cache, verify=True)
     assert f"{ids.name} is not what was written" in capsys.readouterr().err
+    release()
     keeping.remove_least_used(cache, f"{sum(one.num_bytes for one in kept[:2]) + 1}")
     assert {one.folder for one in keeping.kept_in(cache)} == {one.folder for one in kept[:2]}
     keeping.remove_least_used(cache, "0G")

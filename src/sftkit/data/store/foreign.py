@@ -280,7 +280,7 @@ def open_source(
     row = 0
     for file in files:
         beside = [file.path.with_suffix(".idx"), *(Path(f"{file.path}.{end}") for end in ("index", "loss"))]
-        identity = [eos, *content_identity([file.path, *(one for one in beside if one.is_file())])]
+        identity = [eos, len(theirs), *content_identity([file.path, *(one for one in beside if one.is_file())])]
         place = str(file.path).replace(source.path, HERE, 1)
         for begin, end in _pieces(file, max(first - row, 0), min(past - row, len(file.start))):
             learned = np.flatnonzero((file.targets[begin:end] > 0) & (file.length[begin:end] > 1)) + begin

@@ -1,9 +1,12 @@
 """List, verify and remove what `data.cache_dir` keeps of tokenized sources: the command `sftkit data`. No torch."""
 
+import fcntl
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,19 @@ from sftkit.data.store.shards import Store
 from sftkit.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
+
+
+IN_USE: dict[Path, int] = {}
+"Store that this process reads or fills -> the descriptor that holds its lock."
+
+
+def use(folder: Path) -> None:
+    """Keep a store from being removed while this process lives: the files of a shard are opened when they are read."""
+    if (known := IN_USE.pop(folder, None)) is not None:  # the folder may be another one of that name
+        os.close(known)
+    with suppress(OSError):  # there is none on a full disk, or its file system has no locks
+        IN_USE[folder] = os.open(folder, os.O_RDONLY)
+        fcntl.flock(IN_USE[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 class Kept(NamedTuple):
@@ -64,7 +80,7 @@ def print_kept(cache: Path, *, verify: bool) -> bool:
 
 def remove_least_used(cache: Path, keep_size: str) -> int:
     """Remove the stores and views that were not used for the longest time until the others take at most `keep_size`,
-    such as 200G. Return the bytes that were freed. A run that reads a removed store keeps its memory maps.
+    such as 200G. Return the bytes that were freed. Stores that a process of this machine uses stay.
 
     Raises:
         ConfigError: the size cannot be read.
@@ -76,8 +92,19 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
     freed = 0
     for one in kept_in(cache):
         left -= one.num_bytes
-        if left < 0:
-            shutil.rmtree(one.folder)
-            freed += one.num_bytes
-            print_text(f"removed {one.folder}: {one.num_bytes / 1e9:.2f} GB  {one.source}")
+        if left >= 0:
+            continue
+        folder = os.open(one.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print_text(f"in use {one.folder}: {one.num_bytes / 1e9:.2f} GB  {one.source}")
+            continue
+        except OSError:  # a file system without locks
+            pass
+        finally:
+            os.close(folder)
+        shutil.rmtree(one.folder)
+        freed += one.num_bytes
+        print_text(f"removed {one.folder}: {one.num_bytes / 1e9:.2f} GB  {one.source}")
     return freed

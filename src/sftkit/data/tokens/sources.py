@@ -29,7 +29,7 @@ from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
-from sftkit.data.store import making, view
+from sftkit.data.store import keeping, making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, text
@@ -192,7 +192,9 @@ def load_sources(
     if limits is not None and (limits.too_long, data.on_bad_row) == ("error", "skip"):
         limits = limits._replace(too_long="skip")
     used = [(one.path, one.repeat, source_label(one), [shard.line for shard in shards]) for one, shards in stored]
-    folder = Path(data.cache_dir) / "views" / _digest([used, limits, MASK_VERSION, FORMAT])
+    # Tokens of other programs do not say which tokenizer their bytes are counted by.
+    follows_from = [used, limits, tokenizer_fingerprint(tokenize.tokenizer), MASK_VERSION, FORMAT]
+    folder = Path(data.cache_dir) / "views" / _digest(follows_from)
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
     for counts in examples.counts.values():  # every source has every count, zeros too
@@ -232,6 +234,7 @@ def prepare(
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(store.folder / making.STORE_FILE)
+    keeping.use(store.folder)
     from sftkit.data.tokens.processes import chunk_tokenizer
 
     with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
