@@ -47,12 +47,12 @@ def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: py
     assert max(map(len, CLI_USAGE.splitlines())) < 80
 
 
-@pytest.mark.parametrize("word", ["init", "chain", "prepare"])
-def test_help_of_a_word_begins_with_it_and_names_no_script(word: str) -> None:
+@pytest.mark.parametrize("words", ["init", "chain", "prepare", "data prepare"])
+def test_help_of_a_word_begins_with_it_and_names_no_script(words: str) -> None:
     """In a clone too, where the script of the folder is taken."""
-    done = sftkit(ROOT, word, "--help")
+    done = sftkit(ROOT, *words.split(), "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: sftkit {word} ")
+    assert done.stdout.startswith(f"usage: sftkit {words.split()[-1]} ")
     assert "python scripts/" not in done.stdout
 
 
