@@ -20,7 +20,7 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
   base|mid|sft RECIPE   train one stage: sftkit sft RECIPE [key=value ...]
   caption RECIPE        train a model with an encoder to say what it sees
   prepare RECIPE        tokenize data into the cache, before a GPU is used
-  data list             tokenized data in the cache; verify, prune, prepare RECIPE
+  data list             tokenized data in the cache; prepare, verify, prune
   inspect RECIPE        what would be learned and dropped, and its cost
   eval [RUN TASK ...]   measure a run, a checkpoint or a Hugging Face model
   chat [RUN]            talk to it
