@@ -289,15 +289,15 @@ def test_a_text_longer_than_a_piece_is_one_document(tmp_path: Path, load: Any, m
     )
 
 
+def thousand_zeros(row: Any, tokenizer: Any, max_length: int, **_: Any) -> Any:
+    ids = np.zeros(1000, np.int32)
+    return text.Tokenized([TokenizedExample(ids, np.arange(1000) > 300, 2000, size=1001, answers=((300, 1000),))])
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-
-    def made_up(row: Any, tokenizer: Any, max_length: int, **_: Any) -> Any:
-        ids = np.zeros(1000, np.int32)
-        return text.Tokenized([TokenizedExample(ids, np.arange(1000) > 300, 2000, size=1001, answers=((300, 1000),))])
-
-    monkeypatch.setattr(chat, "tokenize", made_up)
+    monkeypatch.setattr(chat, "tokenize", thousand_zeros)
     monkeypatch.setattr(making, "SHARD_CHARACTERS", 2**22)
     peaks = []
     for rows_ in (4_000, 40_000):
@@ -305,7 +305,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Any, mo
         data = DataConfig(train=(), cache_dir=str(tmp_path / "cache"))
         tracemalloc.start()
         examples = sources.load_sources(
-            [SourceConfig(path=str(path))], data, RowTokenizer(made_up, tokenizer, 800, "truncate")
+            [SourceConfig(path=str(path))], data, RowTokenizer(thousand_zeros, tokenizer, 800, "truncate")
         )
         examples.num_targets.sum()
         peaks.append(tracemalloc.get_traced_memory()[1])
