@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, readers
 from sftkit.data.reading.rows import parse
-from sftkit.data.tokens import chat, sources
+from sftkit.data.tokens import chat, processes, sources
 from sftkit.data.types import Examples, Finding, Row
 from sftkit.errors import DataError, texts
 
@@ -169,7 +169,7 @@ def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, capl
 def test_a_start_from_the_cache_tells_the_reasons_again(load, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(GOOD, "{", record(USER, RESULT, ANSWER))
     caplog.clear()
-    monkeypatch.setattr(sources, "_tokenize_chunk", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(processes, "tokenize_chunk", lambda *_: pytest.fail("tokenized again"))
     with caplog.at_level(logging.WARNING):
         again = load(GOOD, "{", record(USER, RESULT, ANSWER))
     assert again.findings == first.findings
