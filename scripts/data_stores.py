@@ -21,8 +21,10 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=Path, default=Path(DataConfig.cache_dir), metavar="DIR")
     parser.add_argument("--keep-size", metavar="SIZE", help="prune: what may stay, such as 200G; the least used go")
     flags = parser.parse_args()
-    if (flags.do == "prune") != (flags.keep_size is not None):
-        parser.error("--keep-size is for prune, which needs it")
+    if flags.do == "prune" and flags.keep_size is None:
+        parser.error("prune needs --keep-size, such as --keep-size 200G")
+    if flags.do != "prune" and flags.keep_size is not None:
+        parser.error(f"--keep-size is for prune, not for {flags.do}")
     if flags.do == "prune":
         keeping.remove_least_used(flags.cache_dir, flags.keep_size)
         return 0

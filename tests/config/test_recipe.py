@@ -521,7 +521,8 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ),
         (["data.val=[{path: v, weight: 1}]"], "data.val.0.weight: 1 only goes with data.train"),
         (["data.val=[{path: v, repeat: 1.5}]"], "data.val.0.repeat: 1.5 only goes with data.train if it is no whole"),
-        (["data.tokens=1e6"], "data.tokens: and train.max_steps are both given"),
+        (["data.tokens=1e6"], "data.tokens: and train.max_steps are both given: set one of them to null"),
+        (["data.train=[a.jsonl]"], 'data.train.0: must be a mapping of keys, not "a.jsonl": write {path: a.jsonl}'),
         (
             ["data.tokens=1e6", "train.max_steps=null", "data.layout=fixed"],
             "data.tokens: only goes with layout packed, not fixed",

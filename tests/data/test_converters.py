@@ -12,8 +12,9 @@ import pytest
 from sftkit.config.schema import SourceConfig, where_columns, where_counts
 from sftkit.data.hygiene import content_hash, head_hash
 from sftkit.data.reading import origin, rows
+from sftkit.data.reading.columns import finding_text
 from sftkit.data.tokens import chat, sources, text
-from sftkit.data.types import Tokenized
+from sftkit.data.types import Finding, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut
 
 ASK, ANSWER = {"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Answer"}
@@ -278,7 +279,18 @@ def test_what_columns_leave_or_replace_is_counted_as_unused(tmp_path: Path) -> N
     [row] = sources.read_source(source_of(tmp_path, given, columns={"messages": "data.turns"}))
     assert (row.messages, row.unused) == ([ASK, ANSWER], ("column data", "column messages of the row"))
     [row] = sources.read_source(source_of(tmp_path, [{"messages": [ASK, ANSWER]}], columns={"system": "data.who"}))
-    assert row.messages == [ASK, ANSWER]  # a row without that column is read as it is
+    assert row.messages == [ASK, ANSWER]  # a row without that column is read as it is, and counted
+    assert row.unused == ("no column data.who, which columns.system names",)
+    found = finding_text(Finding("unused", row.unused[0], 2, "a.jsonl:1"))
+    assert found == "2 rows have no column data.who, which columns.system names; the first: a.jsonl:1"
+
+
+def test_a_row_without_the_columns_that_its_source_names_says_which(tmp_path: Path) -> None:
+    given = source_of(tmp_path, [{"data": {"turns": [ASK, ANSWER]}}], columns={"messages": "data.turn"})
+    with pytest.raises(
+        DataError, match=r"columns data; not in this row: data\.turn are none .* source's columns, such as"
+    ):
+        list(sources.read_source(given))
 
 
 def test_columns_name_columns_that_have_a_meaning(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ class TestChoose:
         _, validation = corpus.choose(large, small, val_fraction=0.1)
         assert list(validation) == ["large"]
         assert "source small: data.val_fraction=0.1 holds out none" in caplog.text
-        with pytest.raises(DataError, match=r"val_fraction: 0\.1 holds out no document"):
+        with pytest.raises(DataError, match=r"val_fraction: 0\.1 holds out none of "):
             corpus.choose(small, val_fraction=0.1)
         with pytest.raises(DataError, match=r"small\.jsonl: no document is left; 1 document left out, where"):
             corpus.choose(large, corpus.source("small", ["only one"], where={"min_tokens": 9}))

@@ -376,7 +376,10 @@ def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, 
     kept = list(keeping.kept_in(cache))
     assert [Path(one.source).stem for one in kept if one.source] == ["new", "old"]
     assert keeping.print_kept(cache, verify=True)
-    assert "13 documents" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "13 documents" in out
+    assert "2 stores, 2 views in" in out
+    assert "the files of all stores have their sha256" in out
     ids = next(kept[-1].folder.parents[1].glob("stores/*/*.ids.bin"))
     ids.write_bytes(ids.read_bytes()[:-1] + b"?")
     assert not keeping.print_kept(cache, verify=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_recipe
@@ -18,7 +20,9 @@ from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import Deadline, Stopping
 from sftkit.tracking.meter import RUN_COUNTS
 from sftkit.tracking.names import PROGRESS, Progress, progress_of
+from sftkit.train import loop
 from sftkit.train.parts import Evaluation, LoopPosition, TrainServices, checkpoint_state, evaluate_at, first_evaluation
+from sftkit.verify import proof
 
 ENGINE: Any = SimpleNamespace(evaluating=nullcontext)
 
@@ -61,6 +65,14 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_an_error(tmp_path: P
         rt.stopping.deadline = Deadline(1.0, started=-1e6)
     with pytest.raises(ConfigError, match="the time was up before the first step"):
         first_evaluation(cfg, status, rt, ENGINE, services(tmp_path, stop))
+
+
+def test_a_time_limit_that_is_over_in_the_warm_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = tiny_recipe(tmp_path, train=TrainConfig(max_minutes=1.0))
+    parts: Any = replace(services(tmp_path, stop), check_validation=partial(stop, 0))
+    monkeypatch.setattr(proof, "verified_warm_up", lambda *_: SimpleNamespace(checks=()))
+    with pytest.raises(ConfigError, match="the time was up before the first step"):
+        loop.warm_up_engine(cfg, ENGINE, cast(Any, None), parts, RunStatus(tmp_path, 0, 1), cpu_runtime())
 
 
 def test_a_step_counts_towards_the_time_limit_only_where_there_is_one() -> None:

@@ -190,6 +190,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     if keys == ("adapter",):
         method = f"{{method: {value}}}" if value in ("lora", "dora") else "{}"
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
+    if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
+        return f": write {{path: {value}}}"
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
         return ""
     listed = f"[{value}]"

@@ -444,7 +444,10 @@ def _mixture(get: Get) -> Iterator[Problem]:
         if any(weighted) and row.weight is None:
             yield f"{key}.weight", f"is missing, and {labels[weighted.index(True)]} has one: give each source a weight"
         if row.weight is not None and row.repeat != 1:
-            yield f"{key}.repeat", f"{row.repeat} does not go with weights, which decide how often a source is passed"
+            yield (
+                f"{key}.repeat",
+                f"{row.repeat} does not go with weights, which decide the passes of a source: leave it out",
+            )
         if row.max_epochs is not None and row.weight is None:
             yield f"{key}.max_epochs", "only goes with weights: train.epochs and repeat say how often it is passed"
         if row.order == "given" and row.weight is None and len(rows) > 1:
@@ -459,7 +462,7 @@ def _mixture(get: Get) -> Iterator[Problem]:
     stages = get("data.stages") or ()
     if get("data.tokens") is not None:
         if get("train.max_steps") is not None:
-            yield "data.tokens", "and train.max_steps are both given: leave one out"
+            yield "data.tokens", "and train.max_steps are both given: set one of them to null"
         if get("data.layout") != "packed":
             yield "data.tokens", f"only goes with layout packed, not {get('data.layout')}: set train.max_steps"
     if not any(weighted):

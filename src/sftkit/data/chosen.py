@@ -25,7 +25,7 @@ from sftkit.data.reading.origin import find_source
 from sftkit.data.types import Examples, Finding
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
-from sftkit.runtime.script import working
+from sftkit.runtime.script import counted, working
 
 log = logging.getLogger(__name__)
 
@@ -249,8 +249,10 @@ def choose_documents(
         findings[name] = (*told, *findings.get(name, ()))
         if not (own & used & ~aside).any():
             reasons = "".join(f"; {finding_text(one)}" for one in told)
-            reasons += f"; {int((own & aside).sum()):,} held out (data.val_fraction)" if data.val_fraction else ""
-            raise DataError(f"data source {source.path}: no document is left{reasons}")
+            if count := int((own & aside).sum()):
+                reasons += f"; {count:,} held out (data.val_fraction)"
+            advice = "Loosen these settings, or remove the source"
+            raise DataError(f"data source {source.path}: no document is left{reasons}. {advice}")
         kept.append(passes[i][:, (used & ~aside)[own]].ravel())
         sizes = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
         counts[name] = counts[name] | sizes | {"documents": kept[-1].size}
@@ -262,7 +264,8 @@ def choose_documents(
         elif data.val_fraction:
             log.warning(hint("nothing held out", name=name, fraction=data.val_fraction))
     if data.val_fraction and not any(counts[name]["held_out"] for name in training.source_names):
-        raise DataError(f"data.val_fraction: {data.val_fraction} holds out no document: raise it, or set data.val")
+        there = counted(int(used.sum()), "document")
+        raise DataError(f"data.val_fraction: {data.val_fraction} holds out none of {there}: raise it, or set data.val")
     return training.take(np.concatenate(kept), counts=counts, findings=findings), validation
 
 

@@ -264,7 +264,7 @@ class Suite:
         if not self.validation or self.model is None or self.layout is None:
             return {}
         documents = sum(map(len, self.validation.values()))
-        with script.working(f"evaluating the loss of {documents:,} documents"):
+        with script.working(f"evaluating the loss of {script.counted(documents, 'document')}"):
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
     def captions(self) -> tuple[list[Result], list[dict[str, Any]]]:

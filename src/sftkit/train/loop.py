@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sftkit.config.schema import Config, OptimConfig
+from sftkit.config.schema import Config
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.engine.engine import Engine
+from sftkit.errors import Stopped, config_error
 from sftkit.optim.protocol import learning_rate
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
@@ -151,12 +152,12 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
 
 
 def warm_up_engine(
-    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime, optim: OptimConfig
+    cfg: Config, engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
 ) -> tuple[WarmUp, list[names.Check]]:
     """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
     Raises:
-        ConfigError: the run cannot work with these settings.
+        ConfigError: the run cannot work with these settings, or the time of train.max_minutes is up.
     """
     from sftkit.verify import proof
     from sftkit.verify.counts import flops_check, rates_check
@@ -164,11 +165,15 @@ def warm_up_engine(
 
     status.at(status.step, "warm-up")
     ready = verified_warm_up(engine, rt, rt.print)
+    try:
+        validation = services.check_validation()
+    except Stopped:
+        raise config_error("no time for a step", max_minutes=cfg.train.max_minutes) from None
     checks = [
         *ready.checks,
         *services.data_checks,
-        *services.check_validation(),
-        rates_check(status.total_steps or 1, optim),
+        *validation,
+        rates_check(status.total_steps or 1, cfg.optim),
         flops_check(engine.model),
         proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
         proof.resume_check(status.step, services.checkpoints.resumed_from),
@@ -261,7 +266,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     with watchdog.Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: compile every graph for every declared shape. Its checks and those of the data go to proof.json.
         frozen = FrozenWeights(orig_model, rt)
-        ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
+        ready, checks = warm_up_engine(cfg, engine, batches, services, status, rt)
         # After the warm-up, so that a run that cannot train fails before it spends time on an evaluation.
         evaluation = parts.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)

@@ -53,6 +53,10 @@ def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
     return tuple(replace(one, rows=one.rows * repeat) for one in findings)
 
 
+NOT_FOUND = "no column "
+"How an unused name begins that the source's `columns` looks for and a row does not have."
+
+
 def finding_text(finding: Finding) -> str:
     """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`, or `12,000 rows have a
     column quality, which is not used; the first: a.jsonl:1`."""
@@ -62,7 +66,8 @@ def finding_text(finding: Finding) -> str:
         return f"{counted(finding.rows, 'row')} read as {finding.reason}; the first: {finding.first}"
     if finding.kind == "unused":
         rows = f"{counted(finding.rows, 'row')} {'has' if finding.rows == 1 else 'have'}"
-        return f"{rows} a {finding.reason}, which is not used; the first: {finding.first}"
+        what = finding.reason if finding.reason.startswith(NOT_FOUND) else f"a {finding.reason}, which is not used"
+        return f"{rows} {what}; the first: {finding.first}"
     nouns = {"skipped": "bad row", "left out": "document"}
     rows = counted(finding.rows, nouns.get(finding.kind, "row"))
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
@@ -368,6 +373,14 @@ def moved(row: JsonObject, source: SourceConfig) -> JsonObject:
         if found is not None:
             values[name] = found
     return {(f"{name} of the row" if name in values else name): value for name, value in result.items()} | values
+
+
+def not_found(row: JsonObject, source: SourceConfig) -> tuple[str, ...]:
+    """Return what the source's `columns` names and a row does not have, as findings count it."""
+    columns = (source.columns or {}).items()
+    return tuple(
+        f"{NOT_FOUND}{path}, which columns.{name} names" for name, path in columns if _take(row, path)[0] is None
+    )
 
 
 def _take(row: JsonObject, path: str) -> tuple[object, JsonObject]:

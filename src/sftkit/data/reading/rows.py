@@ -56,7 +56,9 @@ def parse(raw: RawRow) -> Row:
     where, _, source = raw
     if isinstance(found, dict):
         columns.check_where(found, source, where)
-        found = columns.moved(found, source)
+        absent = columns.not_found(found, source)
+        row = convert(columns.moved(found, source), where, source)
+        return replace(row, unused=(*row.unused, *absent)) if absent else row
     return convert(found, where, source)
 
 
@@ -77,6 +79,8 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
             raise fault(where, "tree of answers")
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
+        absent = [path for name, path in ((source and source.columns) or {}).items() if name not in present]
+        empty += f"; not in this row: {', '.join(absent)}" if absent else ""
         shapes = " ".join(ACCEPTED.split())
         raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.

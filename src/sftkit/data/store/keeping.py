@@ -14,6 +14,7 @@ from sftkit.config.terminal import print_text
 from sftkit.data.store.making import STORE_FILE, read_about
 from sftkit.data.store.shards import Store
 from sftkit.errors import ConfigError
+from sftkit.runtime.script import counted
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 
@@ -68,13 +69,18 @@ def kept_in(cache: Path, *, verify: bool = False) -> Iterator[Kept]:
 def print_kept(cache: Path, *, verify: bool) -> bool:
     """Print a line for each store and view; return whether none is damaged."""
     whole = True
-    for one in kept_in(cache, verify=verify):
+    kept = list(kept_in(cache, verify=verify))
+    for one in kept:
         used = time.strftime("%Y-%m-%d", time.localtime(one.used))
         what = f"{one.tokens:,} tokens  {one.documents:,} documents  {one.source}" if one.source else "view"
-        print_text(f"{one.folder.name}  {one.num_bytes / 1e9:8.2f} GB  used {used}  {what}")
+        print_text(f"{one.folder.name}  {one.num_bytes / 1e6:12,.1f} MB  used {used}  {what}")
         for problem in one.damaged:
             whole = False
             print_text(f"  damaged, made again when it is used: {problem}", error=True, level="error")
+    stores = sum(bool(one.source) for one in kept)
+    parts = f"{counted(stores, 'store')}, {counted(len(kept) - stores, 'view')}"
+    verdict = "; the files of all stores have their sha256" if verify and whole else ""
+    print_text(f"{parts} in {cache}: {sum(one.num_bytes for one in kept) / 1e6:,.1f} MB{verdict}")
     return whole
 
 
@@ -98,7 +104,7 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_text(f"in use {one.folder}: {one.num_bytes / 1e9:.2f} GB  {one.source}")
+            print_text(f"in use {one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}")
             continue
         except OSError:  # a file system without locks
             pass
@@ -106,5 +112,5 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
             os.close(folder)
         shutil.rmtree(one.folder)
         freed += one.num_bytes
-        print_text(f"removed {one.folder}: {one.num_bytes / 1e9:.2f} GB  {one.source}")
+        print_text(f"removed {one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}")
     return freed
