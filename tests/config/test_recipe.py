@@ -489,6 +489,10 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["data.train=[]"], "data.train: is empty"),
         (["data.train=[{path: a/x.jsonl}, {path: b/x.parquet}]"], 'data.train.1.name: "x" is already the name of'),
         (["data.train=[{path: a, where: {min_tokens: 0}}]"], "data.train.0.where.min_tokens: is 0, not a whole number"),
+        (
+            ["data.train=[{path: a, where: {max_tokens: 1025}}]", "data.max_length=1024"],
+            "data.train.0.where.max_tokens: 1,025 leaves nothing out: data.max_length 1,024 cuts",
+        ),
         (["data.train=[{path: a, where: {max_turns: true}}]"], "data.train.0.where.max_turns: is True, not a whole"),
         (["data.train=[{path: a, roles: {bot: robot}}]"], "data.train.0.roles.bot: "),
         (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),

@@ -350,8 +350,8 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 def release() -> None:
     """Let go of all stores, as the end of a process does."""
-    while keeping.IN_USE:
-        os.close(keeping.IN_USE.popitem()[1])
+    while sources.IN_USE:
+        os.close(sources.IN_USE.popitem()[1])
 
 
 def test_a_store_that_a_process_reads_is_not_pruned(tmp_path: Path, load: Any, capsys: Any) -> None:

@@ -502,6 +502,13 @@ def _chosen(get: Get) -> Iterator[Problem]:
         if task not in (known := ("all", *TASKS)):
             meant = "".join(f' Did you mean "{near}"?' for near in difflib.get_close_matches(task, known, n=1))
             yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{meant}'
+    max_length = get("data.max_length")
+    for part in ("data.train", "data.val"):
+        for i, row in enumerate(get(part)):
+            most = (row.get("where") or {}).get("max_tokens")
+            if max_length is not None and isinstance(most, int) and most > max_length:
+                why = f"{most:,} leaves nothing out: data.max_length {max_length:,} cuts what is longer before"
+                yield f"{part}.{i}.where.max_tokens", f"{why}. data.too_long=drop leaves out longer conversations"
     if get("data.val_fraction") is not None:
         train, val = ([source_label(SourceConfig(**row)) for row in get(f"data.{part}")] for part in ("train", "val"))
         for label in {*train} & {*val}:

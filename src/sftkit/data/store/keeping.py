@@ -6,7 +6,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,19 +16,6 @@ from sftkit.errors import ConfigError
 from sftkit.runtime.script import counted
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
-
-
-IN_USE: dict[Path, int] = {}
-"Store that this process reads or fills -> the descriptor that holds its lock."
-
-
-def use(folder: Path) -> None:
-    """Keep a store from being removed while this process lives: the files of a shard are opened when they are read."""
-    if (known := IN_USE.pop(folder, None)) is not None:  # the folder may be another one of that name
-        os.close(known)
-    with suppress(OSError):  # there is none on a full disk, or its file system has no locks
-        IN_USE[folder] = os.open(folder, os.O_RDONLY)
-        fcntl.flock(IN_USE[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 class Kept(NamedTuple):
@@ -86,7 +72,7 @@ def print_kept(cache: Path, *, verify: bool) -> bool:
 
 def remove_least_used(cache: Path, keep_size: str) -> int:
     """Remove the stores and views that were not used for the longest time until the others take at most `keep_size`,
-    such as 200G. Return the bytes that were freed. Stores that a process of this machine uses stay.
+    such as 200G. Return the bytes that were freed. Stores that a process of this machine uses (sources.use) stay.
 
     Raises:
         ConfigError: the size cannot be read.

@@ -6,6 +6,7 @@ A store is found by its key: the content of the source, and all else that its to
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
 from sftkit.data.reading.origin import Origin, find_source
-from sftkit.data.store import keeping, making, view
+from sftkit.data.store import making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, text
@@ -175,6 +176,19 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error", data: Data
 # ---- stores ----------------------------------------------------------------------------------------------------------
 
 
+IN_USE: dict[Path, int] = {}
+"Store that this process reads or fills -> the descriptor that holds its lock."
+
+
+def use(folder: Path) -> None:
+    """Keep a store from being pruned while this process lives: the files of a shard are opened when they are read."""
+    if (known := IN_USE.pop(folder, None)) is not None:  # the folder may be another one of that name
+        os.close(known)
+    with suppress(OSError):  # there is none on a full disk, or its file system has no locks
+        IN_USE[folder] = os.open(folder, os.O_RDONLY)
+        fcntl.flock(IN_USE[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 def load_sources(
     sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer, peers: Peers = making.NO_PEERS
 ) -> Examples:
@@ -234,7 +248,7 @@ def prepare(
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(store.folder / making.STORE_FILE)
-    keeping.use(store.folder)
+    use(store.folder)
     from sftkit.data.tokens.processes import chunk_tokenizer
 
     with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
