@@ -281,9 +281,9 @@ def _json(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         return
     if isinstance(value, dict):
         lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        if "data" in lists and len(lists) > 1:
-            problem = f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
-            raise DataError(problem)
+        if isinstance(value.get("data"), list) and {*lists} - {"data"}:
+            names = ", ".join({"data": 0} | dict.fromkeys(lists))
+            raise DataError(f"{path}: lists under {names}: keep one, or write JSON lines (.jsonl)")
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")

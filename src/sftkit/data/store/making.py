@@ -112,10 +112,11 @@ def shards_of(
         if (own and shard is None) or (shard is not None and shard.ends):
             break
     for one in made_elsewhere:
-        shard = _wait(store, one, peers)
-        if shard is None:
-            with store.claim(one):
-                shard = _make(store, source, one, reader, tokenize, peers)
+        own = False
+        while (shard := _wait(store, one, peers)) is None and not own:
+            with store.claim(one) as own:
+                if own and (shard := _make(store, source, one, reader, tokenize, peers)) is not None:
+                    break
         if shard is not None:
             yield shard
 

@@ -284,8 +284,10 @@ class Store:
         """
         if on_disk:
             make_folder(self.folder)
-            for draft in self.folder.glob(f".{span}.*.tmp"):  # of a process that was killed
-                draft.unlink(missing_ok=True)
+            for draft in self.folder.glob(f".{span}.*.tmp"):
+                # Of a process that was killed, unless two took one shard at the same moment.
+                if not Path(f"/proc/{draft.name.split('.')[-3]}").exists():
+                    draft.unlink(missing_ok=True)
         total = TokenizedRows()
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
