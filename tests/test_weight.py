@@ -14,7 +14,7 @@ SRC = ROOT / "src"
 IMPORT_SHARE = 0.095
 MODULES = 130
 CODE_LINES = 15_000
-PACKAGE_CODE_LINES = 32_000
+PACKAGE_CODE_LINES = 32_050
 "28,250 before data of any size: stores, batches of rows, mixtures, choice of documents, further formats."
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
