@@ -375,7 +375,7 @@ def moved(row: JsonObject, source: SourceConfig) -> JsonObject:
     return {(f"{name} of the row" if name in values else name): value for name, value in result.items()} | values
 
 
-def not_found(row: JsonObject, source: SourceConfig) -> tuple[str, ...]:
+def missing_columns(row: JsonObject, source: SourceConfig) -> tuple[str, ...]:
     """Return what the source's `columns` names and a row does not have, as findings count it."""
     columns = (source.columns or {}).items()
     return tuple(

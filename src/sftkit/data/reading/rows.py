@@ -56,7 +56,7 @@ def parse(raw: RawRow) -> Row:
     where, _, source = raw
     if isinstance(found, dict):
         columns.check_where(found, source, where)
-        absent = columns.not_found(found, source)
+        absent = columns.missing_columns(found, source)
         row = convert(columns.moved(found, source), where, source)
         return replace(row, unused=(*row.unused, *absent)) if absent else row
     return convert(found, where, source)
