@@ -16,3 +16,7 @@ transformers.utils.is_torch_available = import_utils.is_torch_available = found
 
 import sftkit.data.tokens.batch  # noqa: E402
 import sftkit.data.tokens.processes  # noqa: E402, F401
+from sftkit.runtime.signals import ignore_signals  # noqa: E402
+
+# A signal to the group of processes would end the server, and leave its forks to nobody.
+ignore_signals()
