@@ -87,7 +87,7 @@ TORCH_FREE = (
         "evals/flags.py",
     ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading"),
-    *("data/hygiene.py", "data/chosen.py", "runtime/hub.py"),
+    *("data/hygiene.py", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
@@ -218,7 +218,7 @@ def test_what_a_refused_recipe_touches_loads_no_torch() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    parts = ["types", "demo", "reading", "hygiene", "chosen", "store", "tokens", "batches"]
+    parts = ["types", "demo", "reading", "hygiene", "store", "tokens", "batches"]
     assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
     for index, part in enumerate(parts):
         folder = SRC / "data" / part

@@ -94,8 +94,8 @@ def assert_same(tokenize: RowTokenizer, given: Sequence[Row], sizes: Sequence[in
     for size in sizes:
         whole = RowTokenizer(**{name: getattr(tokenize, name) for name in tokenize.__dataclass_fields__})
         alone: list[Row] = []
-        slowly = whole._batch._alone
-        whole._batch._alone = lambda row, slowly=slowly, alone=alone: alone.append(row) or slowly(row)  # type: ignore
+        slowly = whole._batch.by_itself
+        whole._batch.by_itself = lambda row, slowly=slowly, alone=alone: alone.append(row) or slowly(row)  # type: ignore
         found = [one for i in range(0, len(given), size) for one in whole.many(given[i : i + size])]
         assert whole._batch.different is None
         for row, one, other in zip(given, expected, found, strict=True):

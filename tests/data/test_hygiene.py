@@ -13,8 +13,16 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SampleConfig, SourceConfig, source_label
 from sftkit.data.batches.loader import load_examples
-from sftkit.data.chosen import Benchmarks, Copies, Questions, choose_documents, near_copies
-from sftkit.data.hygiene import content_hash, head_hash, held_out
+from sftkit.data.hygiene import (
+    Benchmarks,
+    Copies,
+    Questions,
+    choose_documents,
+    content_hash,
+    head_hash,
+    held_out,
+    near_copies,
+)
 from sftkit.data.reading import rows
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.tokens.text import tokenize_any

@@ -92,6 +92,16 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     assert sum(shard.line["counts"]["answers"] for shard in found) == 2 * ROWS
 
 
+def test_a_start_parses_the_manifest_once_whatever_the_number_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path)
+    parsed: list[bytes] = []
+    monkeypatch.setattr(shards, "_is_whole", lambda line: parsed.append(line) or True)
+    assert len(made(tmp_path)) == 3
+    assert len(parsed) == 3
+
+
 def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) -> None:
     ids = np.arange(5)
     part = TokenizedRows(where=["a:1"])

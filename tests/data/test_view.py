@@ -10,6 +10,7 @@ import pickle
 import shutil
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,9 +26,11 @@ from sftkit.data.reading import rows
 from sftkit.data.store import keeping, making
 from sftkit.data.store.view import ROLE_COUNTS
 from sftkit.data.tokens import chat, processes, sources, text
+from sftkit.data.tokens.batch import RowBatches
 from sftkit.data.tokens.sources import RowTokenizer
-from sftkit.data.types import Examples, TokenizedExample
+from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
+from sftkit.preflight.data import source_facts
 
 
 def turn(role: str, words: int, **more: Any) -> dict[str, Any]:
@@ -212,6 +215,34 @@ def test_what_changes_tokens_is_tokenized_again(
         assert len(tokenized) == 12 * number
 
 
+def test_a_source_with_a_row_that_differs_in_a_batch_is_tokenized_row_by_row(
+    tmp_path: Path, load: Any, tokenized: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    expected = load(path, cache_dir=str(tmp_path / "right"))
+    del tokenized[:]
+
+    def wrong(batch: RowBatches, rows: Sequence[Row]) -> list[Any]:
+        batch.different = rows[0].where
+        return [Tokenized([]) for _ in rows]
+
+    monkeypatch.setattr(RowBatches, "many", wrong)
+    for _ in range(2):  # the second start knows that it was so
+        found = load(path)
+        documents = np.arange(len(expected))
+        assert len(found) == len(expected)
+        assert all(map(np.array_equal, found.gather(documents), expected.gather(documents)))
+    assert tokenized == [*range(8), *range(12)], "a chunk together, then all by themselves, and never again"
+
+
+def test_a_part_of_a_pass_counts_as_a_part(tmp_path: Path, load: Any) -> None:
+    source = SourceConfig(path=str(write(tmp_path / "a.jsonl", TEXTS)))
+    (once,) = source_facts(load(source))
+    (found,) = source_facts(load(replace(source, repeat=2.5)))
+    for name in ("rows", "documents", "tokens", "targets"):
+        assert abs(found[name] - 2.5 * once[name]) <= 0.5 < once[name], name
+
+
 def test_places_are_those_of_the_source_as_it_is_now(tmp_path: Path, load: Any, tokenized: list[int]) -> None:
     write(tmp_path / "a.jsonl", [*TEXTS, {"text": 5}])
     with pytest.raises(DataError) as first:
@@ -250,6 +281,7 @@ def test_another_version_of_a_library_tokenizes_some_rows_to_compare(
     assert tokenized == [0, 1, 2], "compared once"
     real = text._ids
     monkeypatch.setattr(text, "_ids", lambda *args, **settings: real(*args, **settings)[::-1])
+    monkeypatch.setattr(RowBatches, "many", lambda batch, rows: [batch.by_itself(row) for row in rows])
     monkeypatch.setattr(sources, "version", lambda _: "10")
     for _ in range(2):
         assert load(path)[0].ids.tolist() != first[0].ids.tolist()

@@ -129,7 +129,7 @@ class EncoderInputs:
 
 
 class DocumentColumns(NamedTuple):
-    """What documents are chosen by (chosen.py), arrays [D]."""
+    """What documents are chosen by (hygiene.py), arrays [D]."""
 
     row: np.ndarray
     "int, number of its row in the source"

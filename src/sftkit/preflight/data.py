@@ -91,13 +91,16 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
     count = len(examples.source_names)
     tokens = np.bincount(sources, weights=examples.lengths, minlength=count)
     targets = np.bincount(sources, weights=examples.num_targets, minlength=count)
+    stored = np.bincount(sources, minlength=count)
     facts = []
     for i, name in enumerate(examples.source_names):
         counts = examples.counts.get(name, {})
         numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
         answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
-        learned_of = {"tokens": int(tokens[i]), "targets": int(targets[i])}
+        # A part of a pass (repeat: 2.5) is stored as a whole one.
+        share = counts.get("documents", stored[i]) / max(stored[i], 1)
+        learned_of = {"tokens": round(tokens[i] * share), "targets": round(targets[i] * share)}
         learned_of |= {key: counts[key] for key in ("left_out", "held_out") if counts.get(key)}
         facts.append({"name": name, **numbers, **learned_of, "answers": answers, "findings": found})
         if name in examples.files:

@@ -27,7 +27,7 @@ from sftkit.runtime import script, signals
 from sftkit.runtime.start import Runtime
 
 if TYPE_CHECKING:
-    from sftkit.data.chosen import Benchmarks
+    from sftkit.data.hygiene import Benchmarks
 
 
 class AdapterStep(NamedTuple):
@@ -283,7 +283,7 @@ def load_examples(
     limited = [source for source in (*data.train, *data.val) if source.sample or where_counts(source)]
     if not (limited or data.val_fraction or data.dedup or benchmarks):
         return training, validation
-    from sftkit.data.chosen import choose_documents  # most runs take all of them
+    from sftkit.data.hygiene import choose_documents  # most runs take all of them
 
     decode = tokenize.tokenizer.backend_tokenizer.decode_batch  # leaves special tokens out
     with nullcontext() if rt is None else rt.main_first():

@@ -45,12 +45,12 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
     tally[kind, reason] = replace(known, rows=known.rows + rows)
 
 
-def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
+def sort_findings(tally: Tally, repeat: float = 1) -> tuple[Finding, ...]:
     """Sort findings: rows that are not learned from first, how rows are read last, then by frequency. Counts are over
     `repeat` passes, as for all of a source."""
     order = {"accepted": 1, "unused": 2, "read": 3}
     findings = sorted(tally.values(), key=lambda one: (order.get(one.kind, 0), -one.rows))
-    return tuple(replace(one, rows=one.rows * repeat) for one in findings)
+    return tuple(replace(one, rows=round(one.rows * repeat)) for one in findings)
 
 
 NOT_FOUND = "no column "

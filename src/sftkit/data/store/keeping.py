@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +41,16 @@ def kept_in(cache: Path, *, verify: bool = False) -> Iterator[Kept]:
         verify: read all files of stores, and compare them with their sha256.
     """
     found = []
-    for folder in (*cache.glob("stores/*"), *cache.glob("views/*")):
+    for folder in (*cache.glob("stores/[!.]*"), *cache.glob("views/[!.]*")):  # no drafts
         store = Store(folder, 0)
         lines = store.lines().values()
         damaged = tuple(filter(None, (store.damage(line, again=True) for line in lines))) if verify else ()
         marks = [path for path in (folder / STORE_FILE, folder / "about.json") if path.exists()]
         used = max((path.stat().st_mtime for path in (*marks, folder)), default=0.0)
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        size = 0
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):  # a lock or a draft of a run that fills the store
+                size += path.stat().st_size
         totals = (sum(line[name] for line in lines) for name in ("tokens", "documents"))
         found.append(Kept(folder, str(read_about(store).get("source", "")), size, used, damaged, *totals))
     return iter(sorted(found, key=lambda one: -one.used))
@@ -86,17 +90,16 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
         left -= one.num_bytes
         if left >= 0:
             continue
+        what = f"{one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}"
         folder = os.open(one.folder, os.O_RDONLY)
+        in_use = False
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_text(f"in use {one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}")
-            continue
-        except OSError:  # a file system without locks
-            pass
-        finally:
-            os.close(folder)
-        shutil.rmtree(one.folder)
-        freed += one.num_bytes
-        print_text(f"removed {one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}")
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until it is removed
+        except OSError as error:  # else a file system without locks
+            in_use = isinstance(error, BlockingIOError)
+        if not in_use:
+            shutil.rmtree(one.folder)
+            freed += one.num_bytes
+        os.close(folder)
+        print_text(f"{'in use' if in_use else 'removed'} {what}")
     return freed

@@ -21,11 +21,11 @@ from sftkit.rundir.files import make_folder, read_object, replace_shared
 from sftkit.runtime.script import working
 
 CHUNK_ROWS = 512
-"ReadRows that are tokenized at a time, by one process."
+"Rows that are tokenized at a time, by one process."
 SHARD_CHARACTERS = 2**27
 "Characters of rows that make some 2**25 tokens, a shard: at the end of each, processes wait for one another."
 MOST_ROWS = 2**20
-"ReadRows of a shard, whatever they hold."
+"Rows of a shard, whatever they hold."
 POLL_SECONDS = 0.2
 STORE_FILE = "store.json"
 "What decides the tokens of a store, and the rows of a shard."
@@ -50,6 +50,12 @@ class Peers:
 
 
 NO_PEERS = Peers()
+DIFFERS = "differs"
+"Key of store.json: place of a row that came out otherwise by itself, so that shards of the store may be wrong."
+
+
+class RowsDiffer(Exception):
+    """A row of the source, which is named, came out otherwise by itself than together with others."""
 
 
 def read_about(store: Store) -> dict[str, Any]:
@@ -92,31 +98,37 @@ def shards_of(
         span: the first row, and one past the last; None: to the end.
 
     Raises:
-        ConfigError: the disk is full. DataError: a bad row.
+        ConfigError: the disk is full. DataError: a bad row. RowsDiffer: rows must be tokenized by themselves.
     """
     reader = _Reader(rows)
+
+    def made(one: RowSpan) -> tuple[Shard | None, bool]:
+        """Return the shard, None if the source ends before it; and whether no other process is making it."""
+        with store.claim(one) as own:
+            found = (store.find(one, said=True) or _make(store, source, one, reader, tokenize, peers)) if own else None
+        return found, own
+
     made_elsewhere: list[RowSpan] = []
     for one in _spans(span, per_shard):
         shard = store.find(one)
-        own = False
         if shard is None and not peers.makes:
             shard = _wait(store, one, peers)
-        if shard is None:
-            with store.claim(one) as own:
-                if own:
-                    shard = store.find(one, said=True) or _make(store, source, one, reader, tokenize, peers)
+        known = shard is not None
+        if not known:
+            shard, known = made(one)
         if shard is not None:
             yield shard
-        elif not own:
+        if not known:
             made_elsewhere.append(one)
-        if (own and shard is None) or (shard is not None and shard.ends):
+        elif shard is None or shard.ends:
             break
     for one in made_elsewhere:
-        own = False
-        while (shard := _wait(store, one, peers)) is None and not own:
-            with store.claim(one) as own:
-                if own and (shard := _make(store, source, one, reader, tokenize, peers)) is not None:
-                    break
+        known = False
+        while not known:
+            shard = _wait(store, one, peers)
+            known = shard is not None
+            if not known:  # its maker is gone
+                shard, known = made(one)
         if shard is not None:
             yield shard
 
@@ -169,6 +181,8 @@ def _make(
 
     def parts() -> Iterator[TokenizedRows]:
         for part in tokenize(reader.chunks(span)):
+            if part.differs:
+                raise RowsDiffer(part.differs)
             peers.look()
             store.renew(span)
             yield part
@@ -187,6 +201,8 @@ def _make(
 def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:
     """Wait for a shard that another process makes; None: this one must make it."""
     while (shard := store.find(span, said=True)) is None:
+        if where := read_about(store).get(DIFFERS):
+            raise RowsDiffer(where)
         done = peers.look()
         if done or (peers.makes and not store.is_claimed(span)):
             return None

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class RowSpan(NamedTuple):
-    """ReadRows of a source, first to past - 1."""
+    """Rows of a source, first to past - 1."""
 
     first: int
     past: int
@@ -95,6 +95,8 @@ class TokenizedRows:
     tally: findings.Tally = field(default_factory=dict)
     where: list[str] = field(default_factory=list)
     "of each row"
+    differs: str = ""
+    "place of a row that came out otherwise by itself than with others; empty: none did"
 
     def add(self, one: TokenizedExample, row: tuple[Any, ...]) -> None:
         """Add a document; `row` has the values of DOCS that its row decides."""
@@ -217,18 +219,27 @@ class Store:
         """
         self.folder = folder
         self.dtype = "<u2" if vocabulary <= 2**16 else "<u4"
+        self._parsed: dict[str, tuple[list[int], dict[Any, Any]]] = {}
+        "File -> its stamp, and what it held then: a store of 10^11 tokens has thousands of shards."
 
     def lines(self) -> dict[RowSpan, dict[str, Any]]:
         """Return the manifest by rows of the shards; a line that was torn counts as absent."""
-        found = {}
+
+        def parse(content: bytes) -> dict[RowSpan, dict[str, Any]]:
+            whole = map(json.loads, takewhile(_is_whole, content.splitlines(keepends=True)))
+            return {RowSpan(one["first"], one["past"]): one for one in whole}
+
+        return self._content(LINES_FILE, parse)
+
+    def _content(self, name: str, parse: Callable[[bytes], dict[Any, Any]]) -> dict[Any, Any]:
+        """Return what a file holds, which is parsed once until the file changes; empty without the file."""
         try:
-            content = (self.folder / LINES_FILE).read_bytes()
-        except OSError:
+            stamp = _stamp(self.folder / name)
+            if name not in self._parsed or self._parsed[name][0] != stamp:
+                self._parsed[name] = stamp, parse((self.folder / name).read_bytes())
+            return self._parsed[name][1]
+        except (OSError, ValueError, TypeError):
             return {}
-        for line in takewhile(_is_whole, content.splitlines(keepends=True)):
-            one = json.loads(line)
-            found[RowSpan(one["first"], one["past"])] = one
-        return found
 
     def find(self, span: RowSpan, *, said: bool = False) -> Shard | None:
         """Return the shard of some rows if it is there and its files are what was written; a warning names damage,
@@ -250,7 +261,7 @@ class Store:
         }
         try:
             stamps = {path.name: _stamp(path) for path in paths}
-            known = self._stamps()
+            known = self._content(STAMPS, json.loads)
             changed = [path for path in paths if again or known.get(path.name) != stamps[path.name]]
             for path, found in zip(changed, sha256_of(changed), strict=True):
                 if found != paths[path]:
@@ -261,15 +272,9 @@ class Store:
             self._keep_stamps(stamps)
         return None
 
-    def _stamps(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.folder / STAMPS).read_text()))
-        except (OSError, ValueError, TypeError):
-            return {}
-
     def _keep_stamps(self, stamps: dict[str, list[int]]) -> None:
         with suppress(OSError):  # a store that only others may write: each start compares
-            replace_shared(self.folder / STAMPS, json.dumps(self._stamps() | stamps))
+            replace_shared(self.folder / STAMPS, json.dumps(self._content(STAMPS, json.loads) | stamps))
 
     def write(self, span: RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool) -> Shard:
         """Write the shard of some rows: its files, then its line.

@@ -193,8 +193,9 @@ def _documents(
         label = source_label(config)
         # Every source has every count, zeros too.
         names = (*COUNTS, *ROLE_COUNTS.values())
-        about["counts"][label] = {name: number * copies for name, number in (dict.fromkeys(names, 0) | counts).items()}
-        about["findings"][label] = [asdict(one) for one in findings.sort_findings(tally, copies)]
+        every = dict.fromkeys(names, 0) | counts
+        about["counts"][label] = {name: round(count * config.repeat) for name, count in every.items()}
+        about["findings"][label] = [asdict(one) for one in findings.sort_findings(tally, config.repeat)]
         given += [name for shard in shards for name in shard.given] * copies
         first += len(shards)
     about["encoder_sources"] = given

@@ -123,7 +123,7 @@ class RowBatches:
         # A difference may be in rows of this chunk that were not compared.
         done = self._results if self.different is None else [None] * len(rows)
         self._results = []
-        return [self._alone(row) if one is None else one for row, one in zip(rows, done, strict=True)]
+        return [self.by_itself(row) if one is None else one for row, one in zip(rows, done, strict=True)]
 
     def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
         self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
@@ -139,7 +139,8 @@ class RowBatches:
                 self._text_sizes[i] = len(token.encode())
                 self._is_special[i] = True
 
-    def _alone(self, row: Row) -> RowResult:
+    def by_itself(self, row: Row) -> RowResult:
+        """Return the documents of a row, or its error, from the rule."""
         try:
             return self.rule(row, self.tokenizer, **self.settings)
         except DataError as error:
@@ -150,7 +151,7 @@ class RowBatches:
         for row, result in zip(rows, self._results, strict=True):
             if result is None:
                 continue
-            if self._tokenized % COMPARED_ONE_IN == 0 and not same(self._alone(row), result):
+            if self._tokenized % COMPARED_ONE_IN == 0 and not same(self.by_itself(row), result):
                 self.different = row.where
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return

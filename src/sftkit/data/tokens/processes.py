@@ -55,6 +55,7 @@ def tokenize_chunk(
         except DataError as error:
             parsed.append(error)
     results = iter(tokenize.many([row for row in parsed if isinstance(row, Row)]))
+    part.differs = tokenize.differs
     for number, row in enumerate(parsed, start=chunk[0]):
         result = next(results) if isinstance(row, Row) else row
         # A bad row ends the run, or is counted and left out.

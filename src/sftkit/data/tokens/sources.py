@@ -49,7 +49,7 @@ NOT_IN_TOKENS = (
 )
 "Settings of a source that decide which of its files and documents are used, and how often; `identity` has its content."
 COMPARED_ROWS = 64
-"ReadRows that are tokenized again if libraries have another version than those that a store was made with."
+"Rows that are tokenized again if libraries have another version than those that a store was made with."
 
 if TYPE_CHECKING:
     from sftkit.data.tokens.batch import RowBatches
@@ -87,6 +87,8 @@ class RowTokenizer:
     "which tokens of a conversation are learned; None: the rule's own choice"
     special_tokens: str | None = None
     "data.special_tokens_in_text; None: the rule takes no plain texts"
+    alone: bool = False
+    "Tokenize each row by itself: together some came out otherwise."
 
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
@@ -94,7 +96,12 @@ class RowTokenizer:
 
     def many(self, rows: Sequence[Row]) -> list[Tokenized | DataError]:
         """Return the documents of each row, or its error, as for one row; two to three times as fast."""
-        return self._batch.many(rows)
+        return [self._batch.by_itself(row) for row in rows] if self.alone else self._batch.many(rows)
+
+    @property
+    def differs(self) -> str:
+        """Return the place of a row that `many` made otherwise than the rule does; empty: none is known."""
+        return self._batch.different or ""
 
     @cached_property
     def _batch(self) -> RowBatches:
@@ -131,6 +138,7 @@ class RowTokenizer:
             "rule": rule,
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "settings": str(sorted(self.settings.items())),
+            **({"rows": "each by itself"} if self.alone else {}),
         }
 
 
@@ -244,6 +252,9 @@ def prepare(
         count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
         return foreign.open_source(source, origin, tokenize.tokenizer, count_bytes, Path(data.cache_dir) / "borders")
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
+    by_itself = replace(tokenize, alone=True)
+    if making.DIFFERS in making.read_about(store):
+        return prepare(source, origin, data, by_itself, peers)
     per_shard = making.rows_per_shard(store, origin.rows, about)
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
@@ -251,15 +262,20 @@ def prepare(
     use(store.folder)
     from sftkit.data.tokens.processes import chunk_tokenizer
 
-    with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
-        settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
-        for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
-            skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
-            if skipped is not None and data.on_bad_row == "error":
-                raise findings.advised(DataError(skipped.first, reason=skipped.reason))
-            if tokenize.limits is not None and (tokenize.too_long, data.on_bad_row) == ("error", "error"):
-                view.check_lengths(shard, source, tokenize.limits)
-            shards.append(shard)
+    try:
+        with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
+            settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
+            for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
+                skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
+                if skipped is not None and data.on_bad_row == "error":
+                    raise findings.advised(DataError(skipped.first, reason=skipped.reason))
+                if tokenize.limits is not None and (tokenize.too_long, data.on_bad_row) == ("error", "error"):
+                    view.check_lengths(shard, source, tokenize.limits)
+                shards.append(shard)
+    except making.RowsDiffer as error:
+        # Rows of other shards may differ too, those that were not compared.
+        making.write_about(store, {**making.read_about(store), making.DIFFERS: str(error)})
+        return prepare(source, origin, data, by_itself, peers)
     return sorted(shards, key=lambda shard: shard.span)
 
 

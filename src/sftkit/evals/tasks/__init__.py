@@ -6,7 +6,7 @@ from typing import Any
 
 from sftkit.config import rules, tables
 from sftkit.config.schema import DataConfig, EvalConfig
-from sftkit.data.chosen import LONG_GRAM, OF_ANSWERS, Benchmarks, words_of
+from sftkit.data.hygiene import LONG_GRAM, OF_ANSWERS, Benchmarks, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Task
 from sftkit.evals.tasks import data as rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from sftkit.data.chosen import SHORT_GRAM, words_of
+from sftkit.data.hygiene import SHORT_GRAM, words_of
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, ExampleScores, Likelihoods, Message, Task, each
 from sftkit.evals.tasks import data
