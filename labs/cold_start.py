@@ -2,8 +2,8 @@
 
 python -m labs.cold_start TOKENIZER FILE... [--rows 1000000] [--num-proc N] [--template FILE] --out FOLDER
 
-The rows are those of the files, over and over, each with a number of its own in its first text, so that none is a copy.
-A cold start tokenizes them into a store; a cached start, the median of three, finds it. Each is a process of its own;
+The rows are those of the files, over and over, each with a different number in its first text, so that none is a copy.
+A cold start tokenizes them into a store; a cached start, the median of three, finds it. Each is a new process;
 `data s` leaves out what it imports. Memory is the most that the process held, and the most of one of its workers. The
 folder gets results.json; rows and store are removed.
 """
@@ -98,7 +98,7 @@ def measure(tokenizer: str, template: str, folder: Path, num_proc: int | None, s
 
 
 def in_process(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure one start in a process of its own."""
+    """Measure one start in a new process."""
     settings = {"tokenizer": args.tokenizer, "template": args.template, "num_proc": args.num_proc}
     command = [sys.executable, "-m", "labs.cold_start", json.dumps({**settings, "started": time.time()}), str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

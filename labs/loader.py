@@ -61,7 +61,7 @@ def made_up(documents: int) -> Examples:
 
 
 def dataset_of(examples: Examples, rows: int, ranks: int, rank: int) -> StepDataset:
-    """Return a rank's dataset of steps with so many rows over all ranks, one row in a micro-batch."""
+    """Return a rank's dataset of steps. `rows`: in a step, over all ranks; a micro-batch has one."""
     data = DataConfig(train=(), max_length=LONGEST, row_length=ROW_LENGTH)
     train = TrainConfig(max_steps=1, global_batch_size=rows, micro_batch_size=1)
     layout = make_layout(data, train, examples.lengths, LONGEST, ranks)
@@ -71,7 +71,7 @@ def dataset_of(examples: Examples, rows: int, ranks: int, rank: int) -> StepData
 def build_seconds(examples: Examples, rows: int, ranks: int, steps: int = 40) -> float:
     """Return the CPU seconds of one process for a million tokens of steps, built for all ranks."""
     dataset = dataset_of(examples, rows, ranks, 0)
-    # Enough for every step: the ranks' shares are alike, so that of one is measured.
+    # Enough for every step. The shares of all ranks have the same size, so one is measured.
     items = [(1, 0, batch) for batch in Batches(dataset, 0).first_epoch()[0][:steps]]
     started = time.process_time()
     tokens = sum(dataset[item].num_tokens for item in items)

@@ -23,7 +23,7 @@ from sftkit.models.tokenizer import read_template
 ROW = b'{"text": "x"}\n'
 
 
-def read(path: Path, **settings: object) -> list[object]:
+def read(path: Path | str, **settings: object) -> list[object]:
     """The rows of a source; of a bad one its reason."""
     found = []
     for raw in find_source(SourceConfig(path=str(path), **settings)).part():

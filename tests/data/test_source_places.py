@@ -17,6 +17,7 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+from test_source_files import read
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data.reading import origin, readers, remote
@@ -25,17 +26,6 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.runtime import hub
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
-
-
-def read(path: Path | str, **settings: object) -> list[object]:
-    """The rows of a source; of a bad one its reason."""
-    found = []
-    for raw in find_source(SourceConfig(path=str(path), **settings)).part():
-        try:
-            found.append(readers.parsed(raw))
-        except DataError as error:
-            found.append(error.reason)
-    return found
 
 
 def texts(path: Path | str, **settings: object) -> list[str]:

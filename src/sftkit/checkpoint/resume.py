@@ -216,7 +216,7 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
 
 def _sources(examples: Examples, sizes: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
     """Return for each source the number of its documents, and a digest of the lengths and targets of all, and of the
-    tokens of up to _SAMPLE evenly spread ones. `sizes`: only the first so many documents of each; None: all."""
+    tokens of up to _SAMPLE evenly spread ones. `sizes`: the number of documents of each source; None: all."""
     names = examples.source_names
     # Documents are numbered source after source.
     starts = np.searchsorted(examples.source, np.arange(len(names) + 1, dtype=examples.source.dtype)).tolist()

@@ -128,7 +128,7 @@ def choose_mode(
 
 
 def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | None:
-    """Return a warning where every row length would have CUDA graphs of its own; None: no warning."""
+    """Return a warning if every row length would need separate CUDA graphs; None: no warning."""
     if not (dynamic_layout and has_cuda_graphs(compile)):
         return None
     return (

@@ -90,7 +90,7 @@ class SourceConfig:
     max_epochs: Positive | None = None
     "With weights: passes over this source in the whole run, after which the others take its share; null: no limit."
     order: Literal["shuffled", "given"] = "shuffled"
-    "given: documents as they stand in the source. Alone or with weights, and rows are not shuffled either."
+    "given: the order of the source, and rows are not shuffled. Only for a single source, or with weights."
     max_rows: Positive | None = None
     "Use only this many rows, from the beginning; null: all."
     sample: SampleConfig | None = None

@@ -100,7 +100,7 @@ def _hash(parts: Iterable[str]) -> int:
 
 
 def drawn(row: np.ndarray, seed: int) -> np.ndarray:
-    """Return a random number for each row, uint64, no two alike. Those of the first rows stay if rows are added."""
+    """Return a random number for each row, uint64, all different. Those of the first rows stay if rows are added."""
     # SplitMix64, one to one: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
     z = row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -398,7 +398,7 @@ def _near(
 ) -> list[int]:
     """Return the documents of rows that are near copies of an earlier or a validation row."""
     assert examples.columns is not None
-    # The longest document stands for its row: others may repeat its prompts.
+    # The longest document represents its row: others may repeat its prompts.
     _, row = np.unique(np.stack([examples.source, examples.columns.row])[:, documents], axis=1, return_inverse=True)
     order = np.lexsort((-examples.lengths[documents], row))
     longest = documents[order[np.unique(row[order], return_index=True)[1]]]

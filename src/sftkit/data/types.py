@@ -106,7 +106,7 @@ Kind = Literal["read", "skipped", "dropped", "accepted", "unused", "left out"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Rows of a source that are read alike, or have the same fault or oddity, or the same column that is not used."""
+    """Rows of a source that are read in the same way, or have the same fault, oddity or unused column."""
 
     kind: Kind
     """read: how; skipped as bad; dropped although valid; accepted although odd; with an unused column or key; or, of

@@ -1,7 +1,7 @@
 """The order of documents where an epoch is larger than a block, or sources have weights.
 
 A part of a run is planned in blocks of documents, whose rows follow one another. No array is as long as the data: a
-place in the order is a number, and a permutation by rounds of a Feistel network says which document stands there. A
+place in the order is a number, and a permutation by rounds of a Feistel network says which document comes there. A
 block depends only on its `Cursor`, a few integers, so a resume plans one block.
 """
 
@@ -389,7 +389,7 @@ class BlockOrder(Order):
         return self._part_of(index, end, streams, pending, work)
 
     def _untaken(self, part: _Part, end: int) -> tuple[np.ndarray, Cursor, Cursor]:
-        """Return the documents behind the rows of a part's last step that stand in the same block, and the cursors of
+        """Return the documents of the same block that follow the rows of a part's last step, and the cursors of
         this block and of the next."""
         rows = (end - part.first) * self._rows(part)
         cursor = _last(part.cursors, rows)
@@ -620,7 +620,7 @@ def _number(name: str) -> int:
 
 
 def _last(cursors: Sequence[Cursor], rows: int) -> Cursor:
-    """Return the last cursor with at most so many rows before it."""
+    """Return the last cursor with at most `rows` rows before it."""
     return max((cursor for cursor in cursors if cursor.rows <= rows), key=lambda cursor: cursor.rows)
 
 

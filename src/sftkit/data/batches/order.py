@@ -293,7 +293,7 @@ class Order:
         return planned, len(planned)
 
     def forecast(self, steps: int) -> list[tuple[float, int | None]]:
-        """Return for each source its passes in a run of so many steps, and after which step it has reached its
+        """Return for each source its passes in a run of `steps` steps, and after which step it has reached its
         max_epochs; None: it does not.
 
         Raises:

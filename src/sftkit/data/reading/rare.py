@@ -26,8 +26,8 @@ _OF_NODES = ("message_id", "parent_id", "message_tree_id", "tree_state", "text",
 
 
 def conversations(rows: Iterable[RawRow], tree: Literal["best", "all"]) -> Iterator[RawRow]:
-    """Yield the conversations of trees: of a row with all of a tree, or of rows of one message each, which stand
-    together. Only the rows of one tree are in memory. Other rows stay as they are."""
+    """Yield the conversations of trees: of a row with all of a tree, or of rows of one message each, which follow
+    one another. Only the rows of one tree are in memory. Other rows stay as they are."""
     flat: list[tuple[str, JsonObject]] = []
     for raw in rows:
         try:

@@ -181,7 +181,7 @@ def _locked(path: Path) -> IO[bytes] | None:
 
 
 def _make_room(folder: Path, most: int) -> None:
-    """Remove the copies that were not used for the longest time, until the rest has at most so many bytes."""
+    """Remove the least recently used copies until the others have at most `most` bytes."""
     copies = []
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process removes, too

@@ -7,7 +7,7 @@
 | OLMo-core, Dolma | .npy or .bin without a header, or NumPy's own | end with eos |
 | llm.c, modded-nanogpt | .bin with a header of 256 int32 | begin with eos, and the next one's eos ends them |
 
-Ids are memory-mapped. What needs a pass over a file is kept in data.cache_dir: where eos stands, and how many tokens of
+Ids are memory-mapped. What needs a pass over a file is kept in data.cache_dir: where eos is, and how many tokens of
 each document are learned.
 """
 

@@ -51,11 +51,11 @@ class Peers:
 
 NO_PEERS = Peers()
 DIFFERS = "differs"
-"Key of store.json: place of a row that came out otherwise by itself, so that shards of the store may be wrong."
+"Key of store.json: place of a row whose result differs when it is tokenized alone, so shards may be wrong."
 
 
 class RowsDiffer(Exception):
-    """A row of the source, which is named, came out otherwise by itself than together with others."""
+    """The result of a row, which is named, differs when the row is tokenized alone."""
 
 
 def read_about(store: Store) -> dict[str, Any]:

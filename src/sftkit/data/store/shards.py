@@ -42,7 +42,7 @@ DOCS = np.dtype(
         ("size", "<u4"),  # of a conversation: tokens before those after the last target were cut off; 0: a text
         ("targets", "<u4"),
         ("bytes", "<u4"),  # of the targets
-        ("row", "<u4"),  # of the source; the documents of a row stand one after the other
+        ("row", "<u4"),  # of the source; the documents of a row follow one another
         ("answers", "<u2"),  # entries in .answers.npy
         ("odd", "<u2"),  # NOTED, and which of the shard's reasons for a data warning the row has
         ("content", "<u8"),  # hygiene.content_hash of the row
@@ -96,7 +96,7 @@ class TokenizedRows:
     where: list[str] = field(default_factory=list)
     "of each row"
     differs: str = ""
-    "place of a row that came out otherwise by itself than with others; empty: none did"
+    "place of a row whose result differs when it is tokenized alone; empty: there is none"
 
     def add(self, one: TokenizedExample, row: tuple[Any, ...]) -> None:
         """Add a document; `row` has the values of DOCS that its row decides."""

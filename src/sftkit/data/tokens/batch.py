@@ -25,7 +25,7 @@ from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError, hint
 
 COMPARED_ONE_IN = 128
-"One row in so many is tokenized by itself too."
+"One of this number of rows is also tokenized alone, for comparison."
 LONGEST_TEXT = 2**18
 "Characters of a text that is encoded in one call: tokenizers need some 600 bytes for each."
 CHARACTERS_OF_A_CALL = 2**20
@@ -96,7 +96,7 @@ class RowBatches:
         self.tokenizer = tokenizer
         self.settings = settings
         self.different: str | None = None
-        "Place of a row that came out otherwise by itself. After it each row is tokenized by itself."
+        "Place of a row whose result differs when it is tokenized alone. All later rows are tokenized alone."
         self._tokenized = 0
         self._known: tuple[object, ...] = ()
         self._results: list[RowResult | None] = []

@@ -10,7 +10,7 @@ supplies, such as a closed thinking block, is context. Where a template renders 
 exactly the context in which it would be asked.
 
 Rendering every prefix of a conversation costs time that grows with the square of its turns. Templates look at roles,
-fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+fields and the place of the last question, so answers with equal ones are rendered the same way: a few of them are
 rendered, and `AnswerMatcher` finds the others by the text before and after these, if it is there.
 """
 
@@ -264,7 +264,7 @@ NOT_THERE: Surroundings = ()
 
 
 class Seen:
-    """How a template rendered the answers of other rows: what came out alike `ENOUGH` times is not rendered again."""
+    """How a template rendered the answers of other rows: the same result `ENOUGH` times is not rendered again."""
 
     ENOUGH = 8
 

@@ -18,5 +18,5 @@ import sftkit.data.tokens.batch  # noqa: E402
 import sftkit.data.tokens.processes  # noqa: E402, F401
 from sftkit.runtime.signals import ignore_signals  # noqa: E402
 
-# A signal to the group of processes would end the server, and leave its forks to nobody.
+# A signal to the process group would end the server, and its forks would become orphans.
 ignore_signals()

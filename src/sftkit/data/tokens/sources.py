@@ -88,7 +88,7 @@ class RowTokenizer:
     special_tokens: str | None = None
     "data.special_tokens_in_text; None: the rule takes no plain texts"
     alone: bool = False
-    "Tokenize each row by itself: together some came out otherwise."
+    "Tokenize each row alone: results of some rows differ in a batch."
 
     def __call__(self, row: Row) -> Tokenized:
         """Return the documents of a row."""
@@ -100,7 +100,7 @@ class RowTokenizer:
 
     @property
     def differs(self) -> str:
-        """Return the place of a row that `many` made otherwise than the rule does; empty: none is known."""
+        """Return the place of a row for which `many` differs from the rule; empty: none is known."""
         return self._batch.different or ""
 
     @cached_property
