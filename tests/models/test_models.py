@@ -52,6 +52,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
         {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
         | {"num_key_value_heads": 4, **MOE, **LATENT},
     ),
+    "gpt_oss": (2, {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_swa": (2, {"sliding_window": 16}),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
 QUICK = ("qwen3_moe", "gemma3_text", "gpt2")
