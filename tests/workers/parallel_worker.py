@@ -16,6 +16,7 @@ from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, 
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -71,6 +72,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
+SINKS = {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
 STEPS = 4
 
 
@@ -108,8 +110,9 @@ MODELS = {
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
+    "gpt_oss": lambda: small(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
 }
-GRAPHS = {"frozen": 3, "prefix": 4}
+GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
@@ -128,6 +131,8 @@ TWO_RANKS = {
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss fsdp2": ("gpt_oss", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss context": ("gpt_oss", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),

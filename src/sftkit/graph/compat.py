@@ -91,7 +91,7 @@ def compile_joint(
 
 def flex_operator(call: flex.Call) -> tuple[Tensor, Tensor]:
     """Return FlexAttention's output, [B, H, T, Dv], and its log-sum-exp, [B, H, T], by the operator behind torch's
-    function, which would start Dynamo. Document ids are an input of the operator, so that a graph has none of them in it."""
+    function, which would start Dynamo. Document ids are an input of the operator, so that a graph has none in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
     attend = private("torch._higher_order_ops.flex_attention", "flex_attention")

@@ -58,6 +58,8 @@ class Documents(NamedTuple):
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
+    columns: Tensor | None = None
+    "reference, of chunks of rows: int64 [C], where the queries lie in their rows"
     group: str | None = None
     "context parallel: name of the group of ranks whose chunks make whole rows"
     chunks: tuple[Tensor, Tensor] | None = None
@@ -115,8 +117,7 @@ def plain_implementation(config: PreTrainedConfig) -> str:
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) or relative_positions(config):
         return "eager"
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    known = classes[type(text)] if type(text) in classes else None
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     # Private: transformers has no public name for what an architecture supports (huggingface/transformers#38974).
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
 
@@ -329,7 +330,9 @@ def _sdpa_unsupported(orig_model: PreTrainedModel, layout: Layout, *_: Any, **__
 
 def _reference_boundaries(batch: Batch) -> dict[str, Any]:
     mask = document_mask(batch.doc_ids)
-    return {"mask": mask if batch.columns is None else mask.index_select(2, batch.columns)}
+    if batch.columns is None:
+        return {"mask": mask}
+    return {"mask": mask.index_select(2, batch.columns), "columns": batch.columns}
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
@@ -340,7 +343,8 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
     if window is not None:
         # A query always sees itself, one of padding too, so no row of the mask gets empty.
         positions = torch.arange(mask.shape[-1], device=mask.device)
-        mask = mask & (positions[:, None] - positions < window)
+        queries = positions if documents.columns is None else documents.columns
+        mask = mask & (queries[:, None] - positions < window)
     grouped = key.shape[1] < query.shape[1]
     # torch's function has no soft cap and no sinks, so with one of them the scores are computed here.
     if softcap is None and sinks is None:

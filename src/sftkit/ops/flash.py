@@ -1,8 +1,8 @@
 """Document-isolated FlashAttention as one operator: causal within a text, or from texts to their encoded inputs.
 
 Kernels know no sinks, scores that join the sum of the weights and have no value. A sink s multiplies the output by
-sigmoid(lse - s) and makes the log-sum-exp log(exp(lse) + exp(s)). The kernels' backward pass computes the exact gradients
-of queries, keys and values if it is given these two in place of its own: it makes each weight from the log-sum-exp, and
+sigmoid(lse - s) and makes the log-sum-exp log(exp(lse) + exp(s)). Given these two in place of its own, a kernel's
+backward pass computes the exact gradients of queries, keys and values: it makes each weight from the log-sum-exp, and
 the sum over a row of weight times gradient from the output.
 
 Its fake, gradient and FLOP formula are registered, so that a compiled block has it as one node, whatever the documents
@@ -210,7 +210,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
         grads = (grads[0], *(x.unflatten(1, (-1, groups)).sum(2) for x in grads[1:]))
     of_sinks = None
     if sinks is not None and ctx.needs_input_grad[-1]:
-        # The weight of a sink falls by what the gradient gains along the output, since the weights of a row add up to 1.
+        # The weights of a row add up to 1, so a sink takes from all of them what they gain together.
         gained = (out.to(lse.dtype) * grad.to(lse.dtype)).sum(-1).t()
         of_sinks = -((sinks[:, None].to(lse.dtype) - lse).exp() * gained).sum(1).to(sinks.dtype)
     return (*grads, None, None, None, None, None, None, None, of_sinks)

@@ -165,13 +165,15 @@ def attend_flex(
 
 
 def weights_of(query: Tensor, key: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Return the weights of keys, fp32 [B, H, T, keys], from all scores in memory; window and dropout are not applied.
+    """Return the weights of keys, [B, H, T, keys] in fp32 or fp64, from all scores in memory, without window and
+    dropout.
 
     Args:
         query: [B, H, T, D]. key: [B, H, keys, D]. mask: bool, False at keys that are not seen; None: all are.
         scores: sinks of [1, H, T], or [H].
     """
-    found = query.float() @ key.float().transpose(2, 3) * scores.scale
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    found = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scores.scale
     if scores.softcap is not None:
         found = scores.softcap * torch.tanh(found / scores.softcap)
     if mask is not None:
@@ -179,7 +181,7 @@ def weights_of(query: Tensor, key: Tensor, mask: Tensor | None, scores: Scores) 
     if scores.sinks is None:
         return found.softmax(-1)
     sinks = scores.sinks if scores.sinks.ndim > 1 else scores.sinks[None, :, None]
-    column = sinks.to(found.dtype)[..., None].expand(*found.shape[:-1], 1)
+    column = sinks.to(dtype)[..., None].expand(*found.shape[:-1], 1)
     return torch.cat([found, column], -1).softmax(-1)[..., :-1]
 
 
