@@ -231,8 +231,9 @@ MUTATIONS = [
     M("rundir/lock.py", "a lock that was taken away is not missed",
       "if (found := self.lost(run_dir)) is not None:", "if (found := None) is not None:", "rundir/test_lock.py"),
     M("models/files.py", "a quantized start is trained",
-      "def check_unquantized(config: Mapping[str, Any], where: str) -> None:",
-      "def check_unquantized(config: Mapping[str, Any], where: str) -> None:\n    return\n\n\ndef _unused(config: Mapping[str, Any], where: str) -> None:", "models/test_start_models.py models/test_model_files.py"),
+      "for key in _QUANTIZED if fields.get(key)", "for key in _QUANTIZED if fields.get(key) is True", "models/test_start_models.py models/test_model_files.py"),
+    M("models/quantized.py", "the scale of a block is that of the block before it",
+      "// block for size, block in zip", "// (block + 1) for size, block in zip", "models/test_quantized.py"),
     M("models/structure.py", "yarn does not extend the positions",
       "reach = max(reach, int(factor * original))", "pass", "models/test_rope.py"),
 ]

@@ -24,6 +24,7 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import files as model_files
 from sftkit.models import kind, load, routing, vocabulary
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
@@ -50,6 +51,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
     resolved = {
         "stage": run.stage,
         "model_type": orig_model.config.model_type,
+        "start_format": model_files.stored_format(run.cfg.model),
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
         "trained_parameters": parameters.trained,
