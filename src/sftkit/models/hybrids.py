@@ -1,0 +1,151 @@
+"""Recurrent layers in hybrid models: which classes of transformers have them, and what computes them in packed rows.
+
+transformers computes these layers with functions of the model's own module, and passes the arguments of the layer on to
+them. With `documents` among these arguments our operators take their place, which begin every document with an empty
+state; without, in generation and in the plain model, the function of transformers computes as ever. No class is
+changed.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sftkit.errors import ConfigError
+from sftkit.ops import recurrent
+from sftkit.ops.short_convolution import short_convolution
+
+log = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+
+
+def _convolution(original: Function) -> Function:
+    """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+
+    def convolve(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        documents: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if documents is None:
+            return original(x, weight, bias, activation=activation, **kwargs)
+        return short_convolution(x.mT, weight, bias, activation, documents.positions).mT
+
+    return convolve
+
+
+def _gated_delta_rule(original: Function) -> Function:
+    """Return a gated delta rule that stays within documents if it is given them."""
+
+    def delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        if documents is None:
+            return original(query, key, value, g=g, beta=beta, **kwargs)
+        kernel = "fla" if value.is_cuda and value.dtype != torch.float32 and _kernels["fla"] else "torch"
+        query, key = recurrent.normalized(query), recurrent.normalized(key)
+        if kernel == "fla":
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        out, *_ = recurrent.gated_delta_rule(
+            *(query, key, value, g.float(), beta), documents.positions, documents.cu_seqlens, kernel
+        )
+        return out, None
+
+    return delta_rule
+
+
+_kernels = {"fla": False}
+"Whether flash-linear-attention computes on the GPUs of this process; set before anything is traced."
+
+
+class Mixer(NamedTuple):
+    """What a class of recurrent layers needs."""
+
+    layer_type: str
+    "its name in layer_types of the config"
+    functions: dict[str, Callable[[Function], Function]]
+    "name of a function of its module -> maker of what takes its place, given the function"
+    products: Callable[[Any], int]
+    "multiplications of a layer for one token, besides those with its parameters"
+    frozen: tuple[str, ...] = ()
+
+
+def _delta_products(layer: Any) -> int:
+    """Return three products with the state [K, V] of each head: of the key that is read, of the key that is written,
+    and of the query (Gated Delta Networks, arXiv 2412.06464, equation 10). The chunks' further products are not work.
+    """
+    return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
+
+
+_DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
+_DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products)
+MIXERS = dict.fromkeys(
+    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
+)
+"By the class of the layer, or of what mixes tokens in it."
+
+
+def mixers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mixer]]:
+    """Yield (name, layer, what it needs) of the recurrent layers of a model that are known here."""
+    for name, inner in module.named_modules():
+        found = next((MIXERS[cls.__name__] for cls in type(inner).__mro__ if cls.__name__ in MIXERS), None)
+        if found is not None:
+            yield name, inner, found
+
+
+def use_operators(orig_model: PreTrainedModel) -> None:
+    """Put our operators in the place of the functions that the model's recurrent layers call.
+
+    Raises:
+        ConfigError: this version of transformers has no such function.
+    """
+    for _, layer, mixer in mixers(orig_model):
+        cls = next(cls for cls in type(layer).__mro__ if cls.__name__ in MIXERS)
+        module = sys.modules[cls.__module__]
+        for name, replacement in mixer.functions.items():
+            original = getattr(module, name, None)
+            if original is None:
+                raise ConfigError(
+                    f"{type(orig_model).__name__} is not supported with transformers {transformers.__version__}: "
+                    f"{module.__name__} has no function {name}, which would carry state from document to document"
+                )
+            if getattr(original, "of_documents", False):
+                continue
+            ours: Any = replacement(original)
+            ours.of_documents = True
+            setattr(module, name, ours)
+
+
+def choose_kernel(device: torch.device) -> str:
+    """Choose what computes the recurrent layers on this device and return its name with the reason."""
+    reason = recurrent.kernel_unsupported_reason(device.type)
+    _kernels["fla"] = reason is None
+    return "flash-linear-attention" if reason is None else f"torch, as flash-linear-attention {reason}"
+
+
+def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
+    """Return what in the model lets tokens see each other and stops at no document boundary; None: nothing."""
+    known = list(mixers(orig_model))
+    kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"} - {mixer.layer_type for *_, mixer in known}
+    if odd:
+        return f"a layer of type {', '.join(sorted(map(str, odd)))}"
+    inside = {inner for _, layer, _ in known for inner in layer.modules()}
+    convolutions = (name for name, m in orig_model.named_modules() if isinstance(m, torch.nn.Conv1d) and m not in inside)
+    name = next(convolutions, None)
+    return f"the convolution {name}" if name is not None else None
+
+
+def state_besides_keys(orig_model: PreTrainedModel) -> str | None:
+    """Return what in the model keeps a state of earlier tokens that is not their keys and values; None: nothing."""
+    name = next((name for name, *_ in mixers(orig_model)), None)
+    return mixes_tokens(orig_model) if name is None else f"the recurrent layer {name}"
