@@ -31,6 +31,12 @@ COMMON = {
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+RECURRENT = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    **{"head_dim": 8, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 16, **MOE}
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
 SCAN = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 FALCON = {
@@ -98,6 +104,14 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "granite", "lfm2", "falcon_h1")
 """One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one with scaled
 logits, one with short convolutions, and one with state spaces."""
+    "qwen3_next": (2, {**RECURRENT, **SHARED}),
+    "qwen3_5_text": (2, RECURRENT),
+    "qwen3_5_moe_text": (2, {**RECURRENT, **SHARED}),
+    "olmo_hybrid": (2, RECURRENT),
+}
+"By model_type: the number of distinct blocks, and the fields of a small config."
+QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "qwen3_5_text")
+"One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one recurrent."
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sftkit.errors import ConfigError
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
 from sftkit.ops.short_convolution import short_convolution
 from sftkit.ops.state_space import state_space
@@ -58,9 +59,8 @@ def _gated_delta_rule(original: Function) -> Function:
         query, key = recurrent.normalized(query), recurrent.normalized(key)
         if kernel == "fla":
             query, key = query.to(value.dtype), key.to(value.dtype)
-        out, *_ = recurrent.gated_delta_rule(
-            *(query, key, value, g.float(), beta), documents.positions, documents.cu_seqlens, kernel
-        )
+        borders = documents.cu_seqlens if kernel == "fla" else documents.positions
+        out, *_ = recurrent.gated_delta_rule(query, key, value, g.float(), beta, borders, kernel)
         return out, None
 
     return delta_rule
@@ -116,7 +116,6 @@ class Mixer(NamedTuple):
     "multiplications of a layer for one token, besides those with its parameters"
     documents_as: str = "documents"
     "the only argument that its block hands on to it"
-    frozen: tuple[str, ...] = ()
 
 
 def _delta_products(layer: Any) -> int:
@@ -166,7 +165,14 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: this version of transformers has no such function.
     """
-    for path, layer, mixer in mixers(orig_model):
+    found = list(mixers(orig_model))
+    # Decided before anything is traced.
+    if torch.cuda.is_available() and any(mixer is _DELTA for *_, mixer in found):
+        reason = recurrent.kernel_unsupported_reason()
+        _kernels["fla"] = reason is None
+        if reason is not None:
+            log.warning("recurrent layers take several times longer: flash-linear-attention %s", reason)
+    for path, layer, mixer in found:
         if mixer.documents_as != "documents":
             block = orig_model.get_submodule(path.rpartition(".")[0])
             block.register_forward_pre_hook(_renamed(mixer.documents_as), with_kwargs=True)
@@ -195,13 +201,6 @@ def _renamed(name: str) -> Function:
     return rename
 
 
-def choose_kernel(device: torch.device) -> str:
-    """Choose what computes the recurrent layers on this device and return its name with the reason."""
-    reason = recurrent.kernel_unsupported_reason(device.type)
-    _kernels["fla"] = reason is None
-    return "flash-linear-attention" if reason is None else f"torch, as flash-linear-attention {reason}"
-
-
 def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     """Return what in the model lets tokens see each other and stops at no document boundary; None: nothing."""
     known = list(mixers(orig_model))
@@ -210,12 +209,25 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"
-    inside = {inner for _, layer, _ in known for inner in layer.modules()}
-    convolutions = (
-        name for name, m in orig_model.named_modules() if isinstance(m, torch.nn.Conv1d) and m not in inside
-    )
-    name = next(convolutions, None)
+    name = stray_convolution(orig_model)
     return f"the convolution {name}" if name is not None else None
+
+
+def stray_convolution(orig_model: torch.nn.Module) -> str | None:
+    """Return the name of a convolution over positions that is no part of a recurrent layer known here; None: none."""
+    inside = {inner for _, layer, _ in mixers(orig_model) for inner in layer.modules()}
+    found = (name for name, m in orig_model.named_modules() if isinstance(m, torch.nn.Conv1d) and m not in inside)
+    return next(found, None)
+
+
+def check_topology(orig_model: PreTrainedModel, topology: Topology) -> None:
+    """Reject context parallelism: a rank would need the state of the chunk before its own.
+
+    Raises:
+        ConfigError: the model has recurrent layers, and ranks share rows.
+    """
+    if topology.context > 1 and (reason := state_besides_keys(orig_model)) is not None:
+        raise config_error("recurrent layers in chunks", model=orig_model.config.model_type, reason=reason)
 
 
 def state_besides_keys(orig_model: PreTrainedModel) -> str | None:

@@ -22,9 +22,9 @@ CHUNK = 64
 
 
 @cache
-def kernel_unsupported_reason(device_type: str) -> str | None:
-    """Return why flash-linear-attention cannot compute on this type of device; None if it can."""
-    if device_type != "cuda" or torch.version.hip is not None:
+def kernel_unsupported_reason() -> str | None:
+    """Return why flash-linear-attention cannot compute here; None if it can."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return "needs an NVIDIA GPU"
     try:
         from fla.ops.gated_delta_rule import chunk  # noqa: F401
@@ -52,8 +52,7 @@ def gated_delta_rule(
     value: Tensor,
     decay: Tensor,
     beta: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
+    borders: Tensor,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gated delta rule within documents.
@@ -61,10 +60,9 @@ def gated_delta_rule(
     Args:
         query, key: [B, T, H, K], normalized, the queries not yet scaled; value: [B, T, HV, V] with HV a multiple of H.
         decay: fp32 [B, T, HV], the logarithm of the factor of the state; beta: [B, T, HV], the rate of its update.
-        positions: int64 [B, T], distance from the first position of the document.
-        cu_seqlens: int32 [D + 1], the same documents by their starts in the B * T positions; zero-length ones at the
-            end are allowed.
-        kernel: fla, which reads cu_seqlens, or torch, which reads positions.
+        borders: of the documents. With kernel torch int64 [B, T], distance from the first position of the document;
+            with fla int32 [D + 1], where they start in the B * T positions, zero-length ones last.
+        kernel: torch, or fla.
 
     Returns:
         (output [B, T, HV, V] in value's dtype, and what fla's backward pass needs: sums of the decays, inverses of the
@@ -76,10 +74,10 @@ def gated_delta_rule(
         given = [_flat(x) for x in (query, key, value, decay, beta)]
         scale = query.shape[-1] ** -0.5
         cumulated, out, inverse, *_ = chunk_gated_delta_rule_fwd(
-            *given, scale, None, False, **_segments(cu_seqlens, given[0].shape[1])
+            *given, scale, None, False, **_segments(borders, given[0].shape[1])
         )
         return out.view(value.shape), cumulated, inverse
-    chunks = _Chunks.of(query, key, value, decay, beta, positions)
+    chunks = _Chunks.of(query, key, value, decay, beta, borders)
     scanned, _ = _scan(chunks)
     out = (chunks.head * chunks.query) @ scanned.states + chunks.scores @ scanned.updates
     return _joined(out, value), value.new_empty(0), value.new_empty(0)
@@ -105,8 +103,7 @@ def gated_delta_rule_backward(
     value: Tensor,
     decay: Tensor,
     beta: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
+    borders: Tensor,
     cumulated: Tensor,
     inverse: Tensor,
     kernel: str,
@@ -119,11 +116,11 @@ def gated_delta_rule_backward(
         q, k, v, b, do = (_flat(x) for x in (query, key, value, beta, grad))
         dq, dk, dv, db, dg, *_ = chunk_gated_delta_rule_bwd(
             *(q, k, v, cumulated, b, inverse, q.shape[-1] ** -0.5, None, do, None),
-            **_segments(cu_seqlens, q.shape[1]),
+            **_segments(borders, q.shape[1]),
         )
         found = (dq, dk, dv, dg, db)
         return tuple(x.to(like.dtype).reshape(like.shape) for x, like in zip(found, given, strict=True))  # type: ignore[return-value]
-    chunks = _Chunks.of(*given, positions)
+    chunks = _Chunks.of(*given, borders)
     return _torch_backward(chunks, grad, given)
 
 
@@ -142,7 +139,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     grads = gated_delta_rule_backward(grad.contiguous(), *ctx.saved_tensors, ctx.kernel)
-    return (*grads, None, None, None)
+    return (*grads, None, None)
 
 
 gated_delta_rule.register_autograd(_backward, setup_context=_save)

@@ -132,6 +132,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
+    from sftkit.models.hybrids import check_topology
     from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -166,6 +167,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     longest = positions(orig_model)
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
+    check_topology(orig_model, rt.topology)
     rt.print(resolved)
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
