@@ -99,19 +99,15 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, **SCAN, **GRANITE},
     ),
     "bamba": (2, {"attn_layer_indices": [1], **SCAN}),
-}
-"By model_type: the number of distinct blocks, and the fields of a small config."
-QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "granite", "lfm2", "falcon_h1")
-"""One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one with scaled
-logits, one with short convolutions, and one with state spaces."""
     "qwen3_next": (2, {**RECURRENT, **SHARED}),
     "qwen3_5_text": (2, RECURRENT),
     "qwen3_5_moe_text": (2, {**RECURRENT, **SHARED}),
     "olmo_hybrid": (2, RECURRENT),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
-QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "qwen3_5_text")
-"One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one recurrent."
+QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "granite", "qwen3_5_text", "lfm2", "falcon_h1")
+"""One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one with scaled
+logits, and one of each kind of recurrent layers."""
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:
