@@ -33,8 +33,12 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 RECURRENT = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    **{"head_dim": 8, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 8,
 }
 SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 16, **MOE}
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}

@@ -10,8 +10,9 @@ from sftkit.ops.recurrent import CHUNK, _segments, gated_delta_rule, kernel_unsu
 
 ROWS = [[3, 40, 70, 1, 36], [150]]
 "Lengths of documents: some in one chunk, some over its border, one over three chunks."
+LENGTHS = [length for row in ROWS for length in row]
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
-STARTS = torch.tensor([0, *torch.tensor(sum(ROWS, [])).cumsum(0)], dtype=torch.int32)
+STARTS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
 
 
 def inputs(heads: int, value_heads: int, dtype: torch.dtype = torch.float64, sizes: tuple[int, int] = (8, 6)) -> list:
@@ -96,7 +97,7 @@ def test_chunks_of_documents_are_numbered_without_asking_the_device() -> None:
     total = int(STARTS[-1])
     found = _segments(slots, total)
     lengths = found["cu_seqlens"].diff()
-    real = [(n, chunk) for n, length in enumerate(sum(ROWS, [])) for chunk in range(-(-length // CHUNK))]
+    real = [(n, chunk) for n, length in enumerate(LENGTHS) for chunk in range(-(-length // CHUNK))]
     indices = [tuple(pair) for pair in found["chunk_indices"].tolist()]
     assert indices[: len(real)] == real
     assert len(indices) == total // CHUNK + len(slots) - 1

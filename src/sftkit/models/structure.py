@@ -509,10 +509,10 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
 
     The count is 6 per parameter of the blocks and token, 6 per parameter of the head and target, and 6 x heads x
     (query head + value head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window
-    instead of per row). An encoder is counted by its own positions, and so are the decoder's keys and values of them;
-    places without an input are not counted. A recurrent layer
-    costs 6 for each product with its state (models/hybrids.py) and token. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer
-    without a backward pass counts a third of its pairs.
+    instead of per row). A recurrent layer costs 6 for each product with its state and token (models/hybrids.py). An
+    encoder is counted by its own positions, and so are the decoder's keys and values of them; places without an input
+    are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer without a backward pass
+    counts a third of its pairs and of its products with the state.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

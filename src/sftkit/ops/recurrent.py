@@ -72,10 +72,9 @@ def gated_delta_rule(
         from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
         given = [_flat(x) for x in (query, key, value, decay, beta)]
-        scale = query.shape[-1] ** -0.5
-        cumulated, out, inverse, *_ = chunk_gated_delta_rule_fwd(
-            *given, scale, None, False, **_segments(borders, given[0].shape[1])
-        )
+        named = {"scale": query.shape[-1] ** -0.5, "initial_state": None, "output_final_state": False}
+        named |= _segments(borders, given[0].shape[1])
+        cumulated, out, inverse, *_ = chunk_gated_delta_rule_fwd(*given, **named)
         return out.view(value.shape), cumulated, inverse
     chunks = _Chunks.of(query, key, value, decay, beta, borders)
     scanned, _ = _scan(chunks)
@@ -114,10 +113,9 @@ def gated_delta_rule_backward(
         from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
 
         q, k, v, b, do = (_flat(x) for x in (query, key, value, beta, grad))
-        dq, dk, dv, db, dg, *_ = chunk_gated_delta_rule_bwd(
-            *(q, k, v, cumulated, b, inverse, q.shape[-1] ** -0.5, None, do, None),
-            **_segments(borders, q.shape[1]),
-        )
+        named = {"scale": q.shape[-1] ** -0.5, "initial_state": None, "do": do, "dht": None}
+        named |= _segments(borders, q.shape[1])
+        dq, dk, dv, db, dg, *_ = chunk_gated_delta_rule_bwd(q, k, v, cumulated, b, inverse, **named)
         found = (dq, dk, dv, dg, db)
         return tuple(x.to(like.dtype).reshape(like.shape) for x, like in zip(found, given, strict=True))  # type: ignore[return-value]
     chunks = _Chunks.of(*given, borders)
@@ -150,7 +148,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, 1).unsqueeze(0).contiguous()
 
 
-def _segments(cu_seqlens: Tensor, total: int) -> dict[str, Tensor]:
+def _segments(cu_seqlens: Tensor, total: int) -> dict[str, Any]:
     """Return the documents for flash-linear-attention: their starts, and the number and chunk of as many chunks as
     there can be, int32 [chunks, 2].
 
