@@ -151,6 +151,15 @@ BESIDE_ATTENTION = "hybrid"
 "The type of layers with attention next to a recurrent part (Falcon-H1)."
 
 
+_SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no kernel of it begins again at a document"
+UNSUPPORTED = {
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), _SELECTIVE),
+    "Mamba2Mixer": "Mamba 2 in a model without attention, whose sizes a run reads",
+    "Zamba2MambaMixer": "Mamba 2 between layers that share their weights, which blocks of a run cannot",
+}
+"By the class of a recurrent layer: why it is not in MIXERS."
+
+
 def mixers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mixer]]:
     """Yield (name, layer, what it needs) of the recurrent layers of a model that are known here."""
     for name, inner in module.named_modules():
@@ -203,6 +212,9 @@ def _renamed(name: str) -> Function:
 
 def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     """Return what in the model lets tokens see each other and stops at no document boundary; None: nothing."""
+    for name, inner in orig_model.named_modules():
+        if reason := UNSUPPORTED.get(type(inner).__name__):
+            return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
     others = {"full_attention", "sliding_attention", BESIDE_ATTENTION, "mlp", "moe"}
