@@ -48,6 +48,7 @@ def test_each_document_of_a_row_is_computed_as_transformers_does_it_alone_and_so
     rows = ([3, 1, 8, 2, 7], [16, 4], [21])
     given = inputs(3, 21, groups)
     out = state_space(**given, dt_limit=limit, chunk_size=chunk, starts=distances(*rows))
+    assert out.is_contiguous()  # transformers' layers view it
     pairs = [
         (out[row, end - size : end], alone(given, row, end - size, end, limit))
         for row, sizes in enumerate(rows)

@@ -42,7 +42,8 @@ def state_space(
     exact = torch.promote_types(x.dtype, torch.float32)
     step = F.softplus(dt.to(exact) + dt_bias.to(exact)).clamp(*dt_limit)
     out = _scan(x, step, step * A.to(exact), B, C, starts, chunk_size)
-    return (out + D.to(exact)[:, None] * x).to(x.dtype)
+    # Models view the heads of the output as one dimension.
+    return (out + D.to(exact)[:, None] * x).to(x.dtype).contiguous()
 
 
 def _scan(x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor, starts: Tensor, chunk_size: int) -> Tensor:
