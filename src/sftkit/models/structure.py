@@ -479,11 +479,12 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
     if hybrids.stray_convolution(orig_model) is not None:
         return None  # state space models have such layers under any name in their config
     if kinds is not None:
-        recurrent = {mixer.layer_type for *_, mixer in hybrids.mixers(orig_model)}
-        kinds = [kind for kind in kinds if kind not in recurrent]
+        without = {"mlp", "moe", *(mixer.layer_type for *_, mixer in hybrids.mixers(orig_model))}
+        kinds = [kind for kind in kinds if kind not in without]
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
-    known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
+    full = AttentionWindow(None)
+    known = {"full_attention": full, hybrids.BESIDE_ATTENTION: full, "sliding_attention": window}
     if chunk := getattr(config, "attention_chunk_size", None):
         known["chunked_attention"] = AttentionWindow(chunk, chunked=True)
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
