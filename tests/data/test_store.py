@@ -85,7 +85,8 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     ]
     ids, is_target = found[1].tokens(0, int(found[1].docs["length"][0]))
     assert is_target.tolist() == (ids % 2 == 1).tolist()
-    assert found[0].answers.tolist() == [[1, 2]] * 5
+    docs, starts = found[0].docs, found[0].starts
+    assert [found[0].answers_of(*one).tolist() for one in zip(docs, starts.tolist(), strict=True)] == [[[1, 2]]] * 5
     assert found[0].line["odd"] == ["odd"]
     assert (found[0].docs["odd"] & 1).all()
     assert [found[2].where(i, "elsewhere") for i in (8, 9)] == ["elsewhere:9", "elsewhere:10"]
@@ -131,6 +132,55 @@ def test_slices_share_shards_and_make_only_the_rows_at_their_borders(tmp_path: P
     assert found == []
     whole = documents(made(tmp_path / "other"))
     assert documents(made(tmp_path, (3, 9))) == whole[3:10]
+
+
+def conversations(mean: int, number: int) -> TokenizedRows:
+    """Conversations of one to three answers, which are half of their tokens, some with an answer that has a gap."""
+    rng = np.random.default_rng(0)
+    part = TokenizedRows(where=[f"{SOURCE.path}:{i + 1}" for i in range(number)])
+    for i in range(number):
+        answers = 1 + i % 3
+        borders = np.cumsum(rng.integers(1, max(mean // answers, 3), 2 * answers))
+        is_target = np.zeros(borders[-1], bool)
+        for begin, end in borders.reshape(-1, 2):
+            is_target[begin:end] = True
+        if i % 100 == 99:
+            is_target[borders[0] + 1 : borders[0] + 3] = False
+        ids = rng.integers(0, 2**16, len(is_target)).astype(np.int32)
+        places = tuple((int(begin), int(end)) for begin, end in borders.reshape(-1, 2))
+        one = TokenizedExample(ids, is_target, 4 * int(is_target.sum()), size=len(ids) + 1, answers=places)
+        numbers = rng.integers(0, 2**63, 2, dtype=np.uint64).tolist()
+        part.add(one, (i, 0, *numbers, (i % 2, answers, answers, 0, 0)))
+    return part.packed("<u2")
+
+
+@pytest.mark.parametrize(("mean", "most"), [(192, 2.25), (500, 2.2)])
+def test_a_token_takes_little_more_than_its_two_bytes_and_all_of_its_document_is_read_back(
+    tmp_path: Path, mean: int, most: float
+) -> None:
+    part = conversations(mean, 2000)
+    tokens = len(part.ids[0])
+    assert mean * 0.95 < tokens / 2000 < mean * 1.05
+    shard = Store(tmp_path, 2**16).write(RowSpan(0, 2048), iter([part]), SOURCE.path, on_disk=True)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) / tokens <= most
+    expected = np.array(part.docs, shard.docs.dtype)
+    for name in shard.docs.dtype.names:
+        if name not in ("head", "told"):
+            assert shard.docs[name].tolist() == expected[name].tolist(), name
+    assert (shard.docs["head"] >> np.uint64(32)).tolist() == (expected["head"] >> np.uint64(32)).tolist()
+    found = [shard.answers_of(*one).tolist() for one in zip(shard.docs, shard.starts.tolist(), strict=True)]
+    assert [tuple(answer) for answers in found for answer in answers] == part.answers
+    assert 0 < (shard.docs["told"] >= 0).sum() < 50, "the runs of targets say most answers"
+
+
+def test_columns_take_what_the_largest_value_needs(tmp_path: Path) -> None:
+    part = TokenizedRows(where=["a:1"])
+    ids = np.arange(2**17) % 7
+    part.add(TokenizedExample(ids, ids > 0, 2**31, size=2**18), (2**31, 3, 2**64 - 1, 2**64 - 1, (2**16 - 1,) * 5))
+    shard = Store(tmp_path, 1000).write(RowSpan(5, 9), iter([part.packed("<u2")]), "a", on_disk=True)
+    doc = shard.docs[0]
+    assert [int(doc[name]) for name in ("length", "size", "bytes", "row")] == [2**17, 2**18, 2**31, 2**31]
+    assert (int(doc["odd"]), int(doc["content"]), doc["roles"].tolist()) == (3, 2**64 - 1, [2**16 - 1] * 5)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -208,7 +258,7 @@ def test_a_torn_line_of_the_manifest_counts_as_absent_and_is_cut_off(tmp_path: P
     assert content(tmp_path) == whole
 
 
-@pytest.mark.parametrize("ending", ["ids.bin", "mask.bin", "docs.npy", "answers.npy"])
+@pytest.mark.parametrize("ending", ["ids.bin", "mask.bin", "docs.npy", "kinds.npy", "answers.npy"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_damage_is_named_and_the_shard_is_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str, damage: str

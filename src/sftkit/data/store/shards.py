@@ -2,9 +2,16 @@
 
 A shard holds the documents of rows `first` to `past` of a source, and its bytes follow from the store's key alone,
 whoever makes it. What it consists of is in a line of the store's manifest, written after its files. Shards are named by
-their rows, with these endings: .ids.bin (uint16 or uint32), .mask.bin (one bit a token; absent: every token but the
-first of each document is a target), .docs.npy (DOCS), .answers.npy (the tokens where each answer begins and ends) and
-.given.json (what an encoder reads for each document).
+their rows, with these endings:
+
+| file | content |
+|---|---|
+| .ids.bin | uint16 or uint32 |
+| .mask.bin | one bit a token; absent: every token but the first of each document is a target |
+| .docs.npy | the columns of DOCS, each in the smallest type that holds the shard's values (_packed) |
+| .kinds.npy | the different values of the columns that repeat, which .docs.npy has the numbers of |
+| .answers.npy | the tokens where answers begin and end, of documents where they are not the runs of targets |
+| .given.json | what an encoder reads for each document |
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ from sftkit.data.types import Finding, TokenizedExample
 from sftkit.rundir.files import flush, make_folder, own_name, replace_shared, sha256_of
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
-FORMAT = 5
+FORMAT = 6
 "The version of the files of a store and of a view."
 DOCS = np.dtype(
     [
@@ -43,14 +50,15 @@ DOCS = np.dtype(
         ("targets", "<u4"),
         ("bytes", "<u4"),  # of the targets
         ("row", "<u4"),  # of the source; the documents of a row follow one another
-        ("answers", "<u2"),  # entries in .answers.npy
+        ("answers", "<u2"),  # that are learned whole in it
         ("odd", "<u2"),  # NOTED, and which of the shard's reasons for a data warning the row has
         ("content", "<u8"),  # hygiene.content_hash of the row
-        ("head", "<u8"),  # hygiene.head_hash of the row
+        ("head", "<u8"),  # hygiene.head_hash of the row, of which a file keeps the upper half
         ("roles", "<u2", (len(ROLES),)),  # messages of the row by role
+        ("told", "<i4"),  # where its answers are in .answers.npy; -1: they are its runs of targets
     ]
 )
-"A document in .docs.npy."
+"A document of a shard."
 NOTED = 1 << 15
 "The bit of `odd` of a row that counts as truncated although none of its documents is too long."
 MOST_REASONS = 15
@@ -86,7 +94,7 @@ class TokenizedRows:
     "of each document, or `packed` of all"
     is_target: list[np.ndarray] = field(default_factory=list)
     docs: list[tuple[Any, ...]] = field(default_factory=list)
-    "of each document the values of DOCS, `odd` with NOTED alone"
+    "of each document the values of DOCS, `odd` with NOTED alone, `told` 0"
     answers: list[tuple[int, int]] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
     odd: list[tuple[int, str]] = field(default_factory=list)
@@ -103,7 +111,7 @@ class TokenizedRows:
         self.ids.append(one.ids)
         self.is_target.append(one.is_target)
         numbers = len(one.ids), one.size, np.count_nonzero(one.is_target), one.num_bytes, row[0], len(one.answers)
-        self.docs.append((*numbers, *row[1:]))
+        self.docs.append((*numbers, *row[1:], 0))
         self.answers += one.answers
         if one.encoder_source:
             self.given.append(one.encoder_source)
@@ -145,14 +153,14 @@ class Shard:
             return np.load(io.BytesIO(raw)) if ending.endswith("npy") else np.frombuffer(raw, dtype)
         path = self.folder / f"{self.span}.{ending}"
         if ending.endswith("npy"):
-            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
         # Memory-mapped, so that ranks of a machine share the pages; the map stays when the name is pruned.
         return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
     @property
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D]."""
-        return self._array("docs.npy", DOCS)
+        return _unpacked(self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), self.span.first)
 
     @property
     def starts(self) -> np.ndarray:
@@ -160,9 +168,18 @@ class Shard:
         length = self.docs["length"].astype(np.int64)
         return np.cumsum(length) - length
 
-    @property
-    def answers(self) -> np.ndarray:
-        """Return (first token, one past the last) of each answer within its document, int [A, 2]."""
+    def answers_of(self, doc: np.void, start: int) -> np.ndarray:
+        """Return (first token, one past the last) of each answer within its document, int [A, 2].
+
+        Args:
+            doc: an entry of `docs`, and start: its entry of `starts`.
+        """
+        if doc["told"] >= 0:
+            return self._answers[int(doc["told"]) :][: int(doc["answers"])]
+        return _runs_of_targets(self.tokens(start, int(doc["length"]))[1])
+
+    @cached_property
+    def _answers(self) -> np.ndarray:
         return self._array("answers.npy", np.uint32).reshape(-1, 2)
 
     @property
@@ -306,7 +323,7 @@ class Store:
                     sinks["mask.bin"].add(np.packbits(bits[:whole], bitorder="little").tobytes())
                     left = bits[whole:]
                     docs.append(np.array(part.docs, DOCS))
-                    answers.append(np.array(part.answers, "<u4").reshape(-1, 2))
+                    answers.append(_told(docs[-1], part.is_target[0], np.array(part.answers, np.int64).reshape(-1, 2)))
                 total.given += part.given
                 total.odd += part.odd
                 total.counts += part.counts
@@ -321,8 +338,9 @@ class Store:
                     table["odd"][slice(*np.searchsorted(table["row"], (row, row + 1)))] |= 1 << reasons.index(reason)
             if int(table["targets"].sum(dtype=np.int64)) == int(table["length"].sum(dtype=np.int64)) - len(table):
                 sinks.pop("mask.bin").drop()
-            ranges = np.concatenate(answers) if answers else np.zeros((0, 2), "<u4")
-            for ending, array in {"docs.npy": table, "answers.npy": ranges}.items():
+            arrays = _packed(table, span.first)
+            arrays["answers.npy"] = _smallest(np.concatenate([np.zeros((0, 2), np.int64), *answers]))
+            for ending, array in arrays.items():
                 if ending == "docs.npy" or len(array):
                     sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
                     raw = io.BytesIO()
@@ -423,6 +441,86 @@ class Store:
         except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
             return False
         return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
+
+
+# ---- columns of documents --------------------------------------------------------------------------------------------
+
+
+def _packed(docs: np.ndarray, first: int) -> dict[str, np.ndarray]:
+    """Return what the files of a shard keep of DOCS, by ending.
+
+    Args:
+        first: row of the shard.
+    """
+    length, size, row = (docs[name].astype(np.int64) for name in ("length", "size", "row"))
+    cut_off = np.where(size > 0, size - length, -1)  # -1: a text
+    repeating = np.column_stack([cut_off, *(docs[name] for name in ("answers", "odd", "told", "roles"))])
+    repeating = np.ascontiguousarray(_smallest(repeating))
+    # As bytes: the rows of an array are compared ten times as slowly.
+    raw = repeating.view(f"V{repeating.itemsize * repeating.shape[1]}").ravel()
+    _, at, kind = np.unique(raw, return_index=True, return_inverse=True)
+    columns = {
+        "length": length,
+        "unlearned": length - docs["targets"],
+        "bytes": docs["bytes"],
+        "rows": np.diff(row, prepend=first),
+        "kind": kind,
+        # On which side of data.val_fraction a document falls: 2^-32 is as exact as any share, and two documents that
+        # have these bytes in common may fall on one side. Copies are found by all 8 bytes of their content.
+        "head": docs["head"] >> np.uint64(32),
+        "content": docs["content"],
+    }
+    small = {name: _smallest(values) for name, values in columns.items()}
+    packed = np.empty(len(docs), [(name, one.dtype) for name, one in small.items()])
+    for name, one in small.items():
+        packed[name] = one
+    return {"docs.npy": packed, "kinds.npy": repeating[at]}
+
+
+def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
+    """Return the DOCS [D] of which _packed made the files."""
+    docs = np.zeros(len(packed), DOCS)
+    if len(packed):
+        cut_off, docs["answers"], docs["odd"], told, *roles = kinds.astype(np.int64)[packed["kind"]].T
+        docs["roles"] = np.stack(roles, axis=1)
+        docs["length"] = packed["length"]
+        docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
+        docs["targets"] = docs["length"] - packed["unlearned"]
+        docs["row"] = first + np.cumsum(packed["rows"], dtype=np.int64)
+        docs["bytes"], docs["content"] = packed["bytes"], packed["content"]
+        docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
+        entries = np.where(told < 0, 0, docs["answers"])
+        docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
+    return docs
+
+
+def _smallest(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers in the smallest type that holds them all."""
+    ends = (values.min(), values.max()) if values.size else (0, 0)
+    return values.astype(np.result_type(*map(np.min_scalar_type, ends)).newbyteorder("<"))
+
+
+def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Set `told` of documents, and return the entries of .answers.npy: of documents whose answers are not their runs of
+    targets."""
+    owner = np.repeat(np.arange(len(docs)), docs["answers"])
+    past = np.cumsum(docs["length"], dtype=np.int64)
+    first = past - docs["length"]
+    runs = _runs_of_targets(is_target)
+    owner_of_run = np.searchsorted(past, runs[:, 0], side="right")
+    same = np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"]
+    differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
+    same[owner[same[owner]][differ]] = False
+    docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
+    return answers[~same[owner]]
+
+
+def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
+    """Return (first, one past the last) of each run of targets, int64 [R, 2]."""
+    return np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 class _Sink:
