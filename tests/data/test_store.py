@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from crash_states import Recording, State, files_of, unrecovered
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.columns import add
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import making, shards
 from sftkit.data.store.making import Peers, shards_of
@@ -40,10 +43,11 @@ def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None
                 calls.append(number)
             part.where.append(where)
             part.counts["answers"] += 2
+            add(part.tally, "read", f"kind {number % 2}", f"{where}: as it is")
             for again in range((1, 1, 1, 2, 0)[number % 5]):
                 ids = np.arange(2 + 3 * number + again, dtype=np.int32)
                 is_target = ids % 2 == 1
-                one = TokenizedExample(ids, is_target, num_bytes=len(ids), size=len(ids) + 1, answers=((1, 2),))
+                one = TokenizedExample(ids, is_target, len(ids), f"{number}.png", size=len(ids) + 1, answers=((1, 2),))
                 part.add(one, (number, 0, 7, 8, (0, 0, 1, 1, 0)))
                 part.odd.append((number, "odd"))
         yield part.packed("<u2")
@@ -181,6 +185,79 @@ def test_columns_take_what_the_largest_value_needs(tmp_path: Path) -> None:
     doc = shard.docs[0]
     assert [int(doc[name]) for name in ("length", "size", "bytes", "row")] == [2**17, 2**18, 2**31, 2**31]
     assert (int(doc["odd"]), int(doc["content"]), doc["roles"].tolist()) == (3, 2**64 - 1, [2**16 - 1] * 5)
+
+
+def seen(found: list[Shard]) -> dict[str, Any]:
+    """All that a run reads of shards."""
+    counts: Counter[str] = Counter()
+    tally: dict[Any, Any] = {}
+    for shard in found:
+        counts.update({**shard.line["counts"], "rows": shard.line["rows"]})
+        for one in shard.tally("here").values():
+            add(tally, one.kind, one.reason, one.first, one.rows)
+    columns = [doc.tolist()[:-1] for shard in found for doc in shard.docs]
+    answers = [
+        shard.answers_of(*one).tolist()
+        for shard in found
+        for one in zip(shard.docs, shard.starts.tolist(), strict=True)
+    ]
+    tokens = [shard.tokens(int(start), 2) for shard in found for start in shard.starts]
+    ids = [[one.tolist() for one in both] for both in tokens]
+    given = [name for shard in found for name in shard.given]
+    return {"counts": counts, "tally": tally, "docs": str(columns), "answers": answers, "ids": ids, "given": given}
+
+
+def test_a_slice_is_read_from_shards_that_are_there_and_only_rows_at_its_borders_are_tokenized(tmp_path: Path) -> None:
+    made(tmp_path / "whole")
+    for span, new in {
+        (0, 2): [],
+        (0, 3): [2],
+        (1, 7): [1, 6],
+        (2, 8): [],
+        (5, 6): [5],
+        (2, 30): [],
+        (8, 11): [],
+        (9, 11): [9],
+        (10, 11): [],
+        (4, 9): [8],
+    }.items():
+        folder = tmp_path / str(span)
+        shutil.copytree(tmp_path / "whole", folder)
+        calls: list[int] = []
+        found = made(folder, span, tokenize=partial(tokenize, calls=calls))
+        assert calls == new, span
+        calls.clear()
+        again = made(folder, span, tokenize=partial(tokenize, calls=calls))
+        assert (calls, [shard.line for shard in again]) == ([], [shard.line for shard in found])
+        assert seen(found) == seen(made(tmp_path / f"fresh {span}", span)), span
+        assert not (tmp_path / f"fresh {span}" / f"{RowSpan(0, 4)}.ids.bin").exists(), "only its own rows are made"
+
+
+def test_slices_that_grow_take_what_smaller_ones_left_and_no_row_is_lost_or_there_twice(tmp_path: Path) -> None:
+    for span, new in (
+        ((0, 2), [0, 1]),
+        ((0, 3), [2]),
+        ((0, 3), []),
+        ((1, 7), [1, 3, 4, 5, 6]),
+        ((4, 7), []),
+        ((0, None), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ((1, 7), []),
+    ):
+        calls: list[int] = []
+        found = made(tmp_path / "grows", span, tokenize=partial(tokenize, calls=calls))
+        assert calls == new, span
+        assert seen(found) == seen(made(tmp_path / f"fresh {span}", span)), span
+    whole = content(tmp_path / "fresh (0, None)")
+    grown = content(tmp_path / "grows")
+    assert all(raw == grown[name] for name, raw in whole.items() if name != LINES_FILE)
+
+
+def test_a_damaged_shard_serves_no_slice(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / f"{RowSpan(0, 4)}.ids.bin").write_bytes(b"other")
+    calls: list[int] = []
+    made(tmp_path, (0, 2), tokenize=partial(tokenize, calls=calls))
+    assert calls == [0, 1]
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from sftkit.config.schema import SourceConfig, source_label
@@ -109,8 +109,8 @@ def shards_of(
         return found, own
 
     made_elsewhere: list[RowSpan] = []
-    for one in _spans(span, per_shard):
-        shard = store.find(one)
+    for one, part in chain.from_iterable(_parts(store, whole, per_shard) for whole in _spans(span, per_shard)):
+        shard = part or store.find(one)
         if shard is None and not peers.makes:
             shard = _wait(store, one, peers)
         known = shard is not None
@@ -140,6 +140,28 @@ def _spans(span: tuple[int, int | None], per_shard: int) -> Iterator[RowSpan]:
         end = (first // per_shard + 1) * per_shard
         yield RowSpan(first, end if past is None else min(end, past))
         first = end
+
+
+def _parts(store: Store, rows: RowSpan, per_shard: int) -> Iterator[tuple[RowSpan, Shard | None]]:
+    """Yield parts of the rows of a shard, or of a slice of one, each with what there is of it in a shard on disk. A
+    shard that is asked for whole is one part."""
+    while rows.first < rows.past:
+        is_known = rows.past - rows.first == per_shard or rows in store.lines()
+        near = [] if is_known else [one for one in store.lines() if one.first < rows.past and rows.first < one.past]
+        shards = filter(None, (store.find(one, said=True) for one in near))
+        largest = max(
+            filter(None, (shard.part(rows) for shard in shards)),
+            key=lambda part: part.line["rows"],
+            default=None,
+        )
+        if largest is None:
+            yield rows, None
+            return
+        first, past = largest.span
+        if rows.first < first:
+            yield RowSpan(rows.first, first), None
+        yield largest.span, largest
+        rows = RowSpan(past, rows.past)
 
 
 class _Reader:

@@ -12,6 +12,7 @@ their rows, with these endings:
 | .kinds.npy | the different values of the columns that repeat, which .docs.npy has the numbers of |
 | .answers.npy | the tokens where answers begin and end, of documents where they are not the runs of targets |
 | .given.json | what an encoder reads for each document |
+| .chunks.json | rows, counts and findings of each chunk of rows, which parts of a shard add up; absent: there is one |
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class Shard:
     folder: Path | None
     content: dict[str, bytes] = field(default_factory=dict)
     "its files, by ending, where they are not on disk"
+    of: RowSpan | None = None
+    "rows of the shard of which this is a part; None: it is a whole one"
 
     @property
     def span(self) -> RowSpan:
@@ -151,7 +154,7 @@ class Shard:
         if self.folder is None:
             raw = self.content[ending]
             return np.load(io.BytesIO(raw)) if ending.endswith("npy") else np.frombuffer(raw, dtype)
-        path = self.folder / f"{self.span}.{ending}"
+        path = self.folder / f"{self.of or self.span}.{ending}"
         if ending.endswith("npy"):
             return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
         # Memory-mapped, so that ranks of a machine share the pages; the map stays when the name is pruned.
@@ -160,13 +163,24 @@ class Shard:
     @property
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D]."""
-        return _unpacked(self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), self.span.first)
+        docs = self._docs()
+        return docs[self._own(docs)]
+
+    def _docs(self) -> np.ndarray:
+        return _unpacked(
+            self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), (self.of or self.span).first
+        )
+
+    def _own(self, docs: np.ndarray) -> slice:
+        """Return which documents of the whole shard are its own."""
+        return slice(None) if self.of is None else slice(*np.searchsorted(docs["row"], self.span).tolist())
 
     @property
     def starts(self) -> np.ndarray:
         """Return the first token of each document, int64 [D]."""
-        length = self.docs["length"].astype(np.int64)
-        return np.cumsum(length) - length
+        docs = self._docs()
+        length = docs["length"].astype(np.int64)
+        return (np.cumsum(length) - length)[self._own(docs)]
 
     def answers_of(self, doc: np.void, start: int) -> np.ndarray:
         """Return (first token, one past the last) of each answer within its document, int [A, 2].
@@ -185,14 +199,42 @@ class Shard:
     @property
     def given(self) -> list[str]:
         """Return what an encoder reads for each document."""
-        if "given.json" not in self.line["files"]:
+        found = self._list("given.json")
+        return found[self._own(self._docs())] if found else []
+
+    def _list(self, ending: str) -> list[Any]:
+        if ending not in self.line["files"]:
             return []
-        raw = (
-            self.content["given.json"]
-            if self.folder is None
-            else (self.folder / f"{self.span}.given.json").read_bytes()
-        )
+        here = self.folder is None
+        raw = self.content[ending] if here else (self.folder / f"{self.of or self.span}.{ending}").read_bytes()
         return list(json.loads(raw))
+
+    def part(self, rows: RowSpan) -> Shard | None:
+        """Return what it has of some rows, in whole chunks; None: not one."""
+        if rows.first <= self.span.first and self.span.past <= rows.past:
+            return self
+        its_findings = [[one[name] for name in ("kind", "reason", "first", "rows")] for one in self.line["findings"]]
+        chunks = self._list("chunks.json") or [[self.line["rows"], self.line["counts"], its_findings]]
+        borders = self.span.first + np.cumsum([0, *(number for number, *_ in chunks)])
+        begin = int(np.searchsorted(borders, rows.first))
+        end = int(np.searchsorted(borders, rows.past, side="right")) - 1
+        if end <= begin:
+            return None
+        counts: Counter[str] = Counter()
+        tally: findings.Tally = {}
+        for _, its_counts, found in chunks[begin:end]:
+            counts.update(its_counts)
+            for one in found:
+                findings.add(tally, *one)
+        line = {
+            "first": int(borders[begin]),
+            "past": rows.past if self.ends and end == len(chunks) else int(borders[end]),
+            "rows": int(borders[end] - borders[begin]),
+            "counts": dict(counts),
+            "findings": [asdict(one) for one in tally.values()],
+            **{name: self.line[name] for name in ("odd", "where", "files")},
+        }
+        return Shard(line, self.dtype, self.folder, self.content, of=self.span)
 
     @cached_property
     def _ids(self) -> np.ndarray:
@@ -311,6 +353,7 @@ class Store:
                 if not Path(f"/proc/{draft.name.split('.')[-3]}").exists():
                     draft.unlink(missing_ok=True)
         total = TokenizedRows()
+        chunks: list[list[Any]] = []
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
         left = np.zeros(0, bool)
@@ -328,8 +371,10 @@ class Store:
                 total.odd += part.odd
                 total.counts += part.counts
                 total.where += part.where
-                for one in part.tally.values():
-                    findings.add(total.tally, one.kind, one.reason, one.first, one.rows)
+                found = [[one.kind, one.reason, _freed(one.first, path), one.rows] for one in part.tally.values()]
+                for one in found:
+                    findings.add(total.tally, *one)
+                chunks.append([len(part.where), dict(+part.counts), found])
             sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
             table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
             reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
@@ -346,9 +391,10 @@ class Store:
                     raw = io.BytesIO()
                     np.save(raw, array, allow_pickle=False)
                     sinks[ending].add(raw.getvalue())
-            if total.given:
-                sinks["given.json"] = _Sink(self.folder / f"{span}.given.json" if on_disk else None)
-                sinks["given.json"].add(json.dumps(total.given).encode())
+            for ending, items in {"given.json": total.given, "chunks.json": chunks[1:] and chunks}.items():
+                if items:
+                    sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
+                    sinks[ending].add(json.dumps(items).encode())
             line = {
                 **span._asdict(),
                 "rows": len(total.where),
@@ -357,7 +403,7 @@ class Store:
                 "targets": int(table["targets"].sum(dtype=np.int64)),
                 "lengths": np.bincount(np.ceil(np.log2(table["length"])).astype(int)).tolist(),
                 "counts": dict(+total.counts),
-                "findings": [{**asdict(one), "first": _freed(one.first, path)} for one in total.tally.values()],
+                "findings": [asdict(one) for one in total.tally.values()],
                 "odd": reasons,
                 "where": _runs([_freed(one, path) for one in total.where], span.first),
                 "files": {ending: sink.digest.hexdigest() for ending, sink in sorted(sinks.items())},

@@ -351,5 +351,5 @@ def _count_lost(
     for name, number in zip(ROLE_COUNTS.values(), lost["roles"].sum(0, dtype=np.int64).tolist(), strict=True):
         counts[name] -= number
     for i, reason in enumerate(shard.line["odd"][:MOST_REASONS]):
-        one = found["accepted", reason]
-        found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})
+        if one := found.get(("accepted", reason)):  # a part of a shard does not have all of its reasons
+            found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})
