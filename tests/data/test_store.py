@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -444,6 +446,41 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
         os.utime(lock, (1, 1))
     assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
     assert not list(tmp_path.glob("*.lock"))
+
+
+def take_over(folder: Path, judged: Any, taken: Any, done: Any) -> None:
+    """Claim a shard whose holder is gone, at the moment when the other process has seen that, too."""
+    real = Store.is_claimed
+
+    def is_claimed(self: Store, span: RowSpan) -> bool:
+        found = real(self, span)
+        with suppress(threading.BrokenBarrierError):
+            judged.wait(1.0)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "is_claimed", is_claimed)
+        with Store(folder, 1000).claim(RowSpan(0, 4)) as own:
+            taken.put(own)
+            done.wait(10.0)
+
+
+def test_of_two_processes_that_find_a_lock_of_one_that_is_gone_one_takes_it_over(tmp_path: Path) -> None:
+    lock = tmp_path / f"{RowSpan(0, 4)}.lock"
+    with Store(tmp_path, 1000).claim(RowSpan(0, 4)):
+        about = json.loads(lock.read_text())
+    lock.write_text(json.dumps({**about, "after_boot": about["after_boot"] - 1000.0}))
+    forks = multiprocessing.get_context("fork")
+    judged, done, taken = forks.Barrier(2), forks.Event(), forks.Queue()
+    both = [forks.Process(target=take_over, args=(tmp_path, judged, taken, done)) for _ in range(2)]
+    for process in both:
+        process.start()
+    assert sorted(taken.get(timeout=20) for _ in both) == [False, True]
+    done.set()
+    for process in both:
+        process.join(20)
+        assert process.exitcode == 0
+    assert not lock.exists()
 
 
 def test_a_process_that_waits_reads_what_the_other_makes_and_raises_its_error(tmp_path: Path) -> None:

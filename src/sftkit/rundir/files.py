@@ -374,7 +374,7 @@ def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
     files are kept too."""
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
-    with _alone(kept.with_suffix(".json.lock")):
+    with alone(kept.with_suffix(".json.lock")):
         known = _read(kept)
         stamps = {path: _stamp(path) for path in paths}
         unknown = [path for path in paths if stamps[path] not in known]
@@ -403,7 +403,7 @@ def _read(kept: Path) -> dict[Stamp, str]:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Keep other processes of this machine out, as far as the file system can lock."""
     with ExitStack() as opened:
         with suppress(OSError):  # a cache that cannot be written: each process reads the files itself

@@ -39,7 +39,7 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding, TokenizedExample
-from sftkit.rundir.files import flush, make_folder, own_name, replace_shared, sha256_of
+from sftkit.rundir.files import alone, flush, make_folder, own_name, replace_shared, sha256_of
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
 FORMAT = 6
@@ -71,6 +71,8 @@ HERE = "\0"
 LINES_FILE = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
+LOCKS = "locks"
+"An empty file, which the kernel locks while a lock of a shard is taken or removed."
 ABANDONED_SECONDS = 120.0
 "Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
@@ -450,26 +452,28 @@ class Store:
     @contextmanager
     def claim(self, span: RowSpan) -> Iterator[bool]:
         """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
-        lock of a process that is gone is taken over. Two makers would only work twice."""
+        lock of a process that is gone is taken over, by one process at a time. Where the file system cannot lock, two may
+        take it over at the same moment and would only work twice."""
         lock = self.folder / f"{span}.lock"
         own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
-        claimed = self.is_claimed(span)
+        claimed = False
         with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
-            if not claimed:
-                make_folder(self.folder)
-                lock.unlink(missing_ok=True)
-                temporary = own_name(lock)
-                temporary.write_text(own)
-                try:
-                    os.link(temporary, lock)  # with its content, unless another process was faster
-                except FileExistsError:
-                    claimed = True
-                finally:
-                    temporary.unlink()
+            make_folder(self.folder)
+            with alone(self.folder / LOCKS):
+                if not (claimed := self.is_claimed(span)):
+                    lock.unlink(missing_ok=True)
+                    temporary = own_name(lock)
+                    temporary.write_text(own)
+                    try:
+                        os.link(temporary, lock)  # with its content, unless another process was faster
+                    except FileExistsError:
+                        claimed = True
+                    finally:
+                        temporary.unlink()
         try:
             yield not claimed
         finally:
-            with suppress(OSError):
+            with suppress(OSError), alone(self.folder / LOCKS):
                 if not claimed and lock.read_text() == own:
                     lock.unlink()
 
