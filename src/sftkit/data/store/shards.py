@@ -452,8 +452,8 @@ class Store:
     @contextmanager
     def claim(self, span: RowSpan) -> Iterator[bool]:
         """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
-        lock of a process that is gone is taken over, by one process at a time. Where the file system cannot lock, two may
-        take it over at the same moment and would only work twice."""
+        lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
+        system that cannot lock, would only work twice."""
         lock = self.folder / f"{span}.lock"
         own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
         claimed = False
