@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -30,6 +30,7 @@ from sftkit.errors import ConfigError
 
 SOURCE = SourceConfig(path="some/rows.jsonl")
 ROWS = 10
+Tokenize = Callable[..., Iterator[TokenizedRows]]
 
 
 def rows(number: int = ROWS) -> Iterator[RawRow]:
@@ -53,6 +54,16 @@ def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None
                 part.add(one, (number, 0, 7, 8, (0, 0, 1, 1, 0)))
                 part.odd.append((number, "odd"))
         yield part.packed("<u2")
+
+
+def ahead(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None = None) -> Iterator[TokenizedRows]:
+    """The same by processes: four chunks are read before the first part is there."""
+    waiting: deque[TokenizedRows] = deque()
+    for part in tokenize(chunks, calls):
+        waiting.append(part)
+        if len(waiting) > 4:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +131,14 @@ def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) ->
     assert (tmp_path / f"{shard.span}.ids.bin").stat().st_size == 4 * 10, "uint32 for more than 65,536 entries"
 
 
+@pytest.mark.parametrize("how", [tokenize, ahead])
 @pytest.mark.parametrize("number", [0, 3, 4, 8])
-def test_a_source_of_any_number_of_rows_is_read_once(tmp_path: Path, number: int) -> None:
+def test_a_source_of_any_number_of_rows_is_read_once(tmp_path: Path, number: int, how: Tokenize) -> None:
     calls: list[int] = []
-    found = made(tmp_path, number=number, tokenize=partial(tokenize, calls=calls))
+    found = made(tmp_path, number=number, tokenize=partial(how, calls=calls))
     assert (calls, sum(shard.line["rows"] for shard in found)) == (list(range(number)), number)
-    again = made(tmp_path, number=number, tokenize=partial(tokenize, calls=calls))
+    assert [shard.span.first for shard in found] == list(range(0, number + 1, 4))
+    again = made(tmp_path, number=number, tokenize=partial(how, calls=calls))
     assert (len(calls), [shard.line for shard in again]) == (number, [shard.line for shard in found])
 
 
@@ -262,6 +275,31 @@ def test_a_damaged_shard_serves_no_slice(tmp_path: Path) -> None:
     assert calls == [0, 1]
 
 
+def test_rows_of_the_next_shards_are_read_before_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    read: list[int] = []
+    real = Store.write
+    monkeypatch.setattr(Store, "write", lambda *args, **how: (real(*args, **how), read.append(len(calls)))[0])
+    made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
+    assert (read, calls) == ([10, 10, 10], list(range(ROWS)))
+    assert not list(tmp_path.glob("ahead/*.lock"))
+    made(tmp_path / "alone")
+    assert content(tmp_path / "ahead") == content(tmp_path / "alone")
+    # Shards that are there, or that others make, are passed over; what was lost is read once more.
+    for path in (tmp_path / "ahead").glob("*08.ids.bin"):
+        path.unlink()
+    calls.clear()
+    made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
+    assert calls == [4, 5, 6, 7]
+    with Store(tmp_path / "two", 1000).claim(RowSpan(4, 8)):
+        others = shards_of(Store(tmp_path / "two", 1000), SOURCE, rows, (0, None), ahead, per_shard=4)
+        assert [next(others).span.first for _ in range(2)] == [0, 8]
+    assert next(others).span.first == 4
+    assert sorted(content(tmp_path / "two")) == sorted(content(tmp_path / "alone"))
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -301,9 +339,9 @@ class Killed(BaseException):
     """Stands for a signal that no handler sees."""
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize(("call", "how"), [("fsync", tokenize), ("replace", ahead)])
 def test_a_process_that_ends_at_any_call_leaves_what_the_next_one_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, how: Tokenize
 ) -> None:
     made(tmp_path / "whole")
     real = getattr(os, call)
@@ -318,7 +356,7 @@ def test_a_process_that_ends_at_any_call_leaves_what_the_next_one_continues(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, ends)
             try:
-                made(tmp_path / str(end))
+                made(tmp_path / str(end), tokenize=how)
                 break
             except Killed:
                 pass
@@ -376,12 +414,13 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize("how", [tokenize, ahead])
 def test_on_a_full_disk_tokens_stay_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: Tokenize
 ) -> None:
     expected = documents(made(tmp_path / "whole"))
     monkeypatch.setattr(os, "fsync", full)
-    assert documents(made(tmp_path / "full")) == expected
+    assert documents(made(tmp_path / "full", tokenize=how)) == expected
     assert "cannot write the cache ([Errno 28] No space left on device), every start will tokenize" in caplog.text
     assert not [path for path in (tmp_path / "full").iterdir() if path.name.endswith((".tmp", ".bin", ".npy"))]
     (tmp_path / "file").touch()
