@@ -92,12 +92,14 @@ def shards_of(
     *,
     per_shard: int,
     peers: Peers = NO_PEERS,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Shard]:
     """Yield the shards of some rows of a source when they are there, in any order.
 
     Args:
         rows: yields all rows of the source.
         span: the first row, and one past the last; None: to the end.
+        check: called before a shard counts as made; raises a DataError if the source is not what it was.
 
     Raises:
         ConfigError: the disk is full. DataError: a bad row. RowsDiffer: rows must be tokenized by themselves.
@@ -110,7 +112,7 @@ def shards_of(
         if not stream.claim(one):
             return None, False
         try:
-            return store.find(one, said=True) or _make(store, source, one, stream, peers), True
+            return store.find(one, said=True) or _make(store, source, one, stream, peers, check), True
         finally:
             stream.locks.pop(one).close()
 
@@ -267,7 +269,9 @@ class _Stream:
         return chain([found], rest(one.past - one.first - len(found.where)))
 
 
-def _make(store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers) -> Shard | None:
+def _make(
+    store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers, check: Callable[[], None]
+) -> Shard | None:
     """Make a shard; None if the source ends before it."""
 
     def checked(parts: Iterator[TokenizedRows]) -> Iterator[TokenizedRows]:
@@ -278,6 +282,7 @@ def _make(store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, pe
             for one in stream.locks:
                 store.renew(one)
             yield part
+        check()
 
     begins = f", from row {span.first:,}" if span.first else ""
     with working(f"tokenizing {source_label(source)}{begins}"):

@@ -1,0 +1,69 @@
+"""Stores of real sources: files that change, what the cache keeps, and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.tokens import text
+from sftkit.data.tokens.sources import RowTokenizer, load_sources
+from sftkit.data.types import Examples
+from sftkit.errors import DataError
+
+Load = Callable[..., Examples]
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    return path
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Load:
+    """load(path, setting=...): its documents; every token is learned."""
+
+    def run(path: Path, **settings: Any) -> Examples:
+        source = SourceConfig(path=str(path), **settings)
+        data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
+        return load_sources([source], data, RowTokenizer(text.tokenize, tokenizer, 64))
+
+    return run
+
+
+# ---- files that change -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "train+train[:1]"])
+def test_a_file_that_changes_while_it_is_tokenized_is_rejected_by_its_name(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    path = write_texts(tmp_path / "x.jsonl", ["One day.", "Another."])
+    real = RowTokenizer.many
+
+    def many(self: RowTokenizer, rows: Any) -> Any:
+        with path.open("a") as file:
+            file.write(json.dumps({"text": "More."}) + "\n")
+        return real(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTokenizer, "many", many)
+        with pytest.raises(DataError, match=r"x\.jsonl: it changed while it was tokenized.* Start again"):
+            load(path, split=split)
+    assert not list(tmp_path.glob("cache/stores/*/*.ids.bin"))
+    assert len(load(path, split=split)) == 3 + (split != "train")
+
+
+def test_a_file_that_is_touched_while_it_is_tokenized_is_read_for_its_content(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_texts(tmp_path / "x.jsonl", ["One day.", "Another."])
+    real = RowTokenizer.many
+    monkeypatch.setattr(RowTokenizer, "many", lambda self, rows: (os.utime(path, (1, 1)), real(self, rows))[1])
+    assert len(load(path)) == 2
