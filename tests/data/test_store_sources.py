@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.tokens import text
+from sftkit.data.store import keeping
+from sftkit.data.tokens import sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples
 from sftkit.errors import DataError
@@ -67,3 +69,40 @@ def test_a_file_that_is_touched_while_it_is_tokenized_is_read_for_its_content(
     real = RowTokenizer.many
     monkeypatch.setattr(RowTokenizer, "many", lambda self, rows: (os.utime(path, (1, 1)), real(self, rows))[1])
     assert len(load(path)) == 2
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_all_that_the_cache_keeps_is_listed_and_pruned_by_last_use_but_copies_that_are_read(
+    tmp_path: Path, load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    load(write_texts(tmp_path / "x.jsonl", ["One day."]))
+    for name in ("images-1/pictures.npy", "chosen-1.json", "borders/1.npy", "remote/1/x.jsonl", "hashes/1.json"):
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).write_bytes(b"0" * 1000)
+    (cache / "chat_history").write_text("hello")  # a user's own
+    assert keeping.print_kept(cache, verify=True)
+    out = capsys.readouterr().out
+    for kind in keeping.KINDS.values():
+        assert f"1 {kind}" in out
+    used = {"hashes/1.json": 9, "chosen-1.json": 8, "remote/1/x.jsonl": 7, "borders/1.npy": 6, "images-1": 5}
+    for name, at in used.items():
+        os.utime(cache / name, (2e9 + at, 2e9 + at))
+    os.utime(cache / "remote" / "1", (1, 1))
+    assert [one.path.name for one in keeping.kept_in(cache)][:5] == [
+        *["1.json", "chosen-1.json", "1"],
+        "1.npy",
+        "images-1",
+    ]
+    while sources.IN_USE:  # as the end of a process does
+        os.close(sources.IN_USE.popitem()[1])
+    keeping.remove_least_used(cache, "4k")
+    assert [one.path.name for one in keeping.kept_in(cache)] == ["1.json", "chosen-1.json", "1", "1.npy"]
+    with (cache / "remote" / "1" / "x.jsonl").open("rb") as read:
+        fcntl.flock(read, fcntl.LOCK_SH)
+        assert keeping.remove_least_used(cache, "0") == 3000
+    assert [one.path.name for one in keeping.kept_in(cache)] == ["1"]
+    assert keeping.remove_least_used(cache, "0") == 1000
+    assert (cache / "chat_history").exists()
