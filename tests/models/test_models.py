@@ -44,6 +44,10 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "phi3": (1, {}),
     "smollm3": (2, {"no_rope_layer_interval": 2}),
     "gpt2": (1, GPT2),
+    "cohere": (1, {"logit_scale": 0.3}),
+    "cohere2": (2, {"logit_scale": 0.3, "sliding_window": 16, "sliding_window_pattern": 2}),
+    "granite": (1, {"logits_scaling": 6.0, "embedding_multiplier": 3.0}),
+    "hyperclovax": (1, {"logits_scaling": 0.3}),
     "olmo": (1, {}),
     "olmo2": (1, {}),
     "olmo3": (2, {"sliding_window": 16}),
@@ -54,8 +58,9 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
-QUICK = ("qwen3_moe", "gemma3_text", "gpt2")
-"One with experts, one whose blocks are of two kinds, and one with neither rotary factors nor RMS norms."
+QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "granite")
+"""One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, and one with
+scaled logits."""
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:

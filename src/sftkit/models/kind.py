@@ -111,13 +111,14 @@ class ModelKind(Protocol):
         """
 
     def head(self, orig_model: PreTrainedModel) -> linear_cross_entropy.Head:
-        """Return the output projection and the soft cap of its logits; the sharding code gathers its weights."""
+        """Return the output projection, the scale and the soft cap of its logits; the sharding code gathers its
+        weights."""
         projection = structure.output_projection(orig_model)
         # Trained rows of a frozen head (models/token_rows.py).
         own: Any = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
-        return linear_cross_entropy.Head(
-            projection.weight, projection.bias, structure.logit_softcap(orig_model), None, *own
-        )
+        softcap = structure.logit_softcap(orig_model)
+        scale = structure.logit_scale(orig_model)
+        return linear_cross_entropy.Head(projection.weight, projection.bias, softcap, None, *own, scale=scale)
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return a function that generates texts token by token, one text for each encoder input.

@@ -10,6 +10,7 @@ In a pipeline a rank holds some of the parameters; the others are on the meta de
 import copy
 import inspect
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -272,6 +273,19 @@ def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
 def logit_softcap(orig_model: PreTrainedModel) -> float | None:
     """Return c of logits = c * tanh(logits / c); None if the model has no soft cap."""
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+LOGIT_SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+"By field of a config: the power of the field by which the model multiplies its logits."
+
+
+def logit_scale(orig_model: PreTrainedModel) -> float:
+    """Return the factor of the model's logits, applied before the soft cap."""
+    config = orig_model.config.get_text_config()
+    if config.model_type == "hyperclovax":  # multiplies by the field by which Granite divides
+        return float(config.logits_scaling)
+    fields = {name: getattr(config, name, None) for name in LOGIT_SCALES}
+    return math.prod(value ** LOGIT_SCALES[name] for name, value in fields.items() if value is not None)
 
 
 def plain_class(module: torch.nn.Module) -> type:

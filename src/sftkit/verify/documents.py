@@ -15,7 +15,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.errors import ConfigError
-from sftkit.models.structure import from_last, inference, logit_softcap, output_projection, vocab_size
+from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -313,7 +313,7 @@ def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of hidden states [B, T, H] by the run's head: fp32 [B, T, V]."""
     projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
-    logits = projection(hidden).float()
+    logits = logit_scale(model.orig_model) * projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
