@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GptOssConfig,
     Llama4TextConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -76,7 +77,7 @@ def quantized_mxfp4(folder: Path) -> dict[str, Tensor]:
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     stored, meant = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        if "experts." not in name:
+        if "experts." not in name or name.endswith("bias"):
             stored[name] = meant[name] = weight
             continue
         experts, inputs, outputs = weight.shape
@@ -155,7 +156,12 @@ def packed(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
     return quantized_mxfp4(folder)
 
 
-STARTS = {f.__name__: f for f in (fp8, partial, experts, latent, channel, whole, packed)}
+def gpt_oss(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
+    saved(folder, tokenizer, GptOssConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    return quantized_mxfp4(folder)
+
+
+STARTS = {f.__name__: f for f in (fp8, partial, experts, latent, channel, whole, packed, gpt_oss)}
 Make = Callable[[Path, Any], dict[str, Tensor]]
 
 
@@ -220,6 +226,7 @@ def test_sizes_are_those_of_the_weights_that_are_trained(
     assert size.parameters != num_elements(tmp_path / "model.safetensors")
     assert stored_format(ModelConfig(path=str(tmp_path))) == {
         "packed": "mxfp4",
+        "gpt_oss": "mxfp4",
         "channel": "compressed-tensors in blocks of 1xall",
         "whole": "compressed-tensors in blocks of allxall",
     }.get(made[0], "fp8 in blocks of 16x16")
