@@ -175,8 +175,8 @@ MUTATIONS = [
     # ---- checkpoint and rundir
     M("checkpoint/checkpoint.py", "the random state is not restored",
       "restore_random_state(torch.load(file, map_location=\"cpu\", weights_only=True))", "torch.load(file, map_location=\"cpu\", weights_only=True)", "checkpoint/test_checkpoint_resume.py checkpoint/test_checkpoint.py"),
-    M("checkpoint/checkpoint.py", "a checkpoint of other data is resumed",
-      "check_identity(checkpoint.state.get(\"identity\"), self.identity, prefix)", "pass", "checkpoint/test_checkpoint_resume.py"),
+    M("checkpoint/resume.py", "a checkpoint of other data is resumed",
+      "fixed += identity_differences(there, identity)", "pass", "checkpoint/test_checkpoint_resume.py"),
     M("checkpoint/checkpoint.py", "a published step is written again",
       "if step != self._writer.published:  # a published directory is never rewritten", "if True:", "checkpoint/test_checkpoint.py checkpoint/test_checkpoint_crash.py"),
     M("train/parts.py", "no checkpoint at the last step",

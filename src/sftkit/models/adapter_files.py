@@ -29,7 +29,10 @@ PEFT_PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 "What peft puts behind the name of a table that has trained rows."
-_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
+_ATTENTION = re.compile(
+    r"(^|\.)(\w*(attn|attention|mamba)\w*|conv|mixer(?=\.(q|k|v|o|in|out)_proj))(\.|$)", re.IGNORECASE
+)
+"Layers that mix tokens, recurrent ones and short convolutions among them; NemotronH calls any part of a block mixer."
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (

@@ -50,8 +50,10 @@ class Documents(NamedTuple):
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
+    positions: Tensor | None = None
+    "recurrent layers: int64 [B, T], distance of each position from the first of its document"
     cu_seqlens: Tensor | None = None
-    "fa4, varlen: int32 [D + 1], where documents start in the flattened B * T positions"
+    "fa4, varlen, recurrent layers: int32 [D + 1], where documents start in the flattened B * T positions"
     doc_ids: Tensor | None = None
     "flex: int32 [B, T], T padded to a multiple of 128"
     blocks: flex.BlockTensors | None = None
@@ -76,7 +78,8 @@ def document_boundaries(batch: Batch, backend: str, context_group: str | None = 
     """
     assert batch.columns is None or context_group is not None, "batches of chunks need the group of their ranks"
     group = None if batch.columns is None else context_group
-    return Documents(backend, batch.max_doc_length, group=group, **BACKENDS[backend].boundaries(batch))
+    found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens}
+    return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -131,17 +134,6 @@ def relative_positions(config: PreTrainedConfig) -> bool:
     """Return whether positions are numbers added to the scores (T5), which kernels that know
     boundaries do not support."""
     return bool(getattr(config.get_text_config(), "relative_attention_num_buckets", None))
-
-
-def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
-    """Return what in the model lets tokens see each other besides attention, which no document
-    boundary stops; None: nothing."""
-    kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    odd = kinds - {"full_attention", "sliding_attention"}
-    if odd:
-        return f"a layer of type {', '.join(sorted(map(str, odd)))}"
-    convolutions = [name for name, module in orig_model.named_modules() if isinstance(module, torch.nn.Conv1d)]
-    return f"the convolution {convolutions[0]}" if convolutions else None
 
 
 def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -248,7 +240,7 @@ class Backend(NamedTuple):
 def _flash_boundaries(batch: Batch) -> dict[str, Any]:
     chunked = batch.cu_seqlens_q is not None and batch.cu_seqlens_k is not None
     chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k) if chunked else None
-    return {"cu_seqlens": batch.cu_seqlens, "chunks": chunks}
+    return {"chunks": chunks}
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
