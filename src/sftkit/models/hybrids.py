@@ -76,6 +76,8 @@ class Mixer(NamedTuple):
     "name of a function of its module -> maker of what takes its place, given the function"
     products: Callable[[Any], int]
     "multiplications of a layer for one token, besides those with its parameters"
+    kept: Callable[[Any], int]
+    "elements that a compiled layer keeps of a token for the backward pass"
 
 
 def _delta_products(layer: Any) -> int:
@@ -85,8 +87,16 @@ def _delta_products(layer: Any) -> int:
     return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
 
 
+def _delta_kept(layer: Any) -> int:
+    """Return what is kept: the convolution's input and output, normalized queries and keys of all value heads, the
+    gate, the output and what leaves the norm, and the inverse of a chunk's system.
+    """
+    keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
+    return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
+
+
 _DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
-_DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products)
+_DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
 MIXERS = dict.fromkeys(
     ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
 )
