@@ -229,6 +229,17 @@ def test_names_of_other_trainers_mean_settings_that_exist():
     assert keys.hints()["takes"].keys() <= {*key_table(), *section_classes()}
 
 
+def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> None:
+    for instead, names in keys.hints()["no_key"].items():
+        for name in names.split():
+            assert not any(key.rpartition(".")[2] == name for key in key_table()), name
+            assert not keys.own_names(name), name
+            (problem,) = problems(recipe, f"train.{name}=1")
+            assert problem == f"command line: train.{name}: is no setting of sftkit: {instead}"
+    (problem,) = problems(recipe, "hub=1")
+    assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
+
+
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
     (problem,) = problems(recipe, "data.train.0.dataset=1")
     assert "is not a known key. Known here: path, " in problem
