@@ -90,6 +90,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
         {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
         | {"num_key_value_heads": 4, **MOE, **LATENT},
     ),
+    "gpt_oss": (2, {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_swa": (2, {"sliding_window": 16}),
     "lfm2": (2, {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": (
         3,

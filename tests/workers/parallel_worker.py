@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     Lfm2Config,
+    GptOssConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -74,6 +75,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
+SINKS = {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
 RECURRENT = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -122,8 +124,9 @@ MODELS = {
     "falcon_h1": lambda: small(FalconH1Config(**SIZES, **SCAN)),
     "lfm2": lambda: small(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
+    "gpt_oss": lambda: small(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
 }
-GRAPHS = {"frozen": 3, "prefix": 4, "qwen3_5": 3, "lfm2": 3}
+GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3, "lfm2": 3, "qwen3_5": 3}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
@@ -142,6 +145,8 @@ TWO_RANKS = {
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss fsdp2": ("gpt_oss", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss context": ("gpt_oss", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3_5 fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "adamw"),
