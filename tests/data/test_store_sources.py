@@ -5,19 +5,24 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from sftkit.config.commands import ROOT
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.store import keeping
+from sftkit.data.store import foreign, keeping
+from sftkit.data.store.shards import RowSpan, Store, TokenizedRows
 from sftkit.data.tokens import sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
-from sftkit.data.types import Examples
-from sftkit.errors import DataError
+from sftkit.data.types import Examples, TokenizedExample
+from sftkit.errors import ConfigError, DataError
 
 Load = Callable[..., Examples]
 
@@ -106,3 +111,60 @@ def test_all_that_the_cache_keeps_is_listed_and_pruned_by_last_use_but_copies_th
     assert [one.path.name for one in keeping.kept_in(cache)] == ["1"]
     assert keeping.remove_least_used(cache, "0") == 1000
     assert (cache / "chat_history").exists()
+
+
+# ---- exports ---------------------------------------------------------------------------------------------------------
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Run the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["data_stores.py", "export", "megatron", *words])
+    assert runpy.run_path(str(ROOT / "scripts" / "data_stores.py"))["main"]() == 0
+
+
+def test_what_is_exported_for_megatron_is_read_back_as_the_same_documents(
+    tmp_path: Path,
+    load: Load,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    texts = write_texts(tmp_path / "texts.jsonl", ["One day.", "Nothing is learned in vain, ä € 😀.", "x" * 500])
+    other = write_texts(tmp_path / "other.jsonl", ["Another."])
+    settings = [f"model.tokenizer={tmp_path / 'tokenizer'}", "model.train_tokenizer=null"]
+    settings += [f"data.train=[{{path: '{texts}', max_rows: 3}}, {{path: '{other}'}}]", "data.val=[]"]
+    settings += [f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
+    out = tmp_path / "out"
+    export(monkeypatch, str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "--out", str(out))
+    assert f"{out / 'texts'}: 3 documents, " in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == [
+        "other.bin",
+        "other.idx",
+        "texts.bin",
+        "texts.idx",
+        "tokenizer",
+    ]
+    for path in (texts, other):
+        theirs = load(out / f"{path.stem}.bin", tokenizer_of=str(out / "tokenizer"))
+        ours = load(path)
+        assert [theirs[i].ids.tolist() for i in range(len(theirs))] == [ours[i].ids.tolist() for i in range(len(ours))]
+        assert theirs.num_bytes.tolist() == ours.num_bytes.tolist()
+    with pytest.raises(ConfigError, match=r"texts\.bin is there already"):
+        export(monkeypatch, str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "--out", str(out))
+    with pytest.raises(ConfigError, match="val_fraction: set in this recipe"):
+        export(
+            monkeypatch,
+            *(str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "data.val_fraction=0.5", "--out", str(out)),
+        )
+
+
+def test_an_export_of_masked_documents_or_one_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
+    part = TokenizedRows(where=["a:1"])
+    ids = np.arange(5)
+    part.add(TokenizedExample(ids, ids > 0), (0, 0, 0, 0, (0,) * 5))
+    part.add(TokenizedExample(ids, ids > 2, size=5), (1, 0, 0, 0, (0,) * 5))
+    shard = Store(tmp_path, 100).write(RowSpan(0, 4), iter([part.packed("<u2")]), "a", on_disk=False)
+    with pytest.raises(ConfigError, match=r"x: document of row 2 has tokens that are not learned, and Megatron's"):
+        foreign.write_megatron(tmp_path / "x", [shard], 100)
+    assert not list(tmp_path.iterdir())
