@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, islice
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
@@ -513,6 +513,8 @@ class Origin:
     max_rows: int | None = None
     files: Sequence[Path] = ()
     "here, with its rows or tokens"
+    fetch: Callable[[], Sequence[Path]] = lambda: ()
+    "copies files of tokens at a URL here, for as long as this process lives, and returns the copies"
 
     def span(self) -> tuple[int, int | None]:
         """Return the first row that is asked for, and one past the last; None: to the end."""
@@ -614,7 +616,7 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
         raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
     if source.path.startswith("builtin:"):
         return _with_settings(_builtin(source), source)
-    if is_url and source.tokenizer_of is None:
+    if is_url:
         return _with_settings(_remote(source, data), source)
     if path.exists():
         return _with_settings(_local(source, path), source)
@@ -690,12 +692,18 @@ def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
     from sftkit.data.reading import remote
 
     root, listed = remote.list_files(source)
-    files, said = list(listed), ""
-    if files == [root]:
+    files, said = [root], ""
+    if root in listed:
         _check_alone(source, root)
     else:
         files, said = files_of(source, root, sorted(listed))
     chosen = [listed[path] for path in files]
+    if source.tokenizer_of is not None:
+        groups = [
+            [*(listed[p] for p in map(PurePosixPath, remote.beside(str(f))) if p in listed), listed[f]] for f in files
+        ]
+        fetch = partial(remote.mapped_copies, groups, data)
+        return Origin(lambda: iter(()), list, said=said, slice=partial(slice_of, source), fetch=fetch)
 
     def raw_rows() -> Iterator[RawRow]:
         return (row for copy in remote.local_copies(chosen, data) for row in readers.rows_of(copy))

@@ -1,4 +1,4 @@
-"""Tokens that other programs wrote, read in place as the shards of a store.
+"""Tokens that other programs wrote, read in place as the shards of a store; those at a URL from local copies.
 
 | format | files | documents |
 |---|---|---|
@@ -312,7 +312,8 @@ def open_source(
     theirs = _tokenizer_of(source, tokenizer)
     words: dict[str, Any] = {"vocabulary": len(theirs), "count_bytes": count_bytes}
     eos = theirs.eos_token_id
-    files = [open_tokens(path, eos=eos, vocabulary=len(theirs), cache=cache) for path in found.files]
+    paths = found.files or found.fetch()
+    files = [open_tokens(path, eos=eos, vocabulary=len(theirs), cache=cache) for path in paths]
     total = sum(len(file.start) for file in files)
     first, past = replace(found, rows=lambda: repeat(("", None), total)).span()
     past = total if past is None else min(past, total)
@@ -321,7 +322,7 @@ def open_source(
     for file in files:
         beside = [file.path.with_suffix(".idx"), *(Path(f"{file.path}.{end}") for end in ("index", "loss"))]
         identity = [eos, len(theirs), *content_identity([file.path, *(one for one in beside if one.is_file())])]
-        place = str(file.path).replace(source.path, HERE, 1)
+        place = str(file.path).replace(source.path, HERE, 1) if found.files else f"{HERE} {file.path.name}"
         for begin, end in _pieces(file, max(first - row, 0), min(past - row, len(file.start))):
             learned = np.flatnonzero((file.targets[begin:end] > 0) & (file.length[begin:end] > 1)) + begin
             dropped = end - begin - len(learned)
