@@ -8,7 +8,9 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.commands import ROOT
 from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.batches.loader import load_examples
 from sftkit.data.store import foreign, keeping
 from sftkit.data.store.shards import RowSpan, Store, TokenizedRows
-from sftkit.data.tokens import sources, text
+from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.types import Examples, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
 Load = Callable[..., Examples]
+CHATML = Path(chat.__file__).parent / "chatml.jinja"
 
 
 def write_texts(path: Path, texts: list[str]) -> Path:
@@ -168,3 +172,39 @@ def test_an_export_of_masked_documents_or_one_that_breaks_off_leaves_no_file(tmp
     with pytest.raises(ConfigError, match=r"x: document of row 2 has tokens that are not learned, and Megatron's"):
         foreign.write_megatron(tmp_path / "x", [shard], 100)
     assert not list(tmp_path.iterdir())
+
+
+# ---- templates with a date -------------------------------------------------------------------------------------------
+
+
+DATED = (
+    "{%- if date_string is not defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}{{ date_string }}"
+)
+
+
+@pytest.mark.parametrize("template", ["dated", "fixed", "without"])
+def test_a_store_is_of_a_day_only_if_the_template_writes_the_day(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+) -> None:
+    chatml = CHATML.read_text()
+    tokenizer.chat_template = {
+        "dated": DATED + chatml,
+        "fixed": "{%- set date_string = '26 Jul 2024' %}" + DATED + chatml,
+        "without": chatml,
+    }[template]
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(path=str(tmp_path / "x.jsonl"))
+    data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
+    for day in (date(2024, 1, 1), date(2024, 1, 2), date(2024, 1, 2)):
+        monkeypatch.setattr(sources, "date", SimpleNamespace(today=lambda day=day: day))
+        load_examples(data, RowTokenizer(chat.tokenize, tokenizer, 512, "truncate", chat.ANSWERS))
+    stores = 2 if template == "dated" else 1
+    assert len(list((tmp_path / "cache" / "stores").iterdir())) == stores
+    said = 'model.chat_template_args={date_string: "26 Jul 2024"}'
+    assert (said in caplog.text) == (template == "dated")
+    assert not RowTokenizer(text.tokenize, tokenizer, 512).writes_day, "a text has no template"

@@ -335,6 +335,21 @@ def render_conversation(
     return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
 
 
+def writes_day(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes the day of its rendering, which model.chat_template_args may fix."""
+    source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
+    if "strftime_now" not in source:
+        return False
+    asked: list[str] = []
+    args = {"strftime_now": lambda form: asked.append(form) or form}
+    row = Row("a small conversation", messages=[{"role": "user", "content": FIRST_QUESTION}], template_args=args)
+    try:
+        render_conversation(tokenizer, source, row)
+    except TemplateError:  # it takes no such conversation; it may write the day into others
+        return True
+    return bool(asked)
+
+
 @lru_cache(maxsize=8)
 def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[str, ...]:
     """Return the added tokens that are special. `vocab_size` is part of the cache's key: it grows when
