@@ -83,6 +83,23 @@ class StoredTokens:
         ids, is_target = map(np.concatenate, zip(*found, strict=True))
         return ids, is_target
 
+    def answers(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many answers each document has, int [D], and of each the first token and one past its last, int
+        [A, 2], also where they are cut off. `documents`: ascending."""
+        numbers = [np.zeros(0, np.int64)]
+        spans = [np.zeros((0, 2), np.uint32)]
+        for number in np.unique(self.shard[documents]).tolist():
+            shard = self.shards[number]
+            here = documents[self.shard[documents] == number]
+            of_each = shard.docs["answers"].astype(np.int64)
+            entry = np.searchsorted(shard.starts, self.start[here], side="right") - 1
+            first = (np.cumsum(of_each) - of_each)[entry]
+            of_each = of_each[entry]
+            numbers.append(of_each)
+            places = np.arange(of_each.sum()) + np.repeat(first - (np.cumsum(of_each) - of_each), of_each)
+            spans.append(shard.answers[places])
+        return np.concatenate(numbers), np.concatenate(spans)
+
 
 def make_examples(
     sources: Sequence[StoredSource], limits: Limits | None, count_bytes: CountBytes, folder: Path, peers: Peers
