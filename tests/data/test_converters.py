@@ -286,7 +286,9 @@ def test_an_answer_of_several_paths_is_learned_once_in_the_first_that_is_used(
 def test_paths_that_are_drawn_learn_what_they_share_once(tmp_path: Path, tokenizer) -> None:
     seen = set()
     for seed in range(6):
-        texts, examples = of_paths(tmp_path, tokenizer, 400, "drop", "assistant", sample=SampleConfig(rows=2, seed=seed))
+        texts, examples = of_paths(
+            tmp_path, tokenizer, 400, "drop", "assistant", sample=SampleConfig(rows=2, seed=seed)
+        )
         learned = [part for one in texts for part in re.findall(r"\[\[(.*?)\.\]\]", one)]
         assert len(learned) == len(set(learned)) == examples.counts["a"]["answers_learned"]
         assert "A1" in learned or not any("Q1" in one for one in texts)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import remote
+from sftkit.data.reading.origin import find_source
 from sftkit.data.store import foreign
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
@@ -346,6 +347,28 @@ def test_settings_and_stages_that_need_rows_are_rejected(
         load(tmp_path / "x.ds", tokenizer_of=None)
     assert len(load(tmp_path / "x.ds", rule=text.tokenize_any, too_long="truncate")) == len(documents)
     assert list(sources.read_source(SourceConfig(path=str(tmp_path / "x.ds"), tokenizer_of="x"))) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["index.json", "shard.00000.mds"], r"MosaicML's streaming \(MDS\), .*from streaming import StreamingDataset"),
+        (["train/index.json", "train/shard.00001.mds.zstd"], "from streaming import StreamingDataset"),
+        (["index.json", "chunk-0-0.bin", "chunk-0-1.bin"], "chunks of litdata, .*from litdata import StreamingDataset"),
+        (["index.json", "chunk-0-0.zstd.bin"], "from litdata import StreamingDataset"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer_of", [None, "gpt2"])
+def test_files_of_other_libraries_are_rejected_by_name_with_the_line_that_converts_them(
+    tmp_path: Path, bucket: Any, names: list[str], told: str, tokenizer_of: str | None
+) -> None:
+    for name in names:
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_text("{}")
+    bucket.put(f"{tmp_path}/here/", "/bucket/", recursive=True)
+    for path in (str(tmp_path / "here"), "memory://bucket"):
+        with pytest.raises(ConfigError, match=told):
+            find_source(SourceConfig(path=path, tokenizer_of=tokenizer_of))
 
 
 # ---- at a URL --------------------------------------------------------------------------------------------------------
