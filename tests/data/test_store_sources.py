@@ -24,6 +24,7 @@ from sftkit.data.store import foreign, keeping
 from sftkit.data.store.shards import RowSpan, Store, TokenizedRows
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
+from sftkit.data.tokens.template import with_arguments
 from sftkit.data.types import Examples, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -182,7 +183,7 @@ DATED = (
 )
 
 
-@pytest.mark.parametrize("template", ["dated", "fixed", "without"])
+@pytest.mark.parametrize("template", ["dated", "fixed", "set", "without"])
 def test_a_store_is_of_a_day_only_if_the_template_writes_the_day(
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -193,7 +194,8 @@ def test_a_store_is_of_a_day_only_if_the_template_writes_the_day(
     chatml = CHATML.read_text()
     tokenizer.chat_template = {
         "dated": DATED + chatml,
-        "fixed": "{%- set date_string = '26 Jul 2024' %}" + DATED + chatml,
+        "fixed": with_arguments(DATED + chatml, {"date_string": "26 Jul 2024"}),
+        "set": with_arguments(with_arguments(DATED + chatml, {"strftime_now": "1"}), {"strftime_now": "26 Jul 2024"}),
         "without": chatml,
     }[template]
     rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}]
@@ -202,9 +204,11 @@ def test_a_store_is_of_a_day_only_if_the_template_writes_the_day(
     data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
     for day in (date(2024, 1, 1), date(2024, 1, 2), date(2024, 1, 2)):
         monkeypatch.setattr(sources, "date", SimpleNamespace(today=lambda day=day: day))
-        load_examples(data, RowTokenizer(chat.tokenize, tokenizer, 512, "truncate", chat.ANSWERS))
+        examples, _ = load_examples(data, RowTokenizer(chat.tokenize, tokenizer, 512, "truncate", chat.ANSWERS))
+        begins = tokenizer.decode(examples[0].ids).startswith("26 Jul 2024")
+        assert begins == (template in ("fixed", "set"))
     stores = 2 if template == "dated" else 1
     assert len(list((tmp_path / "cache" / "stores").iterdir())) == stores
-    said = 'model.chat_template_args={date_string: "26 Jul 2024"}'
+    said = 'model.chat_template_args={strftime_now: "26 Jul 2024"}'
     assert (said in caplog.text) == (template == "dated")
     assert not RowTokenizer(text.tokenize, tokenizer, 512).writes_day, "a text has no template"
