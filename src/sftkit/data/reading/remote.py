@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -22,7 +22,7 @@ from typing import IO, Any
 from sftkit.config.commands import WILDCARD
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError, config_error
-from sftkit.rundir.files import own_name
+from sftkit.rundir.files import alone, own_name
 from sftkit.runtime.hub import hub_answers, unreachable
 
 DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
@@ -33,6 +33,10 @@ FILES_AHEAD = 2
 TRIES = 3
 FOLDER = "remote"
 "In data.cache_dir."
+BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.loss", ".ds.metadata")}
+"Suffix of a file of tokens -> endings in its place, of files that are read with it."
+MAPPED: list[IO[bytes]] = []
+"Hold the locks of copies that this process reads as long as it lives."
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
         else:
             info = fs.info(path)
             described = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+        if source.tokenizer_of is not None:
+            for sibling in {sibling for path in described for sibling in beside(path)} - described.keys():
+                with suppress(FileNotFoundError):
+                    described[sibling] = fs.info(sibling)
     except ImportError as error:
         raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
     except ConfigError:
@@ -102,6 +110,41 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
     return PurePosixPath(name(root)), files
 
 
+def beside(path: str) -> list[str]:
+    """Return the files that may be read with a file of tokens."""
+    stem, dot, suffix = path.rpartition(".")
+    return [stem + end for end in BESIDE.get(dot + suffix, ())]
+
+
+def mapped_copies(groups: Sequence[Sequence[RemoteFile]], data: DataConfig | None) -> list[Path]:
+    """Return a local copy of the last file of each group, next to which its others are. They stay while this process
+    lives: tokens are read in place. One process of this machine fetches, the others wait.
+
+    Raises:
+        ConfigError: they have more bytes than may stay. DataError: a file cannot be fetched, or breaks off.
+    """
+    folder, most = _place(data)
+    total = sum(one.size for group in groups for one in group)
+    if total > most:
+        raise config_error("tokens beyond local_gb", total=f"{total / 1e9:.1f}", most=f"{most / 1e9:g}")
+    found = []
+    with alone(folder / ".mapped.lock"):
+        for group in groups:
+            together = tuple(one.identity for one in group)
+            for one in group:
+                path, lock = _fetch(replace(one, identity=together), folder, most, threading.Event())
+                MAPPED.append(lock)
+            found.append(path)
+    return found
+
+
+def _place(data: DataConfig | None) -> tuple[Path, int]:
+    """Return the folder of copies, and the bytes that may stay there."""
+    fields = DataConfig.__dataclass_fields__
+    folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
+    return folder, int((data.local_gb if data else fields["local_gb"].default) * 1e9)
+
+
 def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterator[Path]:
     """Yield a local copy of each file, in order; it may be gone when the next one is asked for.
 
@@ -111,9 +154,7 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
     Raises:
         DataError: a file cannot be fetched, or breaks off.
     """
-    fields = DataConfig.__dataclass_fields__
-    folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
-    most = int((data.local_gb if data else fields["local_gb"].default) * 1e9)
+    folder, most = _place(data)
     todo = deque(files)
     ahead: deque[tuple[int, Future[tuple[Path, IO[bytes]]]]] = deque()
     stop = threading.Event()
