@@ -535,7 +535,7 @@ def test_a_model_folder_has_weights_and_a_length_is_inherited_from_runs_alone(he
 
 def test_quantized_and_damaged_models_are_rejected(here: Path) -> None:
     folder = model(here / "small")
-    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    config = {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
     assert refused(*of_model("small")).startswith(
         "model.path: small: config.json: quantization_config: the weights are"

@@ -7,6 +7,7 @@ Rows are hashed when they are tokenized, so that documents are chosen without th
 import json
 import logging
 import math
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -505,6 +506,8 @@ def _kept(data: DataConfig, follows_from: Sequence[object], compute: Callable[[]
     digest = blake2b(json.dumps([VERSION, *follows_from]).encode(), digest_size=16).hexdigest()
     path = Path(data.cache_dir) / f"chosen-{digest}.json"
     if found := all(follows_from) and read_object(path):
+        with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+            os.utime(path)
         return found
     found = compute()
     with suppress(OSError):  # then it is computed again at the next start

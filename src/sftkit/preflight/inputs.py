@@ -272,7 +272,7 @@ def _check_model(path: str, revision: str | None) -> str | None:
     folder = Path(find_model(path, revision))
     if not folder.is_dir():
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
-            model_files.check_unquantized(model_files.json_object(Path(cached)), f"{path}: config.json")
+            model_files.format_of(model_files.json_object(Path(cached)), f"{path}: config.json")
         return None
     if (adapter := model_files.adapter_at(schema.ModelConfig(path=path, revision=revision))) is not None:
         find_model(str(adapter.base.path), adapter.base.revision)

@@ -25,6 +25,7 @@ from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import files as model_files
 from sftkit.models import kind, load, routing, vocabulary
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
@@ -51,6 +52,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
     resolved = {
         "stage": run.stage,
         "model_type": orig_model.config.model_type,
+        "start_format": model_files.stored_format(run.cfg.model),
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
         "trained_parameters": parameters.trained,
@@ -133,6 +135,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
+    from sftkit.models.hybrids import check_topology
     from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -167,6 +170,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     longest = positions(orig_model)
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
+    check_topology(orig_model, rt.topology)
     rt.print(resolved)
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):

@@ -35,7 +35,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import print_text
 from sftkit.models import files
 from sftkit.models.kind import kind_of
-from sftkit.models.load import from_config
+from sftkit.models.load import from_config, full_model, load_options
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
 from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -127,7 +127,8 @@ def open_plainly(
 
     Args:
         dtype: precision of the model under an adapter; that of a whole model is the one of its files.
-        base: adapter.base; peft knows no NF4 of ours, so sftkit computes such an adapter.
+        base: adapter.base; peft knows no NF4 of ours, and would keep a quantized start quantized, so sftkit computes
+            such an adapter.
         trusted: model.trust_remote_code.
         peft: whether peft loads an adapter, if it is installed.
 
@@ -141,7 +142,7 @@ def open_plainly(
     if adapter is None:
         model, info = auto_class.from_pretrained(folder, **given)
         how = f"{name}.from_pretrained"
-    elif peft and base != "nf4" and find_spec("peft") is not None:
+    elif peft and base != "nf4" and find_spec("peft") is not None and not files.stored_format(adapter.base):
         from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 
         model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
@@ -155,7 +156,11 @@ def open_plainly(
         from sftkit.models.adapters import adapters_in, add_adapters
 
         path, revision = str(adapter.base.path), adapter.base.revision or "main"
-        model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
+        if files.stored_format(adapter.base):
+            precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+            model, info = full_model(path, precision, load_options(path, adapter.base), independent=True), {}
+        else:
+            model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
         adapters = adapters_in(adapter)
         config = replace(adapters.config, base=base)  # type: ignore[arg-type]
         add_adapters(model, replace(adapters, config=config), torch.device(device))
