@@ -15,11 +15,11 @@ from sftkit.models.files import (
     COPY_AGAIN,
     GATED,
     fields_of,
-    files_of_weights,
     folder_of,
     header_of,
     json_object,
     of_fields,
+    text_weights,
     weight_files,
 )
 from sftkit.rundir.files import digest_of_files, read_base_digest
@@ -118,10 +118,11 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     folder = folder_of(resolve(model.path or ""), model.revision)
     if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
         return None
-    headers = {file: header_of(file) for file in {*files_of_weights(folder).values()}}
+    weights = text_weights(folder)
+    headers = {file: header_of(file) for file in {file for _, file in weights.values()}}
     if not headers and of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
-    shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
+    shapes = {name: headers[file][stored]["shape"] for name, (stored, file) in weights.items()}
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
     for name, shape in shapes.items():

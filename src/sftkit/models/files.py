@@ -44,7 +44,14 @@ def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
     if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
-    return auto_class(json.loads((folder / "config.json").read_text()))
+    return whole_class(json.loads((folder / "config.json").read_text()))
+
+
+def whole_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the auto class that loads a model with this config and all parts beside its text model."""
+    if "text_config" not in config or config.get("is_encoder_decoder"):
+        return auto_class(config)
+    return CAPTIONS if "vision_config" in config else "AutoModelForMultimodalLM"
 
 
 def not_causal(model_type: str, what: str) -> str:
@@ -52,8 +59,28 @@ def not_causal(model_type: str, what: str) -> str:
     return hint("model with an encoder", model_type=model_type, what=what)
 
 
+TEXT_NAMES = {
+    r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
+}
+"Map the names of weights in the files of a model with several parts to the names of its text model."
+
+
+def text_name(name: str) -> str | None:
+    """Return the name in the text model of a weight in the files of a model with several parts; None: it belongs to
+    another part, such as a vision tower.
+    """
+    for pattern, inside in TEXT_NAMES.items():
+        found = re.sub(pattern, inside, name)
+        if found != name:
+            return found
+    return name if name.startswith("lm_head.") else None
+
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+HEADER_BYTES = 8
+"A safetensors file begins with the length of its header in so many bytes."
 LARGEST_HEADER = 100 * 2**20
 "Largest valid size of a safetensors header in bytes; a longer header means a damaged file."
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -170,6 +197,20 @@ def files_of_weights(folder: Path) -> dict[str, Path]:
     return {name: path for path in weight_files(folder) for name in header_of(path)}
 
 
+def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
+    """Map each weight name of the model that is trained to its name in the files and its file: of a model with several
+    parts the weights of its text model, of any other model all weights.
+
+    Raises:
+        ConfigError: a damaged index or file.
+    """
+    files = files_of_weights(folder)
+    inside = {name: text_name(name) for name in files}
+    if not any(found not in (None, name) for name, found in inside.items()):
+        return {name: (name, path) for name, path in files.items()}
+    return {found: (name, files[name]) for name, found in inside.items() if found is not None}
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers reads, according to the index if there is one.
 
@@ -226,13 +267,12 @@ def header_of(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            # A file begins with the length of its header (8 bytes), then the header as JSON.
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            length = int.from_bytes(file.read(HEADER_BYTES), "little")
+            if size < HEADER_BYTES or length > min(LARGEST_HEADER, size - HEADER_BYTES):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = json.loads(file.read(length))
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+        end = HEADER_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
         if not all(
             isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list) for tensor in tensors.values()
         ):
@@ -443,6 +483,8 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
+    if "text_config" in json_object(folder / "config.json") and weight_files(folder):
+        return ModelSize(sum(stored_sizes(folder)[0].values()), _ends(text, tied=True))
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
@@ -481,8 +523,9 @@ def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     Raises:
         ConfigError: a file is missing or damaged.
     """
-    headers = [header_of(path) for path in weight_files(folder)]
-    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    weights = text_weights(folder)
+    headers = {path: header_of(path) for path in {path for _, path in weights.values()}}
+    sizes = {name: math.prod(headers[path][stored]["shape"]) for name, (stored, path) in weights.items()}
     embedding = next((name for name in sizes if END_NAMES.search(name)), None)
     return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
 

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -52,9 +51,6 @@ _REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
 "Errors that transformers raises for an invalid config; AttributeError for a field of the wrong type."
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
-"Map the weight names in a multimodal model's files to the names of its text model."
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
@@ -139,6 +135,13 @@ def load_model(
         elif files is not None:
             for ids in files.tokens.values():
                 make_room_for(orig_model, ids)
+    if model.scratch is None:
+        whole = start_config(path, options := load_options(path, source))
+        if trained_config(whole) is not whole:
+            from sftkit.models.towers import belongs_to_whole
+
+            belongs_to_whole(orig_model, whole, local_folder(path, options))
+            log.info("%s: its text model is trained, everything else in it stays as it is", whole.model_type)
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
@@ -241,12 +244,15 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
-    parts are neither loaded nor saved. For any other model it is the whole config.
+    parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
+    from sftkit.models.towers import tied_by_whole
+
+    if tied_by_whole(config):
+        text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
@@ -270,7 +276,7 @@ def full_model(
     reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     attention = plain_implementation(trained)
     made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
-    renamed = None if trained is config else TEXT_NAMES
+    renamed = None if trained is config else model_files.TEXT_NAMES
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path, key_mapping=renamed, **made, **reporting, **options
     )
@@ -420,7 +426,7 @@ def empty_model(
     remote = bool(options["trust_remote_code"])
     orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     if orig_model.get_expanded_tied_weights_keys(all_submodels=True):
-        own = differing_ties(orig_model, local_folder(path, options), dtype, renamed=config is not whole)
+        own = differing_ties(orig_model, local_folder(path, options), dtype)
         untie(orig_model, own, path)
         if own:
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
@@ -437,19 +443,11 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code:
         return from_config(config, dtype, trust_remote_code=trust_remote_code)
 
 
-def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, renamed: bool) -> set[str]:
+def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
     """Return the tied weights whose values in a folder's files differ from the weight they are tied to. Values are
     compared in the run's precision, as from_pretrained compares them.
-
-    Args:
-        renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
-    files = {}
-    for name, path in model_files.files_of_weights(folder).items():
-        inside = name
-        for pattern, replacement in TEXT_NAMES.items() if renamed else ():
-            inside = re.sub(pattern, replacement, inside)
-        files[inside] = (name, path)
+    files = model_files.text_weights(folder)
     differing = set()
     for target, source in orig_model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if target not in files or source not in files:

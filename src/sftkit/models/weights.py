@@ -113,7 +113,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     """
     # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
-    files = model_files.files_of_weights(folder)
+    files = model_files.text_weights(folder)
     if not files:
         raise config_error("no safetensors", folder=folder, one=model_files.SINGLE_FILE, other=model_files.INDEX_FILE)
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
@@ -145,13 +145,17 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     if others:
         _load_full(orig_model, wanted, others, folder, fill_one)
         return
+
     # By file, so that each is opened once.
-    for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
+    def file_of(name: str) -> Path:
+        return files[name][1]
+
+    for path, names in itertools.groupby(sorted(wanted, key=file_of), file_of):
         with model_files.reading_files(path, "its weights"), safe_open(path, "pt") as file:
             for name in names:
                 tensor = wanted[name]
                 rows = grown.get(id(tensor))
-                source = file.get_slice(name)
+                source = file.get_slice(files[name][0])
                 shape = list(source.get_shape())
                 there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
                 if (layer := layers.get(id(tensor))) is not None:
@@ -173,7 +177,7 @@ def _load_full(
     plain: Any = structure.plain_class(orig_model)
     found_type = model_files.json_object(folder / "config.json").get("model_type")
     with model_files.reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
+        renamed = None if found_type == orig_model.config.model_type else model_files.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
     # The config could not express that these weights are untied (models.load.differing_ties), and names

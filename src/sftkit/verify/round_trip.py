@@ -37,6 +37,7 @@ from sftkit.models import files
 from sftkit.models.kind import kind_of
 from sftkit.models.load import from_config
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
+from sftkit.models.towers import UNCHANGED, live_names, skeleton, whole_of
 from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
@@ -140,6 +141,8 @@ def open_plainly(
     adapter = files.adapter_at(ModelConfig(path=str(folder)))
     if adapter is None:
         model, info = auto_class.from_pretrained(folder, **given)
+        if (folder / UNCHANGED).is_file():  # the start had them
+            info["unexpected_keys"] -= files.header_of(folder / UNCHANGED).keys()
         how = f"{name}.from_pretrained"
     elif peft and base != "nf4" and find_spec("peft") is not None:
         from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
@@ -328,6 +331,8 @@ class RoundTrip:
         if adapters_of(self._orig_model) is not None:
             return self._orig_model
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._trusted)
+        if whole_of(self._orig_model) is not None:
+            return skeleton(config)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = from_config(config, config.dtype, trust_remote_code=self._trusted)
         model.tie_weights()
@@ -338,6 +343,9 @@ class RoundTrip:
         dtype = str(model.dtype).removeprefix("torch.")
         base = "bf16" if adapters is None else adapters.config.base
         facts = facts_of(model, model.generation_config, self._tokenizer)
+        if (whole := whole_of(model)) is not None:
+            facts["class"] = whole.model_class.__name__
+            facts["tied weights"] = sorted(live_names(model, whole, facts["tied weights"]))
         limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
         return Expected(facts, ids, dtype, base, self._trusted, limit, logits)
 
