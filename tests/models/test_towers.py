@@ -18,9 +18,9 @@ from sftkit.checkpoint.states import check_saved_names
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.export.export import export
-from sftkit.models.files import INDEX_FILE, auto_class_in, size_of
+from sftkit.models.files import INDEX_FILE, UNCHANGED, auto_class_in, size_of
 from sftkit.models.load import load_model
-from sftkit.models.towers import UNCHANGED, whole_of
+from sftkit.models.towers import whole_of
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.rundir.names import step_dir
 from sftkit.verify.round_trip import RoundTrip, open_plainly, row_logits

@@ -30,10 +30,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.files import INDEX_FILE, SINGLE_FILE
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, UNCHANGED
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
-from sftkit.models.towers import UNCHANGED, Whole, loading_faults, whole_of, write_unchanged, write_whole_config
+from sftkit.models.towers import Whole, loading_faults, whole_of, write_unchanged, write_whole_config
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir

@@ -79,6 +79,8 @@ def text_name(name: str) -> str | None:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+UNCHANGED = "model-unchanged.safetensors"
+"File of a checkpoint with the tensors beside a text model, which no run changes (models/towers.py)."
 HEADER_BYTES = 8
 "A safetensors file begins with the length of its header in so many bytes."
 LARGEST_HEADER = 100 * 2**20

@@ -23,14 +23,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import config_error
-from sftkit.models.files import HEADER_BYTES, files_of_weights, header_of, text_name
+from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
 from sftkit.models.structure import decoder, output_projection
 from sftkit.rundir.files import read_manifest, sha256_of
 
 WHOLE = "sftkit_whole"
 "Attribute of a text model that belongs to a larger model."
-UNCHANGED = "model-unchanged.safetensors"
-"File of a checkpoint with the tensors that no run of the text model changes."
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 CHUNK = 2**24
 "Bytes that are copied at a time."
@@ -127,6 +125,7 @@ def whole_config(orig_model: PreTrainedModel, whole: Whole) -> PretrainedConfig:
     config = copy.deepcopy(whole.config)
     field = next(key for key, value in vars(config).items() if value is config.get_text_config())
     setattr(config, field, copy.deepcopy(orig_model.config))
+    getattr(config, field)._name_or_path = ""  # nested, transformers would write the start's path
     if tied_by_whole(config):
         config.tie_word_embeddings = orig_model.config.tie_word_embeddings
     config.dtype = orig_model.dtype

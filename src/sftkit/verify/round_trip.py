@@ -37,7 +37,7 @@ from sftkit.models import files
 from sftkit.models.kind import kind_of
 from sftkit.models.load import from_config
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
-from sftkit.models.towers import UNCHANGED, live_names, skeleton, whole_of
+from sftkit.models.towers import live_names, skeleton, whole_of
 from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
@@ -141,8 +141,8 @@ def open_plainly(
     adapter = files.adapter_at(ModelConfig(path=str(folder)))
     if adapter is None:
         model, info = auto_class.from_pretrained(folder, **given)
-        if (folder / UNCHANGED).is_file():  # the start had them
-            info["unexpected_keys"] -= files.header_of(folder / UNCHANGED).keys()
+        if (folder / files.UNCHANGED).is_file():  # the start had them
+            info["unexpected_keys"] -= files.header_of(folder / files.UNCHANGED).keys()
         how = f"{name}.from_pretrained"
     elif peft and base != "nf4" and find_spec("peft") is not None:
         from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
