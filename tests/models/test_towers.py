@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from sftkit.checkpoint.states import check_saved_names
-from sftkit.config.schema import ModelConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.export.export import export
 from sftkit.models.files import INDEX_FILE, UNCHANGED, auto_class_in, size_of
@@ -192,3 +192,43 @@ def test_only_the_text_model_counts_for_memory_and_names(tmp_path: Path, tokeniz
     whole = whole_of(model)
     assert whole is not None
     assert "mtp.weight" in whole.unchanged
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow)])
+def test_an_adapter_has_the_names_of_the_whole_model_and_can_be_merged_into_it(
+    tmp_path: Path, tokenizer: Any, family: str
+) -> None:
+    folder = start(tmp_path / "start", family)
+    tokenizer.save_pretrained(folder)
+    model = text_model(folder, tokenizer, adapter=AdapterConfig(rank=2, alpha=8))
+    run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=model)
+    run.steps(0, 2, every=2, wait=True)
+    saved = step_dir(tmp_path / "run", 2)
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in tensors(saved))
+    again = Run(
+        tmp_path / "run",
+        tokenizer,
+        cpu_runtime(),
+        model=text_model(folder, tokenizer, adapter=AdapterConfig(rank=2, alpha=8)),
+    )
+    again.checkpoints.resume(str(saved))
+    for one, other in zip(again.orig_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    own = row_logits(model, [3, 4, 5])
+    for peft in (True, False):
+        loaded, others, how = open_plainly(saved, torch.float32, peft=peft)
+        assert others == []
+        assert ("PeftModel" in how) is peft
+        torch.testing.assert_close(row_logits(loaded, [3, 4, 5]), own, rtol=1e-4, atol=1e-5)
+    merged = text_model(saved, tokenizer)
+    later = Run(tmp_path / "later", tokenizer, cpu_runtime(), model=merged)
+    later.checkpoints.save(1, {"tokens": 1}, wait=True)
+    whole = AutoModelForImageTextToText.from_pretrained(step_dir(tmp_path / "later", 1))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            whole.eval()(input_ids=IDS).logits[0, 2], row_logits(model, IDS[0].tolist())[2], rtol=1e-4, atol=1e-5
+        )
+    held, before = tensors(step_dir(tmp_path / "later", 1)), tensors(folder)
+    assert {n for n in held if not torch.equal(held[n], before[n])} == {
+        n for n in held if n.endswith("proj.weight") and is_text(n) and "layers" in n
+    }

@@ -377,9 +377,9 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     A model with adapters saves only its factors, under the names of peft.
     """
     if adapters_of(orig_model) is not None:
-        from sftkit.models.adapters import PEFT_PREFIX
+        from sftkit.models.adapters import peft_name
 
-        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+        return {peft_name(orig_model, name): parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
     # without save_pretrained.

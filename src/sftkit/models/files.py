@@ -42,8 +42,11 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
-    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
+    if (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = folder_of(str(folder), None)
+        return CAUSAL if base is None else whole_class(json_object(base / "config.json"))
     return whole_class(json.loads((folder / "config.json").read_text()))
 
 

@@ -34,6 +34,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
+from sftkit.models.towers import belongs_to_whole, tied_by_whole
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -135,13 +136,6 @@ def load_model(
         elif files is not None:
             for ids in files.tokens.values():
                 make_room_for(orig_model, ids)
-    if model.scratch is None:
-        whole = start_config(path, options := load_options(path, source))
-        if trained_config(whole) is not whole:
-            from sftkit.models.towers import belongs_to_whole
-
-            belongs_to_whole(orig_model, whole, local_folder(path, options))
-            log.info("%s: its text model is trained, everything else in it stays as it is", whole.model_type)
     # Vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
@@ -218,9 +212,6 @@ def _adapt(
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
-    whole = start_config(path, options)
-    if trained_config(whole) is not whole:
-        raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         folder = local_folder(path, options)
         digest = base_digest(folder)
@@ -249,8 +240,6 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    from sftkit.models.towers import tied_by_whole
-
     if tied_by_whole(config):
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
@@ -284,6 +273,7 @@ def full_model(
         # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
         # model (huggingface/transformers#42396).
         orig_model._weight_conversions = None
+        belongs_to_whole(orig_model, config, local_folder(path, options))
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     if not os.path.isdir(path):
         # Files of the hub are downloaded by now; those of a folder were checked before.
@@ -432,6 +422,8 @@ def empty_model(
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
     orig_model.name_or_path = path
+    if config is not whole:
+        belongs_to_whole(orig_model, whole, local_folder(path, options))
     if (generation := start_generation_config(path, options)) is not None:
         orig_model.generation_config = generation
     return orig_model

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class Whole:
     "prefix in the files of what the text model calls `model.`"
     head: str
     "the same for `lm_head.`"
+    live: tuple[str, str]
+    "the same two in transformers' class"
     unchanged: dict[str, tuple[Path, Mapping[str, Any]]]
     "name of each tensor that does not belong to the text model -> its file, and what the file's header says of it"
     stamps: dict[Path, tuple[int, int]]
@@ -59,6 +61,10 @@ class Whole:
     def stored(self, name: str) -> str:
         """Return the name in files of a tensor of the text model."""
         return _with_prefixes(name, self.body, self.head)
+
+    def live_name(self, name: str) -> str:
+        """Return what transformers' class calls a module or a tensor of the text model."""
+        return _with_prefixes(name, *self.live)
 
     @property
     def model_class(self) -> Any:
@@ -93,7 +99,7 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     """Note on a text model the larger model in whose files it was found.
 
     Args:
-        config: of the whole model, as in the files.
+        config: of the whole model.
 
     Raises:
         ConfigError: no safetensors, or a model that transformers cannot load as a whole.
@@ -117,7 +123,10 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     headers = {path: header_of(path) for path in {*files.values()}}
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
     stamps = {path: _stamp(path) for path, _ in unchanged.values()}
-    setattr(orig_model, WHOLE, Whole(config, folder, body, head, unchanged, stamps))
+    made = skeleton(config)
+    modules = {id(module): name for name, module in made.named_modules()}
+    live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
+    setattr(orig_model, WHOLE, Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps))
 
 
 def whole_config(orig_model: PreTrainedModel, whole: Whole) -> PretrainedConfig:
@@ -149,14 +158,6 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         made: PreTrainedModel = class_of(config)(config)
     made.tie_weights()
     return made
-
-
-def live_names(orig_model: PreTrainedModel, whole: Whole, names: Iterable[str]) -> list[str]:
-    """Return what transformers' whole model calls these modules or tensors of the text model."""
-    made = skeleton(whole_config(orig_model, whole))
-    modules = {id(module): name for name, module in made.named_modules()}
-    body, head = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
-    return [_with_prefixes(name, body, head) for name in names]
 
 
 def loading_faults(
@@ -247,6 +248,6 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _with_prefixes(name: str, body: str, head: str) -> str:
-    if name.startswith(HEAD):
-        return head + name.removeprefix(HEAD)
+    if f"{name}.".startswith(HEAD):
+        return (head + f"{name}.".removeprefix(HEAD))[:-1]
     return body + name.removeprefix(BODY)

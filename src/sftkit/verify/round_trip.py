@@ -35,9 +35,9 @@ from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import print_text
 from sftkit.models import files
 from sftkit.models.kind import kind_of
-from sftkit.models.load import from_config
+from sftkit.models.load import from_config, full_model, load_options
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
-from sftkit.models.towers import live_names, skeleton, whole_of
+from sftkit.models.towers import skeleton, whole_of
 from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
@@ -145,20 +145,28 @@ def open_plainly(
             info["unexpected_keys"] -= files.header_of(folder / files.UNCHANGED).keys()
         how = f"{name}.from_pretrained"
     elif peft and base != "nf4" and find_spec("peft") is not None:
-        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+        from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
 
-        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
+        if name == files.CAUSAL:
+            model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
+        else:
+            under = {"dtype": dtype, "revision": adapter.base.revision or "main"}
+            model = PeftModel.from_pretrained(auto_class.from_pretrained(str(adapter.base.path), **under), folder)
         # peft only warns of names that it does not find, and B = 0 hides that they are not loaded.
         held = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             info = {"missing": held - {*file.keys()}, "unexpected": {*file.keys()} - held}
         model = model.get_base_model()
-        how = "AutoPeftModelForCausalLM.from_pretrained"
+        how = f"{'AutoPeftModelForCausalLM' if name == files.CAUSAL else 'PeftModel'}.from_pretrained"
     else:
         from sftkit.models.adapters import adapters_in, add_adapters
 
         path, revision = str(adapter.base.path), adapter.base.revision or "main"
-        model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
+        if name == files.CAUSAL:
+            model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
+        else:  # its text model has the layers
+            precision = "fp32" if dtype == torch.float32 else "bf16"
+            model, info = full_model(path, precision, load_options(path, adapter.base)), {}
         adapters = adapters_in(adapter)
         config = replace(adapters.config, base=base)  # type: ignore[arg-type]
         add_adapters(model, replace(adapters, config=config), torch.device(device))
@@ -345,7 +353,7 @@ class RoundTrip:
         facts = facts_of(model, model.generation_config, self._tokenizer)
         if (whole := whole_of(model)) is not None:
             facts["class"] = whole.model_class.__name__
-            facts["tied weights"] = sorted(live_names(model, whole, facts["tied weights"]))
+            facts["tied weights"] = sorted(map(whole.live_name, facts["tied weights"]))
         limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
         return Expected(facts, ids, dtype, base, self._trusted, limit, logits)
 
