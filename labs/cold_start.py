@@ -87,7 +87,7 @@ def measure(tokenizer: str, template: str, folder: Path, num_proc: int | None, s
     found = {
         "seconds": seconds,
         "data_seconds": seconds + started - imported,
-        "first_shard_seconds": first[0] if first else None,
+        "first_shard_seconds": first[0] if first else seconds,
         "documents": len(examples),
         "tokens": int(examples.lengths.sum()) + len(examples),
         "process_gib": own / 2**20,

@@ -229,6 +229,17 @@ def test_names_of_other_trainers_mean_settings_that_exist():
     assert keys.hints()["takes"].keys() <= {*key_table(), *section_classes()}
 
 
+def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> None:
+    for instead, names in keys.hints()["no_key"].items():
+        for name in names.split():
+            assert not any(key.rpartition(".")[2] == name for key in key_table()), name
+            assert not keys.own_names(name), name
+            (problem,) = problems(recipe, f"train.{name}=1")
+            assert problem == f"command line: train.{name}: is no setting of sftkit: {instead}"
+    (problem,) = problems(recipe, "hub=1")
+    assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
+
+
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
     (problem,) = problems(recipe, "data.train.0.dataset=1")
     assert "is not a known key. Known here: path, " in problem
@@ -516,7 +527,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             "data.train.0.repeat: 2 does not go with weights",
         ),
         (["data.train.0.max_epochs=2"], "data.train.0.max_epochs: only goes with weights"),
-        (["data.train.0={path: a, tree: all, sample: {rows: 2}}"], "data.train.0.sample: does not go with tree: all"),
         (["data.train.0.weight=0"], "data.train.0.weight: is 0 like all others"),
         (["data.train.0.weight=1", *BUCKETED], "data.train.0.weight: does not go with layout bucketed"),
         (["data.train.0.weight=1", "train.epochs=1"], "train.epochs: does not go with weights, with which each source"),

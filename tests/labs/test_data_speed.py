@@ -20,6 +20,14 @@ def rows(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def tokenizer(tmp_path: Path, small_bpe: str) -> str:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text(small_bpe)
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return str(tmp_path / "tokenizer")
+
+
 def lab(*words: str) -> str:
     done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -28,10 +36,10 @@ def lab(*words: str) -> str:
 
 @pytest.mark.slow
 def test_a_cold_start_tokenizes_different_rows_which_cached_starts_find(
-    tmp_path: Path, rows: str, small_bpe: str
+    tmp_path: Path, rows: str, tokenizer: str
 ) -> None:
     out = tmp_path / "out"
-    table = lab("labs.cold_start", small_bpe, rows, "--rows", "50", "--template", TEMPLATE, "--out", str(out))
+    table = lab("labs.cold_start", tokenizer, rows, "--rows", "50", "--template", TEMPLATE, "--out", str(out))
     found = json.loads((out / "results.json").read_text())
     assert [path.name for path in out.iterdir()] == ["results.json"]
     assert [one["documents"] for one in (found["cold"], *found["cached"])] == [50] * 4
@@ -41,8 +49,8 @@ def test_a_cold_start_tokenizes_different_rows_which_cached_starts_find(
 
 
 @pytest.mark.slow
-def test_tokenizing_is_compared_with_the_tokenizer_alone(rows: str, small_bpe: str) -> None:
-    _, _, line, *_ = lab("labs.tokenize", small_bpe, rows, "--template", TEMPLATE).splitlines()
+def test_tokenizing_is_compared_with_the_tokenizer_alone(rows: str, tokenizer: str) -> None:
+    _, _, line, *_ = lab("labs.tokenize", tokenizer, rows, "--template", TEMPLATE).splitlines()
     name, number, *speeds = [one.strip().replace(",", "") for one in line.strip("| ").split("|")]
     assert (name, number) == ("rows.jsonl", "20")
     assert all(float(one) > 0 for one in speeds)

@@ -156,6 +156,11 @@ def own_names(name: str) -> tuple[str, ...]:
     return (joined,) if joined in key_table() else ()
 
 
+def instead_of(table: str, name: str) -> str | None:
+    """Return what hints.yaml says to do instead of a name, such as a setting that sftkit has not."""
+    return next((text for text, names in hints()[table].items() if name in names.split()), None)
+
+
 def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what is wrong in words, and the keys that were probably meant."""
     kind = error["type"]
@@ -212,6 +217,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     if instead := hints()["removed"].get(row_of(keys)):
         return f"was removed: {instead}", []
+    if len(keys) <= 2 and name not in section_classes() and (instead := instead_of("no_key", name)):
+        return f"is no setting of sftkit: {instead}", []
     # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
     # similar name anywhere. No other trainer has the settings of an item of a list or of a module.
     others = own_names(name) if len(keys) <= 2 else ()

@@ -26,8 +26,9 @@ from sftkit.generation import kv_cache
 from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
 from sftkit.generation.repl import Answer, Sampling
 from sftkit.models import load, structure
+from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.kind import Continuation, kind_of
-from sftkit.ops.attention import mixes_tokens, windows
+from sftkit.ops.attention import windows
 from sftkit.rundir.names import RECIPE
 from sftkit.runtime.start import Runtime
 
@@ -386,7 +387,7 @@ def generate(
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # Padding lies between a prefix and its rows, and windows count it.
-    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
+    if groups is None or state_besides_keys(orig_model) or windows(orig_model.config):
         groups = [""] * len(prompts)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     stops = stop_texts or [()] * len(prompts)

@@ -19,8 +19,8 @@ from sftkit.models.files import (
     header_of,
     json_object,
     of_fields,
+    shapes_in,
     text_name,
-    text_weights,
     weight_files,
 )
 from sftkit.rundir.files import digest_of_files, read_base_digest
@@ -40,7 +40,10 @@ def own_name(key: str) -> str:
 "What peft puts in front of the name of a parameter."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 "What peft puts behind the name of a table that has trained rows."
-_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
+_ATTENTION = re.compile(
+    r"(^|\.)(\w*(attn|attention|mamba)\w*|conv|mixer(?=\.(q|k|v|o|in|out)_proj))(\.|$)", re.IGNORECASE
+)
+"Layers that mix tokens, recurrent ones and short convolutions among them; NemotronH calls any part of a block mixer."
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
@@ -129,11 +132,9 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     folder = folder_of(resolve(model.path or ""), model.revision)
     if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
         return None
-    weights = text_weights(folder)
-    headers = {file: header_of(file) for file in {file for _, file in weights.values()}}
-    if not headers and of_fields(fields) is not None:
+    shapes = shapes_in(folder)
+    if not shapes and of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
-    shapes = {name: headers[file][stored]["shape"] for name, (stored, file) in weights.items()}
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
     for name, shape in shapes.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
+    from sftkit.models.quantized import Format, Weight
 
 CAUSAL = "AutoModelForCausalLM"
 CAPTIONS = "AutoModelForImageTextToText"
@@ -143,51 +144,98 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Reject a model folder that has a damaged file or quantized weights.
+    """Reject a model folder that has a damaged file, or weights in a format that is not de-quantized.
 
     Raises:
         ConfigError: names the file, the reason, and the fix.
     """
-    config = json_object(folder / "config.json")
-    check_unquantized(config, f"{folder}: config.json")
+    stored = format_in(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         raise config_error("two models in a folder", folder=folder, file=ADAPTER_CONFIG)
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
             found = json_object(folder / name)
-            raise ConfigError(_quantized(f"{folder}: {name}", _method(found.get("quantization") or found)))
+            from sftkit.models.quantized import method_of
+
+            method = method_of(found.get("quantization") or found)
+            raise config_error("quantized weights", place=f"{folder}: {name}", method=method)
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             json_object(folder / name)
+    tensors = _tensors_in(folder)
+    if stored is None:
+        plain: Collection[str] = tensors
+    else:
+        from sftkit.models.quantized import packed_weights
+
+        plain = {weight.data for weight in packed_weights(stored, tensors, folder).values() if weight.scale is None}
     for path in weight_files(folder):
-        check_weights(path)
+        check_weights(path, plain)
 
 
-def check_unquantized(config: Mapping[str, Any], where: str) -> None:
-    """Reject the contents of a config.json that declares quantized weights, for the whole model or for a part of it.
-
-    Raises:
-        ConfigError: names the quantization method.
+def quantizations(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return (field, its settings) where the contents of a config.json say how weights are stored, for the whole model
+    or a part of it; [] for plain weights.
     """
     parts = {"": config, **{f"{key}.": value for key, value in config.items() if isinstance(value, Mapping)}}
-    for place, fields in parts.items():
-        for key in _QUANTIZED:
-            if found := fields.get(key):
-                raise ConfigError(_quantized(f"{where}: {place}{key}", _method(found)))
+    return [(f"{place}{key}", fields[key]) for place, fields in parts.items() for key in _QUANTIZED if fields.get(key)]
 
 
-def _method(found: Any) -> str:
-    """Return the name of the quantization method that its settings give."""
-    if not isinstance(found, Mapping):
-        return "an unknown method"
-    named = found.get("quant_method") or found.get("quant_algo") or found.get("format")
-    if named is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        named = "bitsandbytes"
-    return str(named or ("gptq" if "desc_act" in found else "an unknown method"))
+def format_of(config: Mapping[str, Any], where: str) -> Format | None:
+    """Return the format that the contents of a config.json declare; None: plain.
+
+    Raises:
+        ConfigError: a method that is not de-quantized, by name.
+    """
+    if not quantizations(config):
+        return None
+    from sftkit.models.quantized import supported  # most models are plain
+
+    return supported(quantizations(config)[0], where)
 
 
-def _quantized(where: str, method: str) -> str:
-    return hint("quantized weights", place=where, method=method)
+def format_in(folder: Path) -> Format | None:
+    """Return the format of the weights in a folder by its config.json; None: plain.
+
+    Raises:
+        ConfigError: a format that is not de-quantized.
+    """
+    return format_of(json_object(folder / "config.json"), f"{folder}: config.json")
+
+
+def dequantized_in(folder: Path) -> dict[str, Weight] | None:
+    """Return name -> the weight in the quantized files of a folder, de-quantized when it is read; None: plain files.
+
+    Raises:
+        ConfigError: a damaged file, or a weight that does not fit its scales.
+    """
+    if (stored := format_in(folder)) is None:
+        return None
+    from sftkit.models.quantized import Weight, packed_weights
+
+    files = files_of_weights(folder)
+    return {name: Weight(one, files) for name, one in packed_weights(stored, _tensors_in(folder), folder).items()}
+
+
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    """Return name -> shape of each weight of the model that is trained, in the safetensors files of a folder."""
+    weights = dequantized_in(folder)
+    if weights is not None:
+        shapes = {name: weight.get_shape() for name, weight in weights.items()}
+    else:
+        shapes = {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
+    return {own: shapes[stored] for own, stored in own_names(shapes).items()}
+
+
+def _tensors_in(folder: Path) -> dict[str, Any]:
+    """Return the tensors of all safetensors files of a folder, as header_of does."""
+    return {name: tensor for path in weight_files(folder) for name, tensor in header_of(path).items()}
+
+
+def stored_format(model: ModelConfig) -> str | None:
+    """Return the quantized format of the start model's weights in words; None: plain, or unknown before loading."""
+    stored = None if model.path is None else _read(model, format_in)
+    return None if stored is None else stored.describe()
 
 
 def files_of_weights(folder: Path) -> dict[str, Path]:
@@ -210,10 +258,17 @@ def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
         ConfigError: a damaged index or file.
     """
     files = files_of_weights(folder)
-    inside = {name: text_name(name) for name in files}
+    return {own: (stored, files[stored]) for own, stored in own_names(files).items()}
+
+
+def own_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map the names of weights of the model that is trained to their names in files; a model that is no part of a
+    larger one has the same in both.
+    """
+    inside = {name: text_name(name) for name in stored}
     if not any(found not in (None, name) for name, found in inside.items()):
-        return {name: (name, path) for name, path in files.items()}
-    return {found: (name, files[name]) for name, found in inside.items() if found is not None}
+        return {name: name for name in inside}
+    return {found: name for name, found in inside.items() if found is not None}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -249,18 +304,24 @@ def index_of(folder: Path) -> dict[str, str]:
     return names
 
 
-def check_weights(path: Path) -> None:
-    """Reject a safetensors file that is incomplete, or whose weights need a scale.
+def check_weights(path: Path, plain: Collection[str]) -> None:
+    """Reject a safetensors file that is incomplete, or in which a weight that should be plain needs a scale.
+
+    Args:
+        plain: names of all tensors but quantized weights and their scales.
 
     Raises:
         ConfigError: names the file and the fault.
     """
     tensors = header_of(path)
     for name, tensor in tensors.items():
+        if name not in plain:
+            continue
         if found := _LEFTOVER.search(name):
             raise config_error("leftovers of a wrapper", path=path, weight=name, part=found[1])
         if name.endswith(".weight") and tensor["dtype"] not in (*FLOATS, "I64", "BOOL"):
-            raise ConfigError(_quantized(f"{path}: {name}", f"stored as {tensor['dtype']}"))
+            stored = f"stored as {tensor['dtype']}"
+            raise config_error("quantized weights", place=f"{path}: {name}", method=stored)
 
 
 def header_of(path: Path) -> dict[str, Any]:
@@ -488,8 +549,11 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
-    if "text_config" in json_object(folder / "config.json") and weight_files(folder):
-        return ModelSize(sum(stored_sizes(folder)[0].values()), _ends(text, tied=True))
+    if format_in(folder) is not None or "text_config" in json_object(
+        folder / "config.json"
+    ):  # an index gives their bytes
+        sizes = stored_sizes(folder)[0] if files_of_weights(folder) else {}
+        return ModelSize(sum(sizes.values()), _ends(text, tied=True)) if sizes else of_fields(text)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
@@ -528,9 +592,7 @@ def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     Raises:
         ConfigError: a file is missing or damaged.
     """
-    weights = text_weights(folder)
-    headers = {path: header_of(path) for path in {path for _, path in weights.values()}}
-    sizes = {name: math.prod(headers[path][stored]["shape"]) for name, (stored, path) in weights.items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes_in(folder).items()}
     embedding = next((name for name in sizes if END_NAMES.search(name)), None)
     return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
 

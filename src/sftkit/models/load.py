@@ -45,6 +45,7 @@ from sftkit.runtime.script import first_of, working
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
     from sftkit.models.adapters import Adapters
+    from sftkit.models.quantized import Weight
 
 log = logging.getLogger(__name__)
 
@@ -246,13 +247,19 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def full_model(
-    path: str, precision: str, options: dict[str, object], rope: RopeScaling | None = None
+    path: str,
+    precision: str,
+    options: dict[str, object],
+    rope: RopeScaling | None = None,
+    *,
+    independent: bool = False,
 ) -> PreTrainedModel:
     """Load the model with from_pretrained; a missing weight or a wrong shape is an error, never filled at random.
 
     Args:
         precision: bf16, fp32, or "auto": the precision of the files, which are then mapped into memory, not copied.
         rope: model.rope_scaling.
+        independent: whether transformers de-quantizes quantized files, if it can, instead of this package.
 
     Raises:
         ConfigError: a weight is missing or has another shape.
@@ -266,9 +273,24 @@ def full_model(
     attention = plain_implementation(trained)
     made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
     renamed = None if trained is config else model_files.TEXT_NAMES
-    orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
-        path, key_mapping=renamed, **made, **reporting, **options
-    )
+    weights = dequantized(path, options)
+    if weights is not None and independent:
+        from sftkit.models.quantized import settings_for_transformers
+
+        if (settings := settings_for_transformers(local_folder(path, options))) is not None:
+            trained.quantization_config = settings
+            weights = None
+    if weights is None:
+        orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
+            path, key_mapping=renamed, **made, **reporting, **options
+        )
+    else:
+        # transformers takes weights that it does not read itself without a path, which its auto classes need.
+        cls = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
+        orig_model, loading_info = cls.from_pretrained(
+            None, state_dict=weights, key_mapping=renamed, **made, **reporting
+        )
+        name_start(orig_model, path, options)
     if trained is not config:
         # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
         # model (huggingface/transformers#42396).
@@ -292,14 +314,30 @@ def full_model(
 
 
 def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
-    """Return the config of the model at this path.
+    """Return the config of the model at this path, without the format that its weights are de-quantized from.
 
     Raises:
-        ConfigError: its weights are quantized.
+        ConfigError: its weights are quantized in a format that is not de-quantized.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    model_files.check_unquantized(config.to_dict(), f"{path}: config.json")
+    if model_files.format_of(config.to_dict(), f"{path}: config.json") is not None:
+        for holder in {id(one): one for one in (config, config.get_text_config())}.values():
+            vars(holder).pop("quantization_config", None)
     return config
+
+
+def dequantized(path: str, options: dict[str, object]) -> dict[str, Weight] | None:
+    """Return name -> the weight in the quantized files of a model, de-quantized when it is read; None: plain files."""
+    if not model_files.quantizations(AutoConfig.from_pretrained(path, **options).to_dict()):
+        return None
+    return model_files.dequantized_in(local_folder(path, options))
+
+
+def name_start(orig_model: PreTrainedModel, path: str, options: dict[str, object]) -> None:
+    """Give a model that transformers did not read from this path its name and generation config."""
+    orig_model.name_or_path = path
+    if (generation := start_generation_config(path, options)) is not None:
+        orig_model.generation_config = generation
 
 
 def start_generation_config(path: str, options: dict[str, object]) -> GenerationConfig | None:
@@ -372,8 +410,9 @@ def model_of_files(
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
-        own = adapters is None and files is None
-        orig_model = full_model(path, "auto" if own else precision, load_options(path, source), model.rope_scaling)
+        options = load_options(path, source)
+        own = adapters is None and files is None and dequantized(path, options) is None
+        orig_model = full_model(path, "auto" if own else precision, options, model.rope_scaling, independent=True)
     if adapters is None and files is None:
         return orig_model
     from sftkit.models.adapters import add_adapters, merge_files
@@ -421,11 +460,9 @@ def empty_model(
         if own:
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
-    orig_model.name_or_path = path
+    name_start(orig_model, path, options)
     if config is not whole:
         belongs_to_whole(orig_model, whole, local_folder(path, options))
-    if (generation := start_generation_config(path, options)) is not None:
-        orig_model.generation_config = generation
     return orig_model
 
 
@@ -538,6 +575,8 @@ def resolve_max_length(
     if positions is not None and length > positions:
         raise config_error("more than the positions", length=length, positions=positions)
     start = f"from {resolve(model.path)}" if model.path else "new model"
+    if (stored := model_files.stored_format(model)) is not None:
+        start += f", whose weights were {stored}, de-quantized while loading"
     source = tokenizer.chat_template
     template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
     if added := added_tokens(tokenizer):

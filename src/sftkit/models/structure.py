@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import hybrids
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 
 ORIGINAL = "original_max_position_embeddings"
@@ -471,15 +472,19 @@ class AttentionWindow(NamedTuple):
 
 
 def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] | None:
-    """Count the layers by what their queries see; None if a layer's kind is unknown here, and so its work."""
+    """Count the layers with queries by what these see; None if a layer's kind is unknown here, and so its work."""
     config = orig_model.config.get_text_config()
     window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs write 0 for no window
     kinds = getattr(config, "layer_types", None)
-    if any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules()):
+    if hybrids.stray_convolution(orig_model) is not None:
         return None  # state space models have such layers under any name in their config
+    if kinds is not None:
+        without = {"mlp", "moe", *(mixer.layer_type for *_, mixer in hybrids.mixers(orig_model))}
+        kinds = [kind for kind in kinds if kind not in without]
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
-    known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
+    full = AttentionWindow(None)
+    known = {"full_attention": full, hybrids.BESIDE_ATTENTION: full, "sliding_attention": window}
     if chunk := getattr(config, "attention_chunk_size", None):
         known["chunked_attention"] = AttentionWindow(chunk, chunked=True)
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
@@ -504,9 +509,10 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
 
     The count is 6 per parameter of the blocks and token, 6 per parameter of the head and target, and 6 x heads x
     (query head + value head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window
-    instead of per row). An encoder is counted by its own positions, and so are the decoder's keys and values of them;
-    places without an input are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer
-    without a backward pass counts a third of its pairs.
+    instead of per row). A recurrent layer costs 6 for each product with its state and token (models/hybrids.py). An
+    encoder is counted by its own positions, and so are the decoder's keys and values of them; places without an input
+    are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer without a backward pass
+    counts a third of its pairs and of its products with the state.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -519,6 +525,8 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     less = counted.unneeded
     flops -= 2.0 * (less.body * work.tokens + less.head * work.targets)
     flops -= 2 / 3 * less.layers * per_pair * work.layer_pairs
+    states = sum(mixer.products(layer) for _, layer, mixer in hybrids.mixers(orig_model))
+    flops += (6.0 - 4.0 * less.layers) * states * work.tokens
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from sftkit.errors import config_error
 from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
+from sftkit.models.quantized import PACKED
 from sftkit.models.structure import decoder, output_projection
 from sftkit.rundir.files import read_manifest, sha256_of
 
@@ -122,6 +123,8 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     head = head or (body.removesuffix(BODY) + HEAD if body.endswith(f"language_model.{BODY}") else HEAD)
     headers = {path: header_of(path) for path in {*files.values()}}
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
+    if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in PACKED]:
+        raise config_error("quantized beside a text model", folder=folder, name=odd[0])
     stamps = {path: _stamp(path) for path, _ in unchanged.values()}
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}

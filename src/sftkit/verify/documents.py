@@ -15,9 +15,10 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.errors import ConfigError
+from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention import mixes_tokens, short_windows, windows
+from sftkit.ops.attention import short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole
 from sftkit.runtime.script import first_of

@@ -128,7 +128,8 @@ def open_plainly(
 
     Args:
         dtype: precision of the model under an adapter; that of a whole model is the one of its files.
-        base: adapter.base; peft knows no NF4 of ours, so sftkit computes such an adapter.
+        base: adapter.base; peft knows no NF4 of ours, and would keep a quantized start quantized, so sftkit computes
+            such an adapter.
         trusted: model.trust_remote_code.
         peft: whether peft loads an adapter, if it is installed.
 
@@ -144,7 +145,7 @@ def open_plainly(
         if (folder / files.UNCHANGED).is_file():  # the start had them
             info["unexpected_keys"] -= files.header_of(folder / files.UNCHANGED).keys()
         how = f"{name}.from_pretrained"
-    elif peft and base != "nf4" and find_spec("peft") is not None:
+    elif peft and base != "nf4" and find_spec("peft") is not None and not files.stored_format(adapter.base):
         from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
 
         if name == files.CAUSAL:
@@ -162,11 +163,13 @@ def open_plainly(
         from sftkit.models.adapters import adapters_in, add_adapters
 
         path, revision = str(adapter.base.path), adapter.base.revision or "main"
-        if name == files.CAUSAL:
+        if name != files.CAUSAL or files.stored_format(
+            adapter.base
+        ):  # of a larger model, its text model has the layers
+            precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+            model, info = full_model(path, precision, load_options(path, adapter.base), independent=True), {}
+        else:
             model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
-        else:  # its text model has the layers
-            precision = "fp32" if dtype == torch.float32 else "bf16"
-            model, info = full_model(path, precision, load_options(path, adapter.base)), {}
         adapters = adapters_in(adapter)
         config = replace(adapters.config, base=base)  # type: ignore[arg-type]
         add_adapters(model, replace(adapters, config=config), torch.device(device))

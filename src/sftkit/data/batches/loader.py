@@ -280,7 +280,8 @@ def load_examples(
         peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
         training = load_sources(data.train, data, tokenize, peers)
         validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
-    limited = [source for source in (*data.train, *data.val) if source.sample or where_counts(source)]
+    every = (*data.train, *data.val)
+    limited = [source for source in every if source.sample or where_counts(source) or source.tree == "all"]
     if not (limited or data.val_fraction or data.dedup or benchmarks):
         return training, validation
     from sftkit.data.hygiene import choose_documents  # most runs take all of them

@@ -577,6 +577,7 @@ def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None])
         found[0].beginning,
         sum(sizes) if len(sizes) == len(found) else None,
         "; ".join(dict.fromkeys(part.said for part in found if part.said)),
+        files=[] if source.tokenizer_of else list(chain.from_iterable(part.files for part in found)),
     )
 
 

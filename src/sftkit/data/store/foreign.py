@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import repeat
@@ -250,6 +251,8 @@ def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.n
             return found
         finally:
             temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+        os.utime(path)
     return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
 
 

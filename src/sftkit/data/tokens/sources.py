@@ -35,9 +35,10 @@ from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples, Row, Tokenized
-from sftkit.errors import ConfigError, DataError, LeftOut
+from sftkit.errors import ConfigError, DataError, LeftOut, hint
+from sftkit.rundir.files import stamp_of
 
-MASK_VERSION = 2
+MASK_VERSION = 3
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 WHOLE = 2**20
@@ -251,7 +252,14 @@ def prepare(
 
         count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
         return foreign.open_source(source, origin, tokenize.tokenizer, count_bytes, Path(data.cache_dir) / "borders")
+    stamps = [stamp_of(file) for file in origin.files]
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
+
+    def check() -> None:
+        changed = [file for file, stamp in zip(origin.files, stamps, strict=True) if stamp_of(file) != stamp]
+        if changed and origin.identity() != about["content"]:
+            raise DataError(hint("changed while tokenized", file=changed[0]))
+
     by_itself = replace(tokenize, alone=True)
     if making.DIFFERS in making.read_about(store):
         return prepare(source, origin, data, by_itself, peers)
@@ -264,7 +272,7 @@ def prepare(
 
     try:
         with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
-            settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
+            settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers, "check": check}
             for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
                 skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
                 if skipped is not None and data.on_bad_row == "error":

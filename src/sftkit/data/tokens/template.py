@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
@@ -219,6 +220,24 @@ def variables_of(source: str) -> frozenset[str]:
     """
     environment: Any = _compile_jinja_template("").environment
     return frozenset(find_undeclared_variables(environment.parse(source)))
+
+
+@lru_cache(maxsize=64)
+def literals_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return (the strings that a template may look for inside a text, all strings that it may compare a text with).
+
+    Raises:
+        TemplateError: it cannot be parsed.
+    """
+    environment: Any = _compile_jinja_template("").environment
+    tree = environment.parse(source)
+    looks = [one.expr for one in tree.find_all(nodes.Compare) if {op.op for op in one.ops} & {"in", "notin"}]
+    calls = (one for one in tree.find_all(nodes.Call) if isinstance(one.node, nodes.Getattr))
+    looks += [one for one in calls if hasattr(str, one.node.attr) and not one.node.attr.endswith("strip")]
+    looks += [one for one in tree.find_all(nodes.Filter) if one.name != "trim"]
+    inside = {*tree.find_all(nodes.Const)} & {const for one in looks for const in (one, *one.find_all(nodes.Const))}
+    strings = frozenset(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
+    return strings.intersection(const.value for const in inside), strings
 
 
 def _binary(_context: object, operator: str, left: Any, right: Any) -> object:
