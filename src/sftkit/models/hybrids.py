@@ -2,10 +2,10 @@
 
 transformers computes these layers with functions of the model's own module, and passes the arguments of the layer on to
 them. With `documents` among these arguments our operators take their place, which begin every document with an empty
-state; without, in generation and in the plain model, the function of transformers computes as ever. No class is
-changed.
+state; without, in generation and in the plain model, a function of transformers computes. No class is changed.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +28,7 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+    plain = inspect.unwrap(original)
 
     def convolve(
         x: Tensor,
@@ -38,21 +39,27 @@ def _convolution(original: Function) -> Function:
         **kwargs: Any,
     ) -> Tensor:
         if documents is None:
-            return original(x, weight, bias, activation=activation, **kwargs)
+            return (original if x.is_cuda else plain)(x, weight, bias, activation=activation, **kwargs)
         return short_convolution(x.mT, weight, bias, activation, documents.positions).mT
 
     return convolve
 
 
 def _gated_delta_rule(original: Function) -> Function:
-    """Return a gated delta rule that stays within documents if it is given them."""
+    """Return a gated delta rule that stays within documents if it is given them.
+
+    Without, it is transformers' own code in torch, as the plain model is what ours is compared with; an answer, which
+    keeps the last state, may have the kernels that transformers found.
+    """
+    plain = inspect.unwrap(original)
 
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        if documents is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)
         kernel = "fla" if value.is_cuda and value.dtype != torch.float32 and _kernels["fla"] else "torch"
+        if documents is None:
+            answers = kwargs.get("output_final_state") and kernel == "fla"
+            return (original if answers else plain)(query, key, value, g=g, beta=beta, **kwargs)
         query, key = recurrent.normalized(query), recurrent.normalized(key)
         if kernel == "fla":
             query, key = query.to(value.dtype), key.to(value.dtype)
@@ -61,6 +68,16 @@ def _gated_delta_rule(original: Function) -> Function:
         return out, None
 
     return delta_rule
+
+
+def _one_position(original: Function) -> Function:
+    """Return the function for a single position, in torch where its kernels cannot compute."""
+    plain = inspect.unwrap(original)
+
+    def recur(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (original if query.is_cuda else plain)(query, *args, **kwargs)
+
+    return recur
 
 
 _kernels = {"fla": False}
@@ -95,7 +112,11 @@ def _delta_kept(layer: Any) -> int:
     return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
 
 
-_DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
+_DELTA_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _one_position,
+}
 _DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
 MIXERS = dict.fromkeys(
     ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
