@@ -527,7 +527,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             "data.train.0.repeat: 2 does not go with weights",
         ),
         (["data.train.0.max_epochs=2"], "data.train.0.max_epochs: only goes with weights"),
-        (["data.train.0={path: a, tree: all, sample: {rows: 2}}"], "data.train.0.sample: does not go with tree: all"),
         (["data.train.0.weight=0"], "data.train.0.weight: is 0 like all others"),
         (["data.train.0.weight=1", *BUCKETED], "data.train.0.weight: does not go with layout bucketed"),
         (["data.train.0.weight=1", "train.epochs=1"], "train.epochs: does not go with weights, with which each source"),

@@ -28,6 +28,8 @@ from sftkit.ops.attention import document_boundaries, plain_attention
 from sftkit.optim.protocol import build_optimizer
 
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+SCANS = ("falcon_h1", "nemotron_h", "granitemoehybrid", "bamba")
+CONVOLUTIONS = ("lfm2", "lfm2_moe")
 
 
 def lively(model_type: str, **fields: Any) -> PreTrainedModel:
@@ -40,7 +42,7 @@ def lively(model_type: str, **fields: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("model_type", DELTA)
+@pytest.mark.parametrize("model_type", [*DELTA, *SCANS, *CONVOLUTIONS])
 def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_alone(model_type: str) -> None:
     """Over borders of chunks, and with queries and keys that serve several value heads."""
     model = ModelWithLoss(lively(model_type), "reference", NextToken(LossConfig()))
@@ -60,7 +62,7 @@ def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_al
     assert not found
 
 
-@pytest.mark.parametrize("model_type", DELTA)
+@pytest.mark.parametrize("model_type", [*DELTA, *SCANS, *CONVOLUTIONS])
 def test_answers_in_batches_are_those_without_a_cache(tokenizer: Any, model_type: str) -> None:
     """Prompts are padded on the left, and rows leave the batch: neither may reach a recurrent state."""
     model = lively(model_type).eval()

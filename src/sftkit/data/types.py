@@ -80,6 +80,9 @@ TOO_LONG = "not_learned_too_long"
 "Count of answers that are not learned because their document was dropped, or cut before their first target."
 CUT = "answers_cut"
 "Count of answers of which only the beginning is learned, as data.max_length cuts their document."
+ANSWERS_LEFT_OUT = "answers_left_out"
+"""Count of answers that are not learned because their document is not used, or an earlier path of their tree has
+them."""
 SPLIT_TOKENS = "split_tokens"
 "Count of the tokens of documents that are there because of split_turns."
 
@@ -265,6 +268,25 @@ class _Taken(NamedTuple):
 
     def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens.gather(self.documents[documents])
+
+
+class Unlearned(NamedTuple):
+    """Tokens of documents of which some parts are context only."""
+
+    tokens: Tokens
+    lengths: np.ndarray
+    "int [D], as in Examples"
+    parts: Mapping[int, Sequence[tuple[int, int]]]
+    "document -> first token and one past the last of each part"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, is_target) of documents, one after the other."""
+        ids, is_target = self.tokens.gather(documents)
+        sizes = self.lengths[documents].astype(np.int64) + 1
+        for i, start, size in zip(documents.tolist(), np.cumsum(sizes) - sizes, sizes, strict=True):
+            for first, past in self.parts.get(i, ()):
+                is_target[start + first : start + min(past, size)] = False
+        return ids, is_target
 
 
 @dataclass(frozen=True)

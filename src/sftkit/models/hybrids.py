@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
+from sftkit.ops.attention import CHUNKED
 from sftkit.ops.short_convolution import short_convolution
+from sftkit.ops.state_space import state_space
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +38,10 @@ def _convolution(original: Function) -> Function:
         bias: Tensor | None = None,
         activation: str | None = None,
         documents: Any = None,
+        seq_idx: Any = None,
         **kwargs: Any,
     ) -> Tensor:
+        documents = seq_idx if documents is None else documents
         if documents is None:
             return (original if x.is_cuda else plain)(x, weight, bias, activation=activation, **kwargs)
         return short_convolution(x.mT, weight, bias, activation, documents.positions).mT
@@ -80,6 +84,41 @@ def _one_position(original: Function) -> Function:
     return recur
 
 
+def _state_space(original: Function) -> Function:
+    """Return Mamba2's recurrence that stays within documents if it is given them."""
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor,
+        dt_bias: Tensor,
+        dt_limit: tuple[float, float],
+        documents: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
+        if documents is None:
+            return original(x, dt, A, B, C, **given, **kwargs)
+        return state_space(x, dt, A, B, C, **given, starts=documents.positions)
+
+    return scan
+
+
+def _one_by_one(original: Function) -> Function:
+    """Return Mamba2's convolution and recurrence in one kernel, None if it is given documents: the layer then calls
+    one after the other.
+    """
+
+    def combined(*args: Any, documents: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if documents is None else None
+
+    return combined
+
+
 _kernels = {"fla": False}
 "Whether flash-linear-attention computes on the GPUs of this process; set before anything is traced."
 
@@ -95,6 +134,8 @@ class Mixer(NamedTuple):
     "multiplications of a layer for one token, besides those with its parameters"
     kept: Callable[[Any], int]
     "elements that a compiled layer keeps of a token for the backward pass"
+    documents_as: str = "documents"
+    "the only argument that its block hands on to it"
 
 
 def _delta_products(layer: Any) -> int:
@@ -112,16 +153,56 @@ def _delta_kept(layer: Any) -> int:
     return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
 
 
+def _scan_products(layer: Any) -> int:
+    """Return two products with the state [P, N] of each head: of what is added to it, and of what is read."""
+    return int(2 * layer.num_heads * layer.head_dim * layer.ssm_state_size)
+
+
+def _scan_kept(layer: Any) -> int:
+    """Return what is kept: the projected input, the convolution's output, inputs with decays, the states between
+    chunks, what is read of them and of positions of the chunk, and what leaves the norm.
+    """
+    inner, projected = layer.num_heads * layer.head_dim, layer.in_proj.out_features
+    states = inner * layer.ssm_state_size // layer.chunk_size
+    return int(projected + layer.conv_dim + 4 * inner + states + layer.chunk_size * layer.n_groups)
+
+
 _DELTA_FUNCTIONS = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "torch_recurrent_gated_delta_rule": _one_position,
 }
 _DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
-MIXERS = dict.fromkeys(
-    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
+_SCAN_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _one_by_one,
+}
+_SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
+_CONVOLUTION = Mixer(
+    *("conv", {"causal_conv1d_fn": _convolution}),
+    *(lambda _: 0, lambda layer: 5 * layer.in_proj.in_features, "seq_idx"),
 )
+MIXERS = {
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
+    ),
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _SCAN),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONVOLUTION),
+}
 "By the class of the layer, or of what mixes tokens in it."
+BESIDE_ATTENTION = "hybrid"
+"The type of layers with attention next to a recurrent part (Falcon-H1)."
+
+
+_SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no kernel of it begins again at a document"
+UNSUPPORTED = {
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), _SELECTIVE),
+    "Mamba2Mixer": "Mamba 2 in a model without attention, whose sizes a run reads",
+    "KimiLinearDeltaAttention": "Kimi Delta Attention: no operator here has a decay for each channel of a key",
+    "Zamba2MambaMixer": "Mamba 2 between layers that share their weights, which blocks of a run cannot",
+}
+"By the class of a recurrent layer: why it is not in MIXERS."
 
 
 def mixers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mixer]]:
@@ -140,12 +221,15 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     """
     found = list(mixers(orig_model))
     # Decided before anything is traced.
-    if found and torch.cuda.is_available():
+    if torch.cuda.is_available() and any(mixer is _DELTA for *_, mixer in found):
         reason = recurrent.kernel_unsupported_reason()
         _kernels["fla"] = reason is None
         if reason is not None:
             log.warning("recurrent layers take several times longer: flash-linear-attention %s", reason)
-    for _, layer, mixer in found:
+    for path, layer, mixer in found:
+        if mixer.documents_as != "documents":
+            block = orig_model.get_submodule(path.rpartition(".")[0])
+            block.register_forward_pre_hook(_renamed(mixer.documents_as), with_kwargs=True)
         cls = next(cls for cls in type(layer).__mro__ if cls.__name__ in MIXERS)
         module = sys.modules[cls.__module__]
         for name, replacement in mixer.functions.items():
@@ -162,11 +246,24 @@ def use_operators(orig_model: PreTrainedModel) -> None:
             setattr(module, name, ours)
 
 
+def _renamed(name: str) -> Function:
+    """Return a hook that gives a block its documents under another name, too."""
+
+    def rename(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, name: kwargs.get("documents")}
+
+    return rename
+
+
 def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
     """Return what in the model lets tokens see each other and stops at no document boundary; None: nothing."""
+    for name, inner in orig_model.named_modules():
+        if reason := UNSUPPORTED.get(type(inner).__name__):
+            return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    odd = kinds - {"full_attention", "sliding_attention"} - {mixer.layer_type for *_, mixer in known}
+    others = {"full_attention", "sliding_attention", CHUNKED, BESIDE_ATTENTION, "mlp", "moe"}
+    odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"
     name = stray_convolution(orig_model)

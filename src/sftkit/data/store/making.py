@@ -7,10 +7,12 @@ in common make different shards; of a node, one process makes and the others wai
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 from sftkit.config.schema import SourceConfig, source_label
@@ -90,56 +92,75 @@ def shards_of(
     *,
     per_shard: int,
     peers: Peers = NO_PEERS,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Shard]:
     """Yield the shards of some rows of a source when they are there, in any order.
 
     Args:
         rows: yields all rows of the source.
         span: the first row, and one past the last; None: to the end.
+        check: called before a shard counts as made; raises a DataError if the source is not what it was.
 
     Raises:
         ConfigError: the disk is full. DataError: a bad row. RowsDiffer: rows must be tokenized by themselves.
     """
-    reader = _Reader(rows)
+    spans = partial(_spans, store, past=span[1], per_shard=per_shard)
+    stream = _Stream(store, _Reader(rows), spans, tokenize)
 
     def made(one: RowSpan) -> tuple[Shard | None, bool]:
         """Return the shard, None if the source ends before it; and whether no other process is making it."""
-        with store.claim(one) as own:
-            found = (store.find(one, said=True) or _make(store, source, one, reader, tokenize, peers)) if own else None
-        return found, own
+        if not stream.claim(one):
+            return None, False
+        try:
+            return store.find(one, said=True) or _make(store, source, one, stream, peers, check), True
+        finally:
+            stream.locks.pop(one).close()
 
-    made_elsewhere: list[RowSpan] = []
-    for one in _spans(span, per_shard):
-        shard = store.find(one)
-        if shard is None and not peers.makes:
-            shard = _wait(store, one, peers)
-        known = shard is not None
-        if not known:
-            shard, known = made(one)
-        if shard is not None:
-            yield shard
-        if not known:
-            made_elsewhere.append(one)
-        elif shard is None or shard.ends:
-            break
-    for one in made_elsewhere:
-        known = False
-        while not known:
-            shard = _wait(store, one, peers)
+    with closing(stream):
+        made_elsewhere: list[RowSpan] = []
+        for one, part in spans(span[0]):
+            shard = part or store.find(one)
+            if shard is None and not peers.makes:
+                shard = _wait(store, one, peers)
             known = shard is not None
-            if not known:  # its maker is gone
+            if not known:
                 shard, known = made(one)
-        if shard is not None:
-            yield shard
+            if shard is not None:
+                yield shard
+            if not known:
+                made_elsewhere.append(one)
+            elif shard is None or shard.ends:
+                break
+        for one in made_elsewhere:
+            known = False
+            while not known:
+                shard = _wait(store, one, peers)
+                known = shard is not None
+                if not known:  # its maker is gone
+                    shard, known = made(one)
+            if shard is not None:
+                yield shard
 
 
-def _spans(span: tuple[int, int | None], per_shard: int) -> Iterator[RowSpan]:
-    """Yield the rows of each shard: whole ones, and at the borders of a slice parts of them."""
-    first, past = span
+def _spans(store: Store, first: int, past: int | None, per_shard: int) -> Iterator[tuple[RowSpan, Shard | None]]:
+    """Yield the rows of each shard from a row on: whole ones, and at the borders of a slice parts of them, each with
+    what another shard on disk has of it."""
     while past is None or first < past:
         end = (first // per_shard + 1) * per_shard
-        yield RowSpan(first, end if past is None else min(end, past))
-        first = end
+        rows = RowSpan(first, end if past is None else min(end, past))
+        is_known = rows.past - first == per_shard or rows in store.lines()
+        near = [] if is_known else [one for one in store.lines() if one.first < rows.past and first < one.past]
+        shards = filter(None, (store.find(one, said=True) for one in near))
+        parts = filter(None, (shard.part(rows) for shard in shards))
+        largest = max(parts, key=lambda part: int(part.line["rows"]), default=None)
+        if largest is None:
+            yield rows, None
+            first = rows.past
+        else:
+            if first < largest.span.first:
+                yield RowSpan(first, largest.span.first), None
+            yield largest.span, largest
+            first = largest.span.past
 
 
 class _Reader:
@@ -172,30 +193,109 @@ class _Reader:
                 return
 
 
+class _Stream:
+    """Tokenizes the shards that this process makes, one after the other. Rows are read on into the shards after the one
+    that is being written, so that processes which tokenize never wait for the end of a shard."""
+
+    def __init__(
+        self,
+        store: Store,
+        reader: _Reader,
+        spans: Callable[[int], Iterator[tuple[RowSpan, Shard | None]]],
+        tokenize: TokenizeChunks,
+    ) -> None:
+        """Take nothing in hand yet. `spans`: as _spans, of all shards from a row on."""
+        self.locks: dict[RowSpan, ExitStack] = {}
+        "of the shards that are read or written"
+        self._store = store
+        self._reader = reader
+        self._spans = spans
+        self._tokenize = tokenize
+        self._parts: Iterator[TokenizedRows] | None = None
+        self._read: deque[RowSpan] = deque()
+        "shard of each chunk whose part was not taken yet"
+        self._first = -1
+        "row with which the shard begins that is read"
+
+    def claim(self, one: RowSpan) -> bool:
+        """Take the lock of a shard; False: another process has it."""
+        with ExitStack() as stack:
+            if one not in self.locks and stack.enter_context(self._store.claim(one)):
+                self.locks[one] = stack.pop_all()
+        return one in self.locks
+
+    def close(self) -> None:
+        """Release all locks."""
+        while self.locks:
+            self.locks.popitem()[1].close()
+
+    def _chunks(self, first: RowSpan) -> Iterator[tuple[int, list[RawRow]]]:
+        later = (one for one, part in self._spans(first.past) if part is None)
+        for one in chain([first], later):
+            if one not in self.locks and (self._store.find(one, said=True) or not self.claim(one)):
+                continue
+            if not self._reader.reaches(one.first):
+                return
+            self._first = one.first
+            left = one.past - one.first
+            for chunk in self._reader.chunks(one):
+                self._read.append(one)
+                left -= len(chunk[1])
+                yield chunk
+            if left:
+                return
+
+    def parts(self, one: RowSpan, *, again: bool = False) -> Iterator[TokenizedRows] | None:
+        """Return the parts of a shard that is claimed; None: the source ends before it. `again`: from its first row,
+        though some were taken."""
+        if again or self._parts is None or (one not in self._read and self._first >= one.first):
+            self._read.clear()
+            self._first = -1
+            self._parts = self._tokenize(self._chunks(one))
+        found = next(self._parts, None)
+        if found is None:
+            return iter(()) if self._first == one.first else None
+        if self._read[0] != one:  # its lock was free only after rows of a later shard were read
+            return self.parts(one, again=True)
+
+        def rest(left: int) -> Iterator[TokenizedRows]:
+            assert self._parts is not None
+            self._read.popleft()
+            while left > 0 and (part := next(self._parts, None)) is not None:
+                self._read.popleft()
+                left -= len(part.where)
+                yield part
+
+        return chain([found], rest(one.past - one.first - len(found.where)))
+
+
 def _make(
-    store: Store, source: SourceConfig, span: RowSpan, reader: _Reader, tokenize: TokenizeChunks, peers: Peers
+    store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers, check: Callable[[], None]
 ) -> Shard | None:
     """Make a shard; None if the source ends before it."""
-    if not reader.reaches(span.first):
-        return None
 
-    def parts() -> Iterator[TokenizedRows]:
-        for part in tokenize(reader.chunks(span)):
+    def checked(parts: Iterator[TokenizedRows]) -> Iterator[TokenizedRows]:
+        for part in parts:
             if part.differs:
                 raise RowsDiffer(part.differs)
             peers.look()
-            store.renew(span)
+            for one in stream.locks:
+                store.renew(one)
             yield part
+        check()
 
     begins = f", from row {span.first:,}" if span.first else ""
     with working(f"tokenizing {source_label(source)}{begins}"):
+        parts = stream.parts(span)
+        if parts is None:
+            return None
         try:
-            return store.write(span, parts(), source.path, on_disk=True)
+            return store.write(span, checked(parts), source.path, on_disk=True)
         except OSError as error:
             if not peers.alone:
                 raise ConfigError(hint("full data cache", folder=str(store.folder), error=str(error))) from error
             log.warning("%s: cannot write the cache (%s), every start will tokenize", store.folder, error)
-            return store.write(span, parts(), source.path, on_disk=False)
+            return store.write(span, checked(stream.parts(span, again=True) or iter(())), source.path, on_disk=False)
 
 
 def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:

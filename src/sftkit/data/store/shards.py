@@ -2,9 +2,17 @@
 
 A shard holds the documents of rows `first` to `past` of a source, and its bytes follow from the store's key alone,
 whoever makes it. What it consists of is in a line of the store's manifest, written after its files. Shards are named by
-their rows, with these endings: .ids.bin (uint16 or uint32), .mask.bin (one bit a token; absent: every token but the
-first of each document is a target), .docs.npy (DOCS), .answers.npy (the tokens where each answer begins and ends) and
-.given.json (what an encoder reads for each document).
+their rows, with these endings:
+
+| file | content |
+|---|---|
+| .ids.bin | uint16 or uint32 |
+| .mask.bin | one bit a token; absent: every token but the first of each document is a target |
+| .docs.npy | the columns of DOCS, each in the smallest type that holds the shard's values (_packed) |
+| .kinds.npy | the different values of the columns that repeat, which .docs.npy has the numbers of |
+| .answers.npy | the tokens where answers begin and end, of documents where they are not the runs of targets |
+| .given.json | what an encoder reads for each document |
+| .chunks.json | rows, counts and findings of each chunk of rows, which parts of a shard add up; absent: there is one |
 """
 
 from __future__ import annotations
@@ -31,10 +39,10 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding, TokenizedExample
-from sftkit.rundir.files import flush, make_folder, own_name, replace_shared, sha256_of
+from sftkit.rundir.files import alone, flush, make_folder, own_name, replace_shared, sha256_of
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
-FORMAT = 5
+FORMAT = 6
 "The version of the files of a store and of a view."
 DOCS = np.dtype(
     [
@@ -43,14 +51,15 @@ DOCS = np.dtype(
         ("targets", "<u4"),
         ("bytes", "<u4"),  # of the targets
         ("row", "<u4"),  # of the source; the documents of a row follow one another
-        ("answers", "<u2"),  # entries in .answers.npy
+        ("answers", "<u2"),  # that are learned whole in it
         ("odd", "<u2"),  # NOTED, and which of the shard's reasons for a data warning the row has
         ("content", "<u8"),  # hygiene.content_hash of the row
-        ("head", "<u8"),  # hygiene.head_hash of the row
+        ("head", "<u8"),  # hygiene.head_hash of the row, of which a file keeps the upper half
         ("roles", "<u2", (len(ROLES),)),  # messages of the row by role
+        ("told", "<i4"),  # where its answers are in .answers.npy; -1: they are its runs of targets
     ]
 )
-"A document in .docs.npy."
+"A document of a shard."
 NOTED = 1 << 15
 "The bit of `odd` of a row that counts as truncated although none of its documents is too long."
 MOST_REASONS = 15
@@ -62,6 +71,8 @@ HERE = "\0"
 LINES_FILE = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
+LOCKS = "locks"
+"An empty file, which the kernel locks while a lock of a shard is taken or removed."
 ABANDONED_SECONDS = 120.0
 "Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
@@ -86,7 +97,7 @@ class TokenizedRows:
     "of each document, or `packed` of all"
     is_target: list[np.ndarray] = field(default_factory=list)
     docs: list[tuple[Any, ...]] = field(default_factory=list)
-    "of each document the values of DOCS, `odd` with NOTED alone"
+    "of each document the values of DOCS, `odd` with NOTED alone, `told` 0"
     answers: list[tuple[int, int]] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
     odd: list[tuple[int, str]] = field(default_factory=list)
@@ -103,7 +114,7 @@ class TokenizedRows:
         self.ids.append(one.ids)
         self.is_target.append(one.is_target)
         numbers = len(one.ids), one.size, np.count_nonzero(one.is_target), one.num_bytes, row[0], len(one.answers)
-        self.docs.append((*numbers, *row[1:]))
+        self.docs.append((*numbers, *row[1:], 0))
         self.answers += one.answers
         if one.encoder_source:
             self.given.append(one.encoder_source)
@@ -126,6 +137,8 @@ class Shard:
     folder: Path | None
     content: dict[str, bytes] = field(default_factory=dict)
     "its files, by ending, where they are not on disk"
+    of: RowSpan | None = None
+    "rows of the shard of which this is a part; None: it is a whole one"
 
     @property
     def span(self) -> RowSpan:
@@ -143,39 +156,87 @@ class Shard:
         if self.folder is None:
             raw = self.content[ending]
             return np.load(io.BytesIO(raw)) if ending.endswith("npy") else np.frombuffer(raw, dtype)
-        path = self.folder / f"{self.span}.{ending}"
+        path = self.folder / f"{self.of or self.span}.{ending}"
         if ending.endswith("npy"):
-            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
         # Memory-mapped, so that ranks of a machine share the pages; the map stays when the name is pruned.
         return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
     @property
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D]."""
-        return self._array("docs.npy", DOCS)
+        docs = self._docs()
+        return docs[self._own(docs)]
+
+    def _docs(self) -> np.ndarray:
+        return _unpacked(
+            self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), (self.of or self.span).first
+        )
+
+    def _own(self, docs: np.ndarray) -> slice:
+        """Return which documents of the whole shard are its own."""
+        return slice(None) if self.of is None else slice(*np.searchsorted(docs["row"], self.span).tolist())
 
     @property
     def starts(self) -> np.ndarray:
         """Return the first token of each document, int64 [D]."""
-        length = self.docs["length"].astype(np.int64)
-        return np.cumsum(length) - length
+        docs = self._docs()
+        length = docs["length"].astype(np.int64)
+        return (np.cumsum(length) - length)[self._own(docs)]
 
-    @property
-    def answers(self) -> np.ndarray:
-        """Return (first token, one past the last) of each answer within its document, int [A, 2]."""
+    def answers_of(self, doc: np.void, start: int) -> np.ndarray:
+        """Return (first token, one past the last) of each answer within its document, int [A, 2].
+
+        Args:
+            doc: an entry of `docs`, and start: its entry of `starts`.
+        """
+        if doc["told"] >= 0:
+            return self._answers[int(doc["told"]) :][: int(doc["answers"])]
+        return _runs_of_targets(self.tokens(start, int(doc["length"]))[1])
+
+    @cached_property
+    def _answers(self) -> np.ndarray:
         return self._array("answers.npy", np.uint32).reshape(-1, 2)
 
     @property
     def given(self) -> list[str]:
         """Return what an encoder reads for each document."""
-        if "given.json" not in self.line["files"]:
+        found = self._list("given.json")
+        return found[self._own(self._docs())] if found else []
+
+    def _list(self, ending: str) -> list[Any]:
+        if ending not in self.line["files"]:
             return []
-        raw = (
-            self.content["given.json"]
-            if self.folder is None
-            else (self.folder / f"{self.span}.given.json").read_bytes()
-        )
+        here = self.folder is None
+        raw = self.content[ending] if here else (self.folder / f"{self.of or self.span}.{ending}").read_bytes()
         return list(json.loads(raw))
+
+    def part(self, rows: RowSpan) -> Shard | None:
+        """Return what it has of some rows, in whole chunks; None: not one."""
+        if rows.first <= self.span.first and self.span.past <= rows.past:
+            return self
+        its_findings = [[one[name] for name in ("kind", "reason", "first", "rows")] for one in self.line["findings"]]
+        chunks = self._list("chunks.json") or [[self.line["rows"], self.line["counts"], its_findings]]
+        borders = self.span.first + np.cumsum([0, *(number for number, *_ in chunks)])
+        begin = int(np.searchsorted(borders, rows.first))
+        end = int(np.searchsorted(borders, rows.past, side="right")) - 1
+        if end <= begin:
+            return None
+        counts: Counter[str] = Counter()
+        tally: findings.Tally = {}
+        for _, its_counts, found in chunks[begin:end]:
+            counts.update(its_counts)
+            for one in found:
+                findings.add(tally, *one)
+        line = {
+            "first": int(borders[begin]),
+            "past": rows.past if self.ends and end == len(chunks) else int(borders[end]),
+            "rows": int(borders[end] - borders[begin]),
+            "counts": dict(counts),
+            "findings": [asdict(one) for one in tally.values()],
+            **{name: self.line[name] for name in ("odd", "where", "files")},
+        }
+        return Shard(line, self.dtype, self.folder, self.content, of=self.span)
 
     @cached_property
     def _ids(self) -> np.ndarray:
@@ -294,6 +355,7 @@ class Store:
                 if not Path(f"/proc/{draft.name.split('.')[-3]}").exists():
                     draft.unlink(missing_ok=True)
         total = TokenizedRows()
+        chunks: list[list[Any]] = []
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
         left = np.zeros(0, bool)
@@ -306,13 +368,15 @@ class Store:
                     sinks["mask.bin"].add(np.packbits(bits[:whole], bitorder="little").tobytes())
                     left = bits[whole:]
                     docs.append(np.array(part.docs, DOCS))
-                    answers.append(np.array(part.answers, "<u4").reshape(-1, 2))
+                    answers.append(_told(docs[-1], part.is_target[0], np.array(part.answers, np.int64).reshape(-1, 2)))
                 total.given += part.given
                 total.odd += part.odd
                 total.counts += part.counts
                 total.where += part.where
-                for one in part.tally.values():
-                    findings.add(total.tally, one.kind, one.reason, one.first, one.rows)
+                found = [[one.kind, one.reason, _freed(one.first, path), one.rows] for one in part.tally.values()]
+                for one in found:
+                    findings.add(total.tally, *one)
+                chunks.append([len(part.where), dict(+part.counts), found])
             sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
             table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
             reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
@@ -321,16 +385,18 @@ class Store:
                     table["odd"][slice(*np.searchsorted(table["row"], (row, row + 1)))] |= 1 << reasons.index(reason)
             if int(table["targets"].sum(dtype=np.int64)) == int(table["length"].sum(dtype=np.int64)) - len(table):
                 sinks.pop("mask.bin").drop()
-            ranges = np.concatenate(answers) if answers else np.zeros((0, 2), "<u4")
-            for ending, array in {"docs.npy": table, "answers.npy": ranges}.items():
+            arrays = _packed(table, span.first)
+            arrays["answers.npy"] = _smallest(np.concatenate([np.zeros((0, 2), np.int64), *answers]))
+            for ending, array in arrays.items():
                 if ending == "docs.npy" or len(array):
                     sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
                     raw = io.BytesIO()
                     np.save(raw, array, allow_pickle=False)
                     sinks[ending].add(raw.getvalue())
-            if total.given:
-                sinks["given.json"] = _Sink(self.folder / f"{span}.given.json" if on_disk else None)
-                sinks["given.json"].add(json.dumps(total.given).encode())
+            for ending, items in {"given.json": total.given, "chunks.json": chunks[1:] and chunks}.items():
+                if items:
+                    sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
+                    sinks[ending].add(json.dumps(items).encode())
             line = {
                 **span._asdict(),
                 "rows": len(total.where),
@@ -339,7 +405,7 @@ class Store:
                 "targets": int(table["targets"].sum(dtype=np.int64)),
                 "lengths": np.bincount(np.ceil(np.log2(table["length"])).astype(int)).tolist(),
                 "counts": dict(+total.counts),
-                "findings": [{**asdict(one), "first": _freed(one.first, path)} for one in total.tally.values()],
+                "findings": [asdict(one) for one in total.tally.values()],
                 "odd": reasons,
                 "where": _runs([_freed(one, path) for one in total.where], span.first),
                 "files": {ending: sink.digest.hexdigest() for ending, sink in sorted(sinks.items())},
@@ -386,26 +452,28 @@ class Store:
     @contextmanager
     def claim(self, span: RowSpan) -> Iterator[bool]:
         """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
-        lock of a process that is gone is taken over. Two makers would only work twice."""
+        lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
+        system that cannot lock, would only work twice."""
         lock = self.folder / f"{span}.lock"
         own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
-        claimed = self.is_claimed(span)
+        claimed = False
         with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
-            if not claimed:
-                make_folder(self.folder)
-                lock.unlink(missing_ok=True)
-                temporary = own_name(lock)
-                temporary.write_text(own)
-                try:
-                    os.link(temporary, lock)  # with its content, unless another process was faster
-                except FileExistsError:
-                    claimed = True
-                finally:
-                    temporary.unlink()
+            make_folder(self.folder)
+            with alone(self.folder / LOCKS):
+                if not (claimed := self.is_claimed(span)):
+                    lock.unlink(missing_ok=True)
+                    temporary = own_name(lock)
+                    temporary.write_text(own)
+                    try:
+                        os.link(temporary, lock)  # with its content, unless another process was faster
+                    except FileExistsError:
+                        claimed = True
+                    finally:
+                        temporary.unlink()
         try:
             yield not claimed
         finally:
-            with suppress(OSError):
+            with suppress(OSError), alone(self.folder / LOCKS):
                 if not claimed and lock.read_text() == own:
                     lock.unlink()
 
@@ -423,6 +491,86 @@ class Store:
         except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
             return False
         return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
+
+
+# ---- columns of documents --------------------------------------------------------------------------------------------
+
+
+def _packed(docs: np.ndarray, first: int) -> dict[str, np.ndarray]:
+    """Return what the files of a shard keep of DOCS, by ending.
+
+    Args:
+        first: row of the shard.
+    """
+    length, size, row = (docs[name].astype(np.int64) for name in ("length", "size", "row"))
+    cut_off = np.where(size > 0, size - length, -1)  # -1: a text
+    repeating = np.column_stack([cut_off, *(docs[name] for name in ("answers", "odd", "told", "roles"))])
+    repeating = np.ascontiguousarray(_smallest(repeating))
+    # As bytes: the rows of an array are compared ten times as slowly.
+    raw = repeating.view(f"V{repeating.itemsize * repeating.shape[1]}").ravel()
+    _, at, kind = np.unique(raw, return_index=True, return_inverse=True)
+    columns = {
+        "length": length,
+        "unlearned": length - docs["targets"],
+        "bytes": docs["bytes"],
+        "rows": np.diff(row, prepend=first),
+        "kind": kind,
+        # On which side of data.val_fraction a document falls: 2^-32 is as exact as any share, and two documents that
+        # have these bytes in common may fall on one side. Copies are found by all 8 bytes of their content.
+        "head": docs["head"] >> np.uint64(32),
+        "content": docs["content"],
+    }
+    small = {name: _smallest(values) for name, values in columns.items()}
+    packed = np.empty(len(docs), [(name, one.dtype) for name, one in small.items()])
+    for name, one in small.items():
+        packed[name] = one
+    return {"docs.npy": packed, "kinds.npy": repeating[at]}
+
+
+def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
+    """Return the DOCS [D] of which _packed made the files."""
+    docs = np.zeros(len(packed), DOCS)
+    if len(packed):
+        cut_off, docs["answers"], docs["odd"], told, *roles = kinds.astype(np.int64)[packed["kind"]].T
+        docs["roles"] = np.stack(roles, axis=1)
+        docs["length"] = packed["length"]
+        docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
+        docs["targets"] = docs["length"] - packed["unlearned"]
+        docs["row"] = first + np.cumsum(packed["rows"], dtype=np.int64)
+        docs["bytes"], docs["content"] = packed["bytes"], packed["content"]
+        docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
+        entries = np.where(told < 0, 0, docs["answers"])
+        docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
+    return docs
+
+
+def _smallest(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers in the smallest type that holds them all."""
+    ends = (values.min(), values.max()) if values.size else (0, 0)
+    return values.astype(np.result_type(*map(np.min_scalar_type, ends)).newbyteorder("<"))
+
+
+def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Set `told` of documents, and return the entries of .answers.npy: of documents whose answers are not their runs of
+    targets."""
+    owner = np.repeat(np.arange(len(docs)), docs["answers"])
+    past = np.cumsum(docs["length"], dtype=np.int64)
+    first = past - docs["length"]
+    runs = _runs_of_targets(is_target)
+    owner_of_run = np.searchsorted(past, runs[:, 0], side="right")
+    same = np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"]
+    differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
+    same[owner[same[owner]][differ]] = False
+    docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
+    return answers[~same[owner]]
+
+
+def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
+    """Return (first, one past the last) of each run of targets, int64 [R, 2]."""
+    return np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 class _Sink:

@@ -83,6 +83,36 @@ class StoredTokens:
         ids, is_target = map(np.concatenate, zip(*found, strict=True))
         return ids, is_target
 
+    def answers(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many answers each document has, int [D], and of each the first token and one past its last, int
+        [A, 2], also where they are cut off. `documents`: ascending."""
+        numbers = [np.zeros(0, np.int64)]
+        spans = [np.zeros((0, 2), np.uint32)]
+        for shard, entry in self._stored(documents):
+            of_each = shard.docs["answers"].astype(np.int64)
+            first = (np.cumsum(of_each) - of_each)[entry]
+            of_each = of_each[entry]
+            numbers.append(of_each)
+            places = np.arange(of_each.sum()) + np.repeat(first - (np.cumsum(of_each) - of_each), of_each)
+            spans.append(shard.answers[places])
+        return np.concatenate(numbers), np.concatenate(spans)
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """Return the tokens of each document before anything was cut off, of a text in pieces those of the whole text,
+        int [D]. `documents`: ascending."""
+        found = [np.zeros(0, np.int64)]
+        for shard, entry in self._stored(documents):
+            docs = shard.docs[entry]
+            found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
+        return np.concatenate(found)
+
+    def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray]]:
+        """Yield (shard, entries of its docs) of documents."""
+        for number in np.unique(self.shard[documents]).tolist():
+            here = documents[self.shard[documents] == number]
+            shard = self.shards[number]
+            yield shard, np.searchsorted(shard.starts, self.start[here], side="right") - 1
+
 
 def make_examples(
     sources: Sequence[StoredSource], limits: Limits | None, count_bytes: CountBytes, folder: Path, peers: Peers
@@ -300,10 +330,14 @@ def _count_cut(
         bad = int(docs["answers"][pieces == 0].sum())
         counts.update({"answers": -bad, "answers_learned": -bad})
     else:
-        kept = np.repeat(np.where(pieces > 0, limits.max_length + 1, 0), docs["answers"])
-        begins, ends = shard.answers.T
-        beyond = int((begins >= kept).sum())
-        cut = int(((begins < kept) & (ends > kept)).sum())
+        kept = limits.max_length + 1
+        beyond = int(docs["answers"][pieces == 0].sum())
+        cut = 0
+        starts = shard.starts
+        for i in np.flatnonzero((pieces > 0) & (docs["length"] > kept) & (docs["answers"] > 0)).tolist():
+            begins, ends = shard.answers_of(docs[i], int(starts[i])).T
+            beyond += int((begins >= kept).sum())
+            cut += int(((begins < kept) & (ends > kept)).sum())
         counts.update({TOO_LONG: beyond, CUT: cut, "answers_learned": -beyond - cut})
     # All of a row's documents but the last are there because of split_turns.
     there = np.flatnonzero((pieces > 0) & (docs["size"] > 0))
@@ -347,5 +381,5 @@ def _count_lost(
     for name, number in zip(ROLE_COUNTS.values(), lost["roles"].sum(0, dtype=np.int64).tolist(), strict=True):
         counts[name] -= number
     for i, reason in enumerate(shard.line["odd"][:MOST_REASONS]):
-        one = found["accepted", reason]
-        found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})
+        if one := found.get(("accepted", reason)):  # a part of a shard does not have all of its reasons
+            found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})

@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
+from sftkit.data.tokens.shapes import Shape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError, hint
@@ -104,11 +106,13 @@ class RowBatches:
     def many(self, rows: Sequence[Row]) -> list[RowResult]:
         """Return the documents of each row, or its error."""
         specials = tuple(special_tokens_of(self.tokenizer))
-        known = len(self.tokenizer), specials, self.tokenizer.chat_template
+        # A template may write the date.
+        known = len(self.tokenizer), specials, self.tokenizer.chat_template, date.today()
         if known != self._known:  # the first rows, or the tokenizer was changed
             self._read_tokenizer(specials)
             self._known = known
         self._results = [None] * len(rows)
+        self._tried: dict[int, Shape] = {}
         if self._sizes is not None and self.different is None:
             # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
             collects = gc.isenabled()
@@ -128,6 +132,8 @@ class RowBatches:
     def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
         self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
         self._seen = Seen()
+        learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS
+        self._shapes = Shapes(self.tokenizer, self.settings.get("learning", learning), specials, self._seen)
         self._headers: dict[str, list[int]] = {}
         self._pattern = special_pattern(specials)
         special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
@@ -148,14 +154,22 @@ class RowBatches:
 
     def _compare(self, rows: Sequence[Row]) -> None:
         """Tokenize some of the rows by themselves, and note a difference."""
-        for row, result in zip(rows, self._results, strict=True):
+        for i, (row, result) in enumerate(zip(rows, self._results, strict=True)):
             if result is None:
                 continue
-            if self._tokenized % COMPARED_ONE_IN == 0 and not same(self.by_itself(row), result):
+            self._tokenized += 1
+            tried = self._tried.get(i)
+            if tried is None and self._tokenized % COMPARED_ONE_IN != 1:
+                continue
+            alone = self.by_itself(row)
+            agrees = same(alone, result)
+            if tried is not None:
+                self._shapes.judge(tried, agrees=agrees)
+                self._results[i] = alone
+            elif not agrees:
                 self.different = row.where
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return
-            self._tokenized += 1
 
     def _encode(self, texts: Sequence[str], *, split: bool, whole: bool) -> list[list[int]]:
         """Return the ids of texts.
@@ -215,9 +229,13 @@ class RowBatches:
         settings = {**every, **self.settings, "seen": self._seen, "sizes": self._sizes}
         settings.pop("special_tokens", None)
         waiting: list[_Waiting] = []
+        self._shapes.start_chunk()
         for i, row in enumerate(rows):
             if row.messages is not None and row.image is None and not row.is_tokenized:
-                waiting += self._next(i, chat.steps(row, self.tokenizer, **settings), None)
+                shaped = self._shapes.find(row)
+                if shaped is not None and shaped.shape.agreed < Seen.ENOUGH:
+                    self._tried[i] = shaped.shape
+                waiting += self._next(i, chat.steps(row, self.tokenizer, **settings, shaped=shaped), None)
         while waiting:
             encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
             now = zip(waiting, encoded, strict=True)

@@ -4,11 +4,13 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 `check_prompted_targets` checks that a run asks for answers as a server would.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,10 @@ from sftkit.data.tokens.template import Span, T, limited, special_tokens_of, tem
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, fault
 
+if TYPE_CHECKING:
+    from sftkit.data.tokens.shapes import Shaped
+
+Locator: TypeAlias = "loss_mask.AnswerLocator | Shaped"
 BORDER = "not_learned_border"
 """Why an answer is context only: its first characters share a token with the prompt, and more of
 the conversation follows."""
@@ -94,30 +100,40 @@ def steps(
     learning: Learning = ANSWERS,
     seen: loss_mask.Seen | None = None,
     sizes: TokenBytes | None = None,
+    shaped: Shaped | None = None,
 ) -> ChatSteps[Tokenized]:
     """Do what `tokenize` does with a conversation, with texts encoded by the caller.
 
     Args:
         seen: how the template rendered answers of other rows.
         sizes: bytes of each id; None: documents are decoded to count them.
+        shaped: stands for the locator of its answers; None: the conversation is checked and rendered.
     """
-    checked = rows.require_conversation(row)
-    specials = loss_mask.once(seen, "special tokens", lambda: special_tokens_of(tokenizer))
-    messages = conversation.validated(row, specials)
-    loss_mask.check_reasoning(messages, row.where)
-    skipped = loss_mask.not_learned(row, messages, learning.targets)
-    unlearned = loss_mask.unlearned_parts(row, messages, learning.targets)
-    if not row.learned:
-        counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
-        return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
-    locator = loss_mask.AnswerLocator(
-        tokenizer, replace(row, messages=loss_mask.without_marks(messages)), learning.thinking, seen
-    )
-    unused = templates.unused_arguments(row, locator.template)
+    checked: Sequence[Message] = ()
+    messages: list[Message] = []
+    unlearned: dict[int, list[Span]] = {}
+    unused: dict[str, str] = {}
+    locator: Locator
+    if shaped is not None:
+        locator = shaped
+        skipped = shaped.shape.skipped
+    else:
+        checked = rows.require_conversation(row)
+        specials = loss_mask.once(seen, "special tokens", lambda: special_tokens_of(tokenizer))
+        messages = conversation.validated(row, specials)
+        loss_mask.check_reasoning(messages, row.where)
+        skipped = loss_mask.not_learned(row, messages, learning.targets)
+        unlearned = loss_mask.unlearned_parts(row, messages, learning.targets)
+        if not row.learned:
+            counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
+            return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
+        given = replace(row, messages=loss_mask.without_marks(messages))
+        locator = loss_mask.AnswerLocator(tokenizer, given, learning.thinking, seen)
+        unused = templates.unused_arguments(row, locator.template)
+        conversation.require_answer(locator.messages, row.where)  # without reasoning that is left out
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(locator.answers))
     counts.update(skipped.values())
-    conversation.require_answer(locator.messages, row.where)  # without reasoning that is left out
     # documents before they are cut to max_length
     learnable = set(locator.answers) - skipped.keys()
     if learning.targets == "all":
@@ -204,7 +220,7 @@ class Text(NamedTuple):
 
 
 def _answers(
-    locator: loss_mask.AnswerLocator,
+    locator: Locator,
     learnable: set[int],
     max_length: int,
     counts: Counter[str],
@@ -266,7 +282,7 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 
 def _everything(
-    locator: loss_mask.AnswerLocator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
+    locator: Locator, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> ChatSteps[list[Text]]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as
     not to be.
@@ -293,7 +309,7 @@ def _everything(
 
 
 def _finished(
-    locator: loss_mask.AnswerLocator,
+    locator: Locator,
     encoded: Encoded,
     is_target: np.ndarray,
     answers: dict[int, Span],
@@ -379,7 +395,8 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
         one = replace(checked, messages=messages, tools=tools)
         return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
 
-    messages = checked.messages or []
+    # Reasoning of earlier answers is where the template looks for it, as in training.
+    messages = loss_mask.with_reasoning(checked.messages or [], template, "auto")
     text = render(messages, row.tools)
     templates.check_context(
         messages, row.tools, text, render, template=template, where=row.where, args=row.template_args

@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
@@ -221,6 +222,24 @@ def variables_of(source: str) -> frozenset[str]:
     return frozenset(find_undeclared_variables(environment.parse(source)))
 
 
+@lru_cache(maxsize=64)
+def literals_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return (the strings that a template may look for inside a text, all strings that it may compare a text with).
+
+    Raises:
+        TemplateError: it cannot be parsed.
+    """
+    environment: Any = _compile_jinja_template("").environment
+    tree = environment.parse(source)
+    looks = [one.expr for one in tree.find_all(nodes.Compare) if {op.op for op in one.ops} & {"in", "notin"}]
+    calls = (one for one in tree.find_all(nodes.Call) if isinstance(one.node, nodes.Getattr))
+    looks += [one for one in calls if hasattr(str, one.node.attr) and not one.node.attr.endswith("strip")]
+    looks += [one for one in tree.find_all(nodes.Filter) if one.name != "trim"]
+    inside = {*tree.find_all(nodes.Const)} & {const for one in looks for const in (one, *one.find_all(nodes.Const))}
+    strings = frozenset(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
+    return strings.intersection(const.value for const in inside), strings
+
+
 def _binary(_context: object, operator: str, left: Any, right: Any) -> object:
     """Compute a product or a power whose result is not too large."""
     size = 0.0
@@ -251,6 +270,8 @@ _REASONED = "first reasoning"
 _SEEN = "first result"
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Arguments of published templates that turn reasoning before an answer on and off."
+TODAY = "strftime_now"
+"The function by which a template writes today's date."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
 "Matches what `with_arguments` puts before a template."
 
@@ -333,6 +354,21 @@ def render_conversation(
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
+
+
+def writes_day(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes the day of its rendering, which model.chat_template_args may fix."""
+    source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
+    if TODAY not in source:
+        return False
+    asked: list[str] = []
+    args = {TODAY: lambda form: asked.append(form) or form}
+    row = Row("a small conversation", messages=[{"role": "user", "content": FIRST_QUESTION}], template_args=args)
+    try:
+        render_conversation(tokenizer, source, row)
+    except TemplateError:  # it takes no such conversation; it may write the day into others
+        return True
+    return bool(asked)
 
 
 @lru_cache(maxsize=8)
@@ -458,14 +494,14 @@ def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
 def with_arguments(source: str, args: Mapping[str, object]) -> str:
     """Return a template whose arguments have these values unless the caller gives others, so that every program
     that loads it (chat, evaluation, transformers, a server) renders as training does. Arguments that were set
-    before are replaced.
+    before are replaced. `strftime_now`, by which templates write today's date, always has the value that is set.
 
     Raises:
         ConfigError: a name that the template does not use.
     """
     source = _FIXED.sub("", source)
     for name in args:
-        if not uses(source, name):
+        if not (uses(source, name) or (name == TODAY and name in source)):
             raise config_error("argument of no chat template", name=name)
     if not args:
         return source
@@ -473,7 +509,8 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
     given = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
-    lines = "".join(given.format(name, value) for name, value in values.items())
+    day = "{{%- macro {0}(format) %}}{{{{ {1} }}}}{{%- endmacro %}}"
+    lines = "".join((day if name == TODAY else given).format(name, value) for name, value in values.items())
     noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
     return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
 

@@ -1,0 +1,273 @@
+"""Know what a template makes of conversations that have the same roles and differ in their texts alone.
+
+Rendering is most of the work next to the tokenizer's. So a conversation of marks is rendered once for each sequence of
+roles, all documents of it are found as in any other, and what stands around the marks is the frame of the texts of
+later rows. A template is a program, and could look at a text: rows whose texts have a string in them that the template
+looks for are rendered. The first rows of a shape are also tokenized alone, and one that comes out otherwise ends it.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from itertools import accumulate
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from sftkit.data.reading.columns import MESSAGE
+from sftkit.data.reading.conversation import require_answer, special_pattern
+from sftkit.data.tokens import loss_mask
+from sftkit.data.tokens.chat import Learning
+from sftkit.data.tokens.loss_mask import AnswerLocator, Document, Seen
+from sftkit.data.tokens.template import literals_of, template_of
+from sftkit.data.types import Row
+from sftkit.errors import DataError
+
+FROM_ROW = 4
+"A shape is learned from so many rows of it on: it costs as much as some rows."
+MOST_SHAPES = 4096
+ROLES = frozenset(("system", "developer", "user", "assistant"))
+_MARK = '[Text {}\n\nof  {} <É> \\ & "it\'s" 7]'
+"Stands for a text; escaped, cut or in other letters it is not found."
+_SPACED = "\n {} \n"
+_OWN = ("<think>", "</think>", "<image>", "<video>", "<audio>")
+"What is looked for in texts here."
+
+_TIME = re.compile("%-?[HIMSpcXTRrsfzZ]")
+"Asks for the time of day."
+
+Place = tuple[int, int]
+"(n, i): i characters after the beginning of frame n, which is behind text n - 1."
+
+
+class Framed(NamedTuple):
+    """A document as frames around texts."""
+
+    frames: tuple[str, ...]
+    stripped: tuple[bool, ...]
+    "whether the template strips each text"
+    spans: dict[int, list[tuple[Place, Place]]]
+    texts: dict[int, tuple[Place, Place]]
+
+    def document(self, texts: Sequence[str], bare: Sequence[str]) -> Document:
+        """Return the document with these texts; `bare`: the same, stripped."""
+        given = [b if strips else t for t, b, strips in zip(texts, bare, self.stripped, strict=False)]
+        pieces = [piece for pair in zip(self.frames, given, strict=False) for piece in pair]
+        begins = [0, *accumulate(map(len, pieces))][::2]
+        spans = {k: [(begins[n] + i, begins[m] + j) for (n, i), (m, j) in parts] for k, parts in self.spans.items()}
+        places = {k: (begins[n] + i, begins[m] + j) for k, ((n, i), (m, j)) in self.texts.items()}
+        return Document("".join((*pieces, self.frames[-1])), spans, places)
+
+
+class Shape:
+    """What is known of the conversations with some roles."""
+
+    def __init__(
+        self,
+        locator: AnswerLocator,
+        seen: Seen,
+        skipped: dict[int, str],
+        documents: dict[int, Framed],
+        *,
+        spaced: bool,
+    ) -> None:
+        """Take the conversation of marks.
+
+        Args:
+            seen: what is the same in all rows.
+            documents: by their last answer.
+            spaced: texts may begin and end with white space.
+        """
+        self.locator = locator
+        self.seen = seen
+        self.skipped = skipped
+        self.documents = documents
+        self.spaced = spaced
+        self.thinking_off = {k for k in locator.answers if locator.turns_thinking_off(k)}
+        self.agreed = 0
+        "rows that came out as they do alone"
+        self.tried = 0
+
+
+class Shaped:
+    """Stands for the AnswerLocator of a conversation whose shape is known."""
+
+    odd: Mapping[str, str] = {}
+    reasons: Collection[int] = frozenset()
+    answers_with_reasoning: frozenset[int] = frozenset()
+
+    def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
+        """Take the texts of the messages; `bare`: the same, stripped."""
+        self.shape = shape
+        self.tokenizer = shape.locator.tokenizer
+        self.template = shape.locator.template
+        self.messages = shape.locator.messages
+        self.answers = shape.locator.answers
+        self.seen = shape.seen
+        self._texts = texts
+        self._bare = bare
+
+    def document(self, last: int, among: Iterable[int]) -> Document:
+        """Return the document that ends with an answer."""
+        return self.shape.documents[last].document(self._texts, self._bare)
+
+    everything = document
+
+    def reasoned(self, last: int, known: Collection[int]) -> set[int]:
+        """Return no answer: none has reasoning."""
+        return set()
+
+    def end_token(self, k: int) -> None:
+        """Return none: no answer calls tools."""
+
+    def turns_thinking_off(self, k: int) -> bool:
+        """Return whether an answer is asked with thinking turned off."""
+        return k in self.shape.thinking_off
+
+
+class Shapes:
+    """The shapes of the rows that were tokenized with some tokenizer and settings."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, learning: Learning, specials: tuple[str, ...], seen: Seen
+    ) -> None:
+        """Start without any; `seen`: what is the same in all rows."""
+        self._tokenizer = tokenizer
+        self._learning = learning
+        self._seen = seen
+        self._known: dict[Hashable, int | Shape | None] = {}
+        "rows with some roles, or their shape; None: they have none"
+        self._pattern = special_pattern(specials)
+        self._firsts = {token[0] for token in specials if token}
+        self._looked_for: Collection[str] = ()
+        self._compared: Set[str] = frozenset()
+
+    def find(self, row: Row) -> Shaped | None:
+        """Return what stands for the locator of a conversation whose shape is known; None: it is to be rendered."""
+        messages = row.messages
+        if not messages or row.tools or row.template_args or row.masked_role or not row.learned:
+            return None
+        try:
+            roles, texts = zip(*[(one["role"], one["content"]) for one in messages if len(one) == 2], strict=True)
+            shape = self._known.get((roles, row.context_messages), 0)
+        except (KeyError, TypeError, ValueError):  # other keys, or no messages at all
+            return None
+        if len(texts) != len(messages) or set(map(type, texts)) != {str}:
+            return None
+        if isinstance(shape, int):
+            if shape >= FROM_ROW:
+                self._known[roles, row.context_messages] = self._learned(roles, row.context_messages)
+            elif shape or len(self._known) < MOST_SHAPES:
+                self._known[roles, row.context_messages] = shape + 1
+            return None
+        if shape is None or (shape.agreed < Seen.ENOUGH and shape.tried >= Seen.ENOUGH):
+            return None
+        bare = list(map(str.strip, texts))
+        if not all(bare) or not (shape.spaced or bare == list(texts)) or not self._compared.isdisjoint(texts):
+            return None
+        whole = "\0".join(texts)
+        if any(map(whole.__contains__, self._looked_for)):
+            return None
+        if any(map(whole.__contains__, self._firsts)) and self._pattern.search(whole):
+            return None
+        shape.tried += shape.agreed < Seen.ENOUGH
+        return Shaped(shape, texts, bare)
+
+    def judge(self, shape: Shape, *, agrees: bool) -> None:
+        """Note whether a row that was tried came out as it does alone."""
+        shape.agreed += agrees
+        if not agrees:
+            self._known = {key: None if one is shape else one for key, one in self._known.items()}
+
+    def start_chunk(self) -> None:
+        """Let further rows be tried."""
+        for one in self._known.values():
+            if isinstance(one, Shape) and one.agreed < Seen.ENOUGH:
+                one.tried = one.agreed
+
+    def _learned(self, roles: Sequence[str], context_messages: int) -> Shape | None:
+        """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
+        source = template_of(self._tokenizer).source
+        inside, self._compared = literals_of(source)
+        self._looked_for = {*_OWN, *inside.difference(MESSAGE)}
+        if "strftime_now" in source and any(_TIME.search(one) for one in self._compared):
+            return None
+        marks = [_MARK.format(i, len(roles)) for i in range(len(roles))]
+        if not ROLES.issuperset(roles) or any(literal in mark for literal in self._looked_for for mark in marks):
+            return None
+        try:
+            locator, documents, skipped = self._documents(roles, marks, context_messages)
+        except DataError:
+            return None
+        found = {last: _framed(one, marks) for last, one in documents.items()}
+        framed = {last: one for last, one in found.items() if one is not None}
+        if locator.odd or len(framed) < len(found):
+            return None
+        spaced: dict[int, Framed | None] = {}
+        with suppress(DataError):
+            _, documents, _ = self._documents(roles, list(map(_SPACED.format, marks)), context_messages)
+            spaced = {last: _framed(one, marks) for last, one in documents.items()}
+        alike = {last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()} == framed
+        if alike:
+            framed = {last: one for last, one in spaced.items() if one is not None}
+        return Shape(locator, self._seen, skipped, framed, spaced=alike)
+
+    def _documents(
+        self, roles: Sequence[str], texts: Sequence[str], context_messages: int
+    ) -> tuple[AnswerLocator, dict[int, Document], dict[int, str]]:
+        """Return the locator of a conversation, its documents by their last answer, and the answers that are not
+        learned."""
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        row = Row("a conversation of marks", messages=messages, context_messages=context_messages)
+        loss_mask.check_reasoning(messages, row.where)
+        skipped = loss_mask.not_learned(row, messages, self._learning.targets)
+        locator = AnswerLocator(self._tokenizer, row, self._learning.thinking)
+        require_answer(messages, row.where)
+        if self._learning.targets == "all":
+            last = locator.answers[-1]
+            return locator, {last: locator.everything(last, skipped)}, skipped
+        documents = {}
+        left = set(locator.answers) - skipped.keys()
+        while left:
+            last = max(left)
+            documents[last] = locator.document(last, left)
+            left -= documents[last].spans.keys()
+            if not self._learning.split_turns:
+                break
+        return locator, documents, skipped
+
+
+def _framed(document: Document, marks: Sequence[str]) -> Framed | None:
+    """Return the frames around the marks of a document, which has each once and in order; None: it has not."""
+    text = document.text
+    frames: list[str] = []
+    stripped = []
+    begins = [0]
+    for mark in marks:
+        start = text.find(mark)
+        if start < 0:
+            break
+        end = start + len(mark)
+        before, after = _SPACED.split("{}")
+        is_spaced = text[:start].endswith(before) and text.startswith(after, end)
+        if is_spaced:
+            start -= len(before)
+            end += len(after)
+        if text.count(mark) != 1 or start < begins[-1]:
+            return None
+        frames.append(text[begins[-1] : start])
+        stripped.append(not is_spaced)
+        begins.append(end)
+    frames.append(text[begins[-1] :])
+    if any(mark in frame or mark[:6] in frame for mark in marks for frame in frames):
+        return None
+
+    def place(at: int) -> Place:
+        n = bisect_right(begins, at) - 1
+        return n, at - begins[n]
+
+    spans = {k: [(place(a), place(b)) for a, b in parts] for k, parts in document.spans.items()}
+    texts = {k: (place(a), place(b)) for k, (a, b) in document.texts.items()}
+    every = [one for parts in (*spans.values(), texts.values()) for pair in parts for one in pair]
+    return Framed(tuple(frames), tuple(stripped), spans, texts) if all(i <= len(frames[n]) for n, i in every) else None
