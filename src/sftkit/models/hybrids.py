@@ -141,12 +141,13 @@ def _scan_products(layer: Any) -> int:
 
 
 def _scan_kept(layer: Any) -> int:
-    """Return what is kept: the projected input, the convolution's output, inputs with decays, the states between
-    chunks, what is read of them and of positions of the chunk, and what leaves the norm.
+    """Return what is kept: the projected input, the convolution before and after its activation, vectors B and C by
+    chunk, inputs with decays, the states between chunks, what is read of them, products of B and C, and the output.
     """
-    inner, projected = layer.num_heads * layer.head_dim, layer.in_proj.out_features
+    inner, vectors = layer.num_heads * layer.head_dim, layer.n_groups * layer.ssm_state_size
     states = inner * layer.ssm_state_size // layer.chunk_size
-    return int(projected + layer.conv_dim + 4 * inner + states + layer.chunk_size * layer.n_groups)
+    scanned = 3 * inner + 3 * vectors + states + layer.chunk_size * layer.n_groups
+    return int(layer.in_proj.out_features + 2 * layer.conv_dim + scanned)
 
 
 _DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
