@@ -2,10 +2,10 @@
 
 transformers computes these layers with functions of the model's own module, and passes the arguments of the layer on to
 them. With `documents` among these arguments our operators take their place, which begin every document with an empty
-state; without, in generation and in the plain model, the function of transformers computes as ever. No class is
-changed.
+state; without, in generation and in the plain model, a function of transformers computes. No class is changed.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
+from sftkit.ops.attention import CHUNKED
 from sftkit.ops.short_convolution import short_convolution
 from sftkit.ops.state_space import state_space
 
@@ -29,6 +30,7 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+    plain = inspect.unwrap(original)
 
     def convolve(
         x: Tensor,
@@ -41,21 +43,27 @@ def _convolution(original: Function) -> Function:
     ) -> Tensor:
         documents = seq_idx if documents is None else documents
         if documents is None:
-            return original(x, weight, bias, activation=activation, **kwargs)
+            return (original if x.is_cuda else plain)(x, weight, bias, activation=activation, **kwargs)
         return short_convolution(x.mT, weight, bias, activation, documents.positions).mT
 
     return convolve
 
 
 def _gated_delta_rule(original: Function) -> Function:
-    """Return a gated delta rule that stays within documents if it is given them."""
+    """Return a gated delta rule that stays within documents if it is given them.
+
+    Without, it is transformers' own code in torch, as the plain model is what ours is compared with; an answer, which
+    keeps the last state, may have the kernels that transformers found.
+    """
+    plain = inspect.unwrap(original)
 
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        if documents is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)
         kernel = "fla" if value.is_cuda and value.dtype != torch.float32 and _kernels["fla"] else "torch"
+        if documents is None:
+            answers = kwargs.get("output_final_state") and kernel == "fla"
+            return (original if answers else plain)(query, key, value, g=g, beta=beta, **kwargs)
         query, key = recurrent.normalized(query), recurrent.normalized(key)
         if kernel == "fla":
             query, key = query.to(value.dtype), key.to(value.dtype)
@@ -64,6 +72,16 @@ def _gated_delta_rule(original: Function) -> Function:
         return out, None
 
     return delta_rule
+
+
+def _one_position(original: Function) -> Function:
+    """Return the function for a single position, in torch where its kernels cannot compute."""
+    plain = inspect.unwrap(original)
+
+    def recur(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (original if query.is_cuda else plain)(query, *args, **kwargs)
+
+    return recur
 
 
 def _state_space(original: Function) -> Function:
@@ -150,7 +168,11 @@ def _scan_kept(layer: Any) -> int:
     return int(layer.in_proj.out_features + 2 * layer.conv_dim + scanned)
 
 
-_DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
+_DELTA_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _one_position,
+}
 _DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
 _SCAN_FUNCTIONS = {
     "causal_conv1d_fn": _convolution,
@@ -178,6 +200,7 @@ _SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no k
 UNSUPPORTED = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), _SELECTIVE),
     "Mamba2Mixer": "Mamba 2 in a model without attention, whose sizes a run reads",
+    "KimiLinearDeltaAttention": "Kimi Delta Attention: no operator here has a decay for each channel of a key",
     "Zamba2MambaMixer": "Mamba 2 between layers that share their weights, which blocks of a run cannot",
 }
 "By the class of a recurrent layer: why it is not in MIXERS."
@@ -240,7 +263,7 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
             return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    others = {"full_attention", "sliding_attention", BESIDE_ATTENTION, "mlp", "moe"}
+    others = {"full_attention", "sliding_attention", CHUNKED, BESIDE_ATTENTION, "mlp", "moe"}
     odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"
