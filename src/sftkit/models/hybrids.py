@@ -30,6 +30,7 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+
     plain = inspect.unwrap(original)
 
     def convolve(
@@ -55,6 +56,7 @@ def _gated_delta_rule(original: Function) -> Function:
     Without, it is transformers' own code in torch, as the plain model is what ours is compared with; an answer, which
     keeps the last state, may have the kernels that transformers found.
     """
+
     plain = inspect.unwrap(original)
 
     def delta_rule(
@@ -157,10 +159,10 @@ def _delta_products(layer: Any) -> int:
 
 def _delta_kept(layer: Any) -> int:
     """Return what is kept: the convolution's input and output, normalized queries and keys of all value heads, the
-    gate, the output and what leaves the norm, and the inverse of a chunk's system.
+    gate, the output and what leaves the norm, and the inverse of a system of 64 positions.
     """
     keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
-    return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
+    return int(2 * layer.conv_dim + 2 * keys + 3 * values + 64 * layer.num_v_heads)
 
 
 def _scan_products(layer: Any) -> int:
@@ -233,7 +235,9 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     found = list(mixers(orig_model))
     # Decided before anything is traced.
     if torch.cuda.is_available() and any(mixer is _DELTA for *_, mixer in found):
-        reason = recurrent.kernel_unsupported_reason()
+        from sftkit.ops.recurrent import fla_unsupported_reason
+
+        reason = fla_unsupported_reason()
         _kernels["fla"] = reason is None
         if reason is not None:
             log.warning("recurrent layers take several times longer: flash-linear-attention %s", reason)
