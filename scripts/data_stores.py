@@ -32,11 +32,11 @@ def main() -> int:
         parser.error("only export takes more words: export megatron RECIPE key=value ... --out DIR")
     if flags.do == "export":
         export(flags.words[1], flags.words[2:], flags.out)
-        return 0
-    if flags.do == "prune":
+    elif flags.do == "prune":
         keeping.remove_least_used(flags.cache_dir, flags.keep_size)
-        return 0
-    return 0 if keeping.print_kept(flags.cache_dir, verify=flags.do == "verify") else 1
+    else:
+        return 0 if keeping.print_kept(flags.cache_dir, verify=flags.do == "verify") else 1
+    return 0
 
 
 def export(recipe: str, settings: list[str], out: Path) -> None:
@@ -52,19 +52,21 @@ def export(recipe: str, settings: list[str], out: Path) -> None:
     from sftkit.runtime.start import quiet_libraries
 
     cfg = read_config(recipe, settings, 1)
-    data = cfg.data
-    chosen = {name: getattr(data, name) for name in ("val_fraction", "dedup", "decontaminate")}
-    chosen |= {"where": any(map(where_counts, data.train)), "sample": any(source.sample for source in data.train)}
+    chosen = {name: getattr(cfg.data, name) for name in ("val_fraction", "dedup", "decontaminate")}
+    chosen |= {
+        "where": any(map(where_counts, cfg.data.train)),
+        "sample": any(source.sample for source in cfg.data.train),
+    }
     if names := [name for name, value in chosen.items() if value]:
         raise config_error("choice in export", names=", ".join(names))
     quiet_libraries()
-    tokenizer = tokenizer_of(cfg.model, data)
-    tokenize = sources.stage_rule(stage_of_recipe(recipe))(data, tokenizer, sources.WHOLE)
-    for source in data.train:
-        examples = sources.load_sources([source], data, tokenize)
-        name = source_label(source)
-        documents, tokens = write_megatron(out / name, examples.tokens.shards, len(tokenizer))
-        print_text(f"{out / name}: {documents:,} documents, {tokens:,} tokens")
+    tokenizer = tokenizer_of(cfg.model, cfg.data)
+    tokenize = sources.stage_rule(stage_of_recipe(recipe))(cfg.data, tokenizer, sources.WHOLE)
+    for source in cfg.data.train:
+        examples = sources.load_sources([source], cfg.data, tokenize)
+        prefix = out / source_label(source)
+        documents, tokens = write_megatron(prefix, examples.tokens.shards, len(tokenizer))
+        print_text(f"{prefix}: {documents:,} documents, {tokens:,} tokens")
     tokenizer.save_pretrained(out / "tokenizer")
 
 
