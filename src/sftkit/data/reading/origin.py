@@ -613,6 +613,10 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
         of_rows["where"] = where_columns(source)
         if wrong := [name for name, value in of_rows.items() if value]:
             raise ConfigError(f"data source {source.path}: {wrong[0]} is of rows, and with tokenizer_of it is tokens")
+        made_by = str(source.tokenizer_of)
+        if readers.looks_local(made_by) and not Path(made_by).exists():
+            why = f"no such folder (looked in {Path.cwd()}){similar_paths(made_by)}"
+            raise ConfigError(f"data source {source.path}: tokenizer_of: {made_by}: {why}")
         if not path.exists():  # Megatron names both of its files by what they have in common
             path = Path(f"{source.path}.bin")
     is_url = "://" in source.path

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from sftkit.config.commands import WILDCARD
 from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.reading.readers import suffix_of
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.rundir.files import alone, own_name
 from sftkit.runtime.hub import hub_answers, unreachable
@@ -31,6 +32,7 @@ TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "
 FILES_AHEAD = 2
 "Files that are fetched before they are asked for."
 TRIES = 3
+WHAT_NEXT = "Start again when it can be read (what was fetched stays), or copy the files here and name their folder"
 FOLDER = "remote"
 "In data.cache_dir."
 SIDECARS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.loss", ".ds.metadata")}
@@ -81,6 +83,8 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
                 described |= (found := fs.glob(f"{path.rstrip('/')}/{one}", detail=True))
                 if not found:
                     raise FileNotFoundError(one)
+        elif protocol.startswith("http") and path.endswith("/"):
+            described = fs.glob(f"{path}*", detail=True)  # the links of the page
         else:
             info = fs.info(path)
             described = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
@@ -88,14 +92,21 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
             for sibling in {sibling for path in described for sibling in beside(path)} - described.keys():
                 with suppress(FileNotFoundError):
                     described[sibling] = fs.info(sibling)
+        # The links of a page say nothing of their files, which would be read again as they were.
+        bare = [path for path, info in described.items() if info["type"] == "file" and info.get("size") is None]
+        described |= {path: fs.info(path) for path in bare}
     except ImportError as error:
         raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
     except ConfigError:
         raise
     except Exception as error:  # every file system raises errors of its own
-        reason = str(error.__cause__ or error).strip() or type(error).__name__
-        missing = "no such file or folder" if isinstance(error, FileNotFoundError) else "cannot be read"
-        raise ConfigError(f"data source {source.path}: {missing}: {reason}") from error
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        # fsspec's own error of any answer of a web server is that there is no file.
+        status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
+        absent = status == 404 or (isinstance(error, FileNotFoundError) and not error.__cause__)
+        why = "no such file or folder" if absent else "not allowed" if status in (401, 403) else "cannot be read"
+        raise ConfigError(f"data source {source.path}: {why}: {reason}") from error
     files = {}
     for path, info in described.items():
         marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
@@ -105,6 +116,8 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
         identity = (size, str(digest)) if digest else (path, size, str(time))
         if info["type"] == "file":
             files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity)
+    if protocol.startswith("http") and files.keys() == {at := PurePosixPath(name(root))} and suffix_of(at) is None:
+        raise config_error("web address of no file", path=source.path)
     if not files:
         raise ConfigError(f"data source {source.path}: no files are there")
     return PurePosixPath(name(root)), files
@@ -192,7 +205,7 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
     reason = "stopped"
     while (lock := _locked(path)) is None:
         if failed >= TRIES or stop.wait(failed):  # seconds
-            raise DataError(f"{one.fs.unstrip_protocol(one.path)}: cannot be fetched: {reason}")
+            raise DataError(f"{one.fs.unstrip_protocol(one.path)}: cannot be fetched: {reason}. {WHAT_NEXT}")
         temporary = own_name(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

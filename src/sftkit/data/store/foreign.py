@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.origin import Origin, content_identity
@@ -366,7 +367,8 @@ def _tokenizer_of(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> P
     try:
         theirs = AutoTokenizer.from_pretrained(name, local_files_only=os.path.isdir(name) or not hub_answers())
     except Exception as error:  # transformers raises anything
-        raise ConfigError(f"data source {source.path}: tokenizer_of {name}: {str(error).strip()}") from error
+        why = "" if os.path.exists(name) else f"no such folder (looked in {Path.cwd()}){similar_paths(name)}; the hub: "
+        raise ConfigError(f"data source {source.path}: tokenizer_of {name}: {why}{str(error).strip()}") from error
     both = [json.loads(one.backend_tokenizer.to_str()) for one in (theirs, tokenizer)]
     ours = tokenizer.get_vocab()
     moved = [token for token, i in theirs.get_vocab().items() if ours.get(token) != i]

@@ -38,6 +38,7 @@ from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.rundir.files import stamp_of
+from sftkit.runtime.script import counted
 
 MASK_VERSION = 3
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
@@ -231,6 +232,9 @@ def load_sources(
         counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
     for i, (source, one) in enumerate(zip(sources, origins, strict=True)):
         said = one.said
+        there = sum(shard.line["rows"] for shard in stored[i].shards)
+        if source.max_rows is not None and there < source.max_rows:
+            said = "; ".join(filter(None, (said, f"max_rows: it has only {counted(there, 'row')}; all are taken")))
         if source.tokenizer_of is not None:
             # Nothing else shows whether the tokens are what they should be.
             first = examples[int(np.argmax(examples.source == i))].ids[:24]
