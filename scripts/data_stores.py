@@ -24,9 +24,8 @@ def main() -> int:
     parser.add_argument("--keep-size", metavar="SIZE", help="prune: what may stay, such as 200G; the least used go")
     parser.add_argument("--out", type=Path, metavar="DIR", help="export: where a .bin and .idx of each source go")
     flags = parser.parse_args()
-    for flag, word in (("keep_size", "prune"), ("out", "export")):
-        name = "--" + flag.replace("_", "-")
-        if (getattr(flags, flag) is None) == (flags.do == word):
+    for name, value, word in (("--keep-size", flags.keep_size, "prune"), ("--out", flags.out, "export")):
+        if (value is None) == (flags.do == word):
             parser.error(f"{word} needs {name}" if flags.do == word else f"{name} is for {word}, not for {flags.do}")
     if (flags.words[:1] == ["megatron"] and len(flags.words) > 1) != (flags.do == "export"):
         parser.error("only export takes more words: export megatron RECIPE key=value ... --out DIR")
@@ -52,12 +51,9 @@ def export(recipe: str, settings: list[str], out: Path) -> None:
     from sftkit.runtime.start import quiet_libraries
 
     cfg = read_config(recipe, settings, 1)
-    chosen = {name: getattr(cfg.data, name) for name in ("val_fraction", "dedup", "decontaminate")}
-    chosen |= {
-        "where": any(map(where_counts, cfg.data.train)),
-        "sample": any(source.sample for source in cfg.data.train),
-    }
-    if names := [name for name, value in chosen.items() if value]:
+    chosen = [name for name in ("val_fraction", "dedup", "decontaminate") if getattr(cfg.data, name)]
+    limited = [source_label(source) for source in cfg.data.train if source.sample or where_counts(source)]
+    if names := [*chosen, *(f"where or sample of {name}" for name in limited)]:
         raise config_error("choice in export", names=", ".join(names))
     quiet_libraries()
     tokenizer = tokenizer_of(cfg.model, cfg.data)

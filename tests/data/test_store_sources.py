@@ -157,8 +157,8 @@ def test_what_is_exported_for_megatron_is_read_back_as_the_same_documents(
         assert theirs.num_bytes.tolist() == ours.num_bytes.tolist()
     with pytest.raises(ConfigError, match=r"texts\.bin is there already"):
         export(monkeypatch, str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "--out", str(out))
+    settings[2] = f"data.train=[{{path: '{texts}', where: {{min_tokens: 2}}}}]"
     with pytest.raises(ConfigError, match="val_fraction, where or sample of texts: set in this recipe"):
-        settings[2] = f"data.train=[{{path: '{texts}', where: {{min_tokens: 2}}}}]"
         export(
             monkeypatch,
             *(str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "data.val_fraction=0.5", "--out", str(out)),
