@@ -15,6 +15,7 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
@@ -33,7 +34,7 @@ from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.store import making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
-from sftkit.data.tokens import chat, text
+from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.rundir.files import stamp_of
@@ -117,6 +118,11 @@ class RowTokenizer:
         names = ("learning", "max_length", "too_long", "special_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    @cached_property
+    def writes_day(self) -> bool:
+        """Return whether documents are those of the day on which they are tokenized."""
+        return self.rule is not text.tokenize and template.writes_day(self.tokenizer)
+
     @property
     def limits(self) -> view.Limits | None:
         """Return how documents from a store are cut; None: a rule of which that is not known cuts them itself."""
@@ -141,6 +147,7 @@ class RowTokenizer:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "settings": str(sorted(self.settings.items())),
             **({"rows": "each by itself"} if self.alone else {}),
+            **({"day": date.today().isoformat()} if self.writes_day else {}),
         }
 
 
