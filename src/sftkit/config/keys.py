@@ -197,6 +197,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
         return f": write {{path: {value}}}"
+    if row_of(keys) in ("data.train.N.path", "data.val.N.path") and isinstance(value, list):
+        return ": write an entry {path: ...} for each, or path: FOLDER with files: [...]"
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
         return ""
     listed = f"[{value}]"

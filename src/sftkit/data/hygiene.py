@@ -364,8 +364,8 @@ def choose_documents(
         counts[name] = counts[name] | sizes | {"documents": round(kept[-1].size / len(passes[i]) * source.repeat)}
         if before := counts[name].get("answers_learned"):
             its = docs[own & used & ~aside]
-            numbers, spans = stored.answers(its)
-            whole = int((spans[:, 1] <= np.repeat(training.lengths[its] + 1, numbers)).sum())
+            assert isinstance(stored, StoredTokens)
+            whole = stored.learned_answers(its)
             again = (past <= training.lengths[doc] + 1 for doc in its.tolist() for _, past in repeated.get(doc, ()))
             learned = round((whole - sum(again)) * source.repeat)
             counts[name] |= {"answers_learned": learned, ANSWERS_LEFT_OUT: before - learned}
@@ -393,9 +393,7 @@ def repeated_answers(examples: Examples, documents: np.ndarray) -> tuple[dict[in
     """
     assert isinstance(examples.tokens, StoredTokens)
     assert examples.columns is not None
-    numbers, spans = examples.tokens.answers(documents)
-    rest = iter(spans.tolist())
-    answers = iter([list(islice(rest, number)) for number in numbers.tolist()])
+    answers = examples.tokens.answers(documents)
     found: dict[int, list[tuple[int, int]]] = {}
     nothing_new = []
     known: set[bytes] = set()
