@@ -24,8 +24,7 @@ from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text
 from sftkit.data.reading.origin import find_source
-from sftkit.data.store.view import StoredTokens
-from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, Unlearned
+from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.script import counted, working

@@ -66,7 +66,7 @@ class StoredSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredTokens:
+class ShardTokens:
     """Tokens in shards."""
 
     shards: Sequence[Shard]
@@ -84,14 +84,13 @@ class StoredTokens:
         return ids, is_target
 
     def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
-        """Yield the first token and one past the last of each answer of documents, also where they are cut off.
-        `documents`: ascending."""
+        """See types.StoredTokens."""
         for shard, docs, starts in self._stored(documents):
             for doc, start in zip(docs, starts.tolist(), strict=True):
                 yield [(first, past) for first, past in shard.answers_of(doc, start).tolist()]
 
     def learned_answers(self, documents: np.ndarray) -> int:
-        """Return how many answers are learned whole in documents. `documents`: ascending."""
+        """See types.StoredTokens."""
         kept = self.lengths[documents].astype(np.int64) + 1
         total = first = 0
         for shard, docs, starts in self._stored(documents):
@@ -104,8 +103,7 @@ class StoredTokens:
         return total
 
     def sizes(self, documents: np.ndarray) -> np.ndarray:
-        """Return the tokens of each document before anything was cut off, of a text in pieces those of the whole text,
-        int [D]. `documents`: ascending."""
+        """See types.StoredTokens."""
         found = [np.zeros(0, np.int64)]
         for _, docs, _ in self._stored(documents):
             found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
@@ -172,7 +170,7 @@ def _examples(
 ) -> Examples:
     own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
-        StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
+        ShardTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,
         source_names=tuple(about["source_names"]),
         counts=about["counts"],
