@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -149,6 +149,20 @@ class Tokens(Protocol):
 
     def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [n], is_target bool [n]) of documents, one after the other."""
+
+
+@runtime_checkable
+class StoredTokens(Tokens, Protocol):
+    """Tokens of documents whose whole length and answers are known. Arguments: ascending."""
+
+    def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
+        """Yield the first token and one past the last of each answer of documents, also where they are cut off."""
+
+    def learned_answers(self, documents: np.ndarray) -> int:
+        """Return how many answers are learned whole in documents."""
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """Return the tokens of documents before anything was cut off, of a text in pieces those of the whole text."""
 
 
 @dataclass(frozen=True)

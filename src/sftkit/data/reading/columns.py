@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from sftkit.config.schema import SourceConfig, where_columns
+from sftkit.config.schema import COUNTED, SourceConfig, where_columns
 from sftkit.data.types import Finding, JsonObject, Kind
 from sftkit.errors import DataError, LeftOut, fault
 from sftkit.runtime.script import counted, first_of
@@ -356,7 +356,7 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
         found, _ = _take(row, name)
         wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
         if found is None and not wants_none and name not in (there := _columns(row)):
-            near = difflib.get_close_matches(name, there, n=1)
+            near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
             meant = f'. Did you mean "{near[0]}"?' if near else ""
             text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
             raise LeftOut(text, reason=f"where: {name}{NOT_THERE}")
