@@ -8,10 +8,12 @@ does not hold is tokenized by itself. So is one in 128 of the others, to compare
 
 import gc
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -81,8 +83,10 @@ class _Waiting:
     text: str
     spans: dict[int, list[Span]]
     last: int
-    specials: list[tuple[int, str]]
-    "special tokens of the text, each with where it ends"
+    specials: list[str]
+    "special tokens of the text"
+    ends: list[int]
+    "where each of them ends"
     beginning: tuple[int, str] | None = None
     "(n, long text before special token n, with which other rows begin too)"
     cut: np.ndarray | None = None
@@ -98,7 +102,7 @@ class _Waiting:
         if self.cut is None or self.beginning is None:
             return self.text
         n, known = self.beginning
-        begin = self.specials[n - 1][0] if n else 0
+        begin = self.ends[n - 1] if n else 0
         return self.text[:begin] + self.text[begin + len(known) :]
 
 
@@ -154,7 +158,7 @@ class RowBatches:
         "Long text between special tokens that several rows begin with -> its ids."
         self._met: set[int] = set()
         "Hashes of texts of which that is not known."
-        self._pattern = special_pattern(specials)
+        self._pattern = re.compile(f"({special_pattern(specials).pattern})")
         special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
         self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
         if self._sizes is not None:
@@ -256,6 +260,7 @@ class RowBatches:
                     self._tried[i] = shaped.shape
                 waiting += self._next(i, chat.steps(row, self.tokenizer, **settings, shaped=shaped), None)
         while waiting:
+            self._cut(waiting)
             encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
             now = zip(waiting, encoded, strict=True)
             waiting = [following for one, ids in now for following in self._after(one, ids)]
@@ -277,19 +282,39 @@ class RowBatches:
         self, row: int, steps: chat.ChatSteps[Tokenized], text: str, spans: dict[int, list[Span]], last: int
     ) -> _Waiting:
         """Return a text that is to be encoded, without its long beginning (instructions, tools) if that is known."""
-        specials = [(match.end(), match.group()) for match in self._pattern.finditer(text)]
+        pieces = self._pattern.split(text)
+        specials = pieces[1::2]
+        ends = list(accumulate(map(len, pieces)))[1::2]
         begin = 0
-        for n, (end, token) in enumerate(specials[:HEAD]):
+        for n, (end, token) in enumerate(zip(ends[:HEAD], specials, strict=False)):
             if end - len(token) - begin >= LONG:
                 known = text[begin : end - len(token)]
                 if known in self._beginnings or hash(known) in self._met:
-                    return _Waiting(row, steps, text, spans, last, specials, (n, known), self._beginnings.get(known))
+                    return _Waiting(row, steps, text, spans, last, specials, ends, (n, known))
                 if len(self._met) >= MOST_BEGINNINGS:
                     self._met.clear()
                 self._met.add(hash(known))
                 break
             begin = end
-        return _Waiting(row, steps, text, spans, last, specials)
+        return _Waiting(row, steps, text, spans, last, specials, ends)
+
+    def _cut(self, waiting: list[_Waiting]) -> None:
+        """Leave the long beginnings out of texts; those that are new are encoded, between their special tokens."""
+        new = {one.beginning[1]: one for one in waiting if one.beginning and one.beginning[1] not in self._beginnings}
+        if len(self._beginnings) + len(new) > MOST_BEGINNINGS:
+            self._beginnings.clear()
+            new = {one.beginning[1]: one for one in waiting if one.beginning}
+        texts = []
+        for known, one in new.items():
+            n = one.beginning[0] if one.beginning else 0
+            texts.append("".join((one.specials[n - 1] if n else "", known, one.specials[n])))
+        for (known, one), ids in zip(new.items(), self._encode(texts, split=False, whole=False), strict=True):
+            inner = np.array(ids[1 if one.beginning and one.beginning[0] else 0 : -1], np.int32)
+            if not self._is_special.take(inner).any() and self._text_sizes.take(inner).sum() == len(known.encode()):
+                self._beginnings[known] = inner
+        for one in waiting:
+            if one.beginning and one.prompt is None:
+                one.cut = self._beginnings.get(one.beginning[1])
 
     def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""
@@ -297,7 +322,7 @@ class RowBatches:
         if one.prompt is not None:
             ids = np.concatenate([one.prompt, ids])
         places = self._is_special.take(ids).nonzero()[0]
-        if ids.take(places).tolist() != [self._special_ids[token] for _, token in one.specials]:
+        if ids.take(places).tolist() != list(map(self._special_ids.__getitem__, one.specials)):
             return []
         if one.cut is not None and one.beginning is not None:
             n = one.beginning[0]
@@ -306,12 +331,7 @@ class RowBatches:
         is_long = len(ids) > self.settings["max_length"]
         if is_long or self._text_sizes.take(ids).sum() != len(one.text.encode()):
             return []
-        if one.cut is None and one.beginning is not None and one.prompt is None:
-            n, known = one.beginning
-            if len(self._beginnings) >= MOST_BEGINNINGS:
-                self._beginnings.clear()
-            self._beginnings[known] = ids[places[n - 1] + 1 if n else 0 : places[n]]
-        ends = [end for end, _ in one.specials]
+        ends = one.ends
         at = dict(zip(ends, (places + 1).tolist(), strict=True))
         at[0] = 0
         at[len(one.text)] = len(ids)
@@ -320,7 +340,7 @@ class RowBatches:
             start = parts[0][0]
             before = bisect_right(ends, start) - 1
             first = int(places[before]) if before >= 0 else 0
-            begin = ends[before] - len(one.specials[before][1]) if before >= 0 else 0
+            begin = ends[before] - len(one.specials[before]) if before >= 0 else 0
             if start - begin > LONGEST_HEADER:
                 return []
             header = self._header_ids(one.text[begin:start])
