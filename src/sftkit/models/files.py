@@ -549,10 +549,10 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
-    if format_in(folder) is not None or "text_config" in json_object(
-        folder / "config.json"
-    ):  # an index gives their bytes
-        sizes = stored_sizes(folder)[0] if files_of_weights(folder) else {}
+    files = files_of_weights(folder)
+    has_parts = "text_config" in json_object(folder / "config.json") and all(path.is_file() for path in files.values())
+    if (files and has_parts) or format_in(folder) is not None:  # an index gives the bytes of all
+        sizes = stored_sizes(folder)[0] if files else {}
         return ModelSize(sum(sizes.values()), _ends(text, tied=True)) if sizes else of_fields(text)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sftkit.errors import config_error
 from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
@@ -76,6 +79,47 @@ class Whole:
     def unchanged_bytes(self) -> int:
         """Return the size of the tensors that are copied."""
         return sum(_size(one) for _, one in self.unchanged.values())
+
+
+class TextWithHead(transformers.GenerationMixin):
+    """In front of a transformers class: a text model that transformers has without a head alone (Qwen3-VL)."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own form
+    body_class: Any
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.body_class(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **given: Any) -> CausalLMOutputWithPast:
+        """Return the logits, as transformers' causal models do, without a loss."""
+        outputs = self.model(input_ids=input_ids, **given)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+
+
+def register_text_model(config: PretrainedConfig) -> None:
+    """Let transformers' AutoModelForCausalLM make the text model of a vision-language model, if it has no class for it.
+
+    Not for models whose weights are converted as a whole (experts): the text model alone would not be.
+    """
+    text = config.get_text_config()
+    conversions = get_checkpoint_conversion_mapping(config.model_type) or ()
+    if (
+        type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        or type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        or type(text) not in transformers.MODEL_MAPPING
+        or text is config
+        or any(isinstance(one, WeightConverter) for one in conversions)
+    ):
+        return
+    body = transformers.MODEL_MAPPING[type(text)]
+    of_transformers = {"config_class": type(text), "body_class": body, "__module__": body.__module__}
+    made = type(f"{body.__name__}ForCausalLM", (TextWithHead, body.__base__), of_transformers)
+    transformers.AutoModelForCausalLM.register(type(text), made)
 
 
 def whole_of(orig_model: torch.nn.Module) -> Whole | None:
