@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from sftkit.checkpoint.states import check_saved_names
-from sftkit.config.schema import AdapterConfig, ModelConfig
+from sftkit.config.schema import AdapterConfig, LossConfig, ModelConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.export.export import export
 from sftkit.models.files import INDEX_FILE, UNCHANGED, auto_class_in, size_of
-from sftkit.models.load import load_model
+from sftkit.models.load import load_model, trained_config
 from sftkit.models.towers import whole_of
 from sftkit.models.weights import load_model_weights, make_room
+from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.rundir.names import step_dir
+from sftkit.verify.documents import check_documents
 from sftkit.verify.round_trip import RoundTrip, open_plainly, row_logits
 
 TEXT = {"vocab_size": 576, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
@@ -110,6 +112,9 @@ def test_a_checkpoint_is_the_whole_model_with_all_but_the_text_model_bit_for_bit
     model = text_model(folder, tokenizer)
     assert not any("vision" in name for name, _ in model.named_parameters())
     check_saved_names(model)
+    if family != "llama4":  # attends in chunks
+        packed = ModelWithLoss(text_model(folder, tokenizer), "reference", NextToken(LossConfig()))
+        assert check_documents(packed, "reference", torch.device("cpu")).leak == 0
     run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=model)
     run.steps(0, 2, every=1, wait=True)
     first, second = (step_dir(tmp_path / "run", step) for step in (1, 2))
@@ -241,3 +246,10 @@ def test_an_adapter_has_the_names_of_the_whole_model_and_can_be_merged_into_it(
     assert {n for n in held if not torch.equal(held[n], before[n])} == {
         n for n in held if n.endswith("proj.weight") and is_text(n) and "layers" in n
     }
+
+
+def test_a_model_that_reads_pictures_and_has_no_text_model_alone_is_rejected_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match="qwen3_vl_moe also reads pictures, and transformers cannot load its text model"
+    ):
+        trained_config(AutoConfig.for_model("qwen3_vl_moe"))

@@ -240,7 +240,10 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     register_text_model(config)
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is config or config.is_encoder_decoder or type(text) not in causal:
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
+            raise config_error("no text model alone", model_type=config.model_type)
         return config
     if tied_by_whole(config):
         text.tie_word_embeddings = config.tie_word_embeddings

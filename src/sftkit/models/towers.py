@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
@@ -81,24 +81,29 @@ class Whole:
         return sum(_size(one) for _, one in self.unchanged.values())
 
 
-class TextWithHead(transformers.GenerationMixin):
+class TextWithHead:
     """In front of a transformers class: a text model that transformers has without a head alone (Qwen3-VL)."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own form
     body_class: Any
 
     def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)  # type: ignore[call-arg] # of transformers' class behind this one
         self.model = self.body_class(config)
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]
 
-    def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **given: Any) -> CausalLMOutputWithPast:
-        """Return the logits, as transformers' causal models do, without a loss."""
+    def forward(
+        self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **given: Any
+    ) -> CausalLMOutputWithPast:
+        """Return logits and loss, as transformers' causal models do."""
         outputs = self.model(input_ids=input_ids, **given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, logits.shape[-1])  # type: ignore[attr-defined]
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
 
 def register_text_model(config: PretrainedConfig) -> None:
@@ -118,8 +123,9 @@ def register_text_model(config: PretrainedConfig) -> None:
         return
     body = transformers.MODEL_MAPPING[type(text)]
     of_transformers = {"config_class": type(text), "body_class": body, "__module__": body.__module__}
-    made = type(f"{body.__name__}ForCausalLM", (TextWithHead, body.__base__), of_transformers)
-    transformers.AutoModelForCausalLM.register(type(text), made)
+    made = type(f"{body.__name__}ForCausalLM", (TextWithHead, body.__base__, GenerationMixin), of_transformers)
+    # Private: `register` ignores configs of transformers itself.
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[type(text)] = made
 
 
 def whole_of(orig_model: torch.nn.Module) -> Whole | None:
