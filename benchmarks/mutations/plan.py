@@ -243,6 +243,10 @@ MUTATIONS = [
       "for key in _QUANTIZED if fields.get(key)", "for key in _QUANTIZED if fields.get(key) is True", "models/test_start_models.py models/test_model_files.py"),
     M("models/quantized.py", "the scale of a block is that of the block before it",
       "// block for size, block in zip", "// (block + 1) for size, block in zip", "models/test_quantized.py"),
+    M("ops/attention.py", "chunks of attention begin where the row does",
+      "starts = (columns - torch.where(first, columns, 0).cummax(1).values) % chunk == 0", "starts = first | (columns % chunk == 0)", "ops/test_attention.py"),
+    M("models/structure.py", "a temperature follows the position in the row",
+      "documents.positions.float() + 1.0", "torch.arange(hidden_states.shape[1], device=hidden_states.device) + 1.0", "models/test_rope.py"),
     M("models/structure.py", "yarn does not extend the positions",
       "reach = max(reach, int(factor * original))", "pass", "models/test_rope.py"),
 ]

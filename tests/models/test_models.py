@@ -42,6 +42,22 @@ RECURRENT = {
 }
 SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 16, **MOE}
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+LLAMA4 = {
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 64,
+    "head_dim": 8,
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "no_rope_layers": [1, 0, 1, 0],
+    "moe_layers": [2, 3],
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 12,
+    "llama_4_scaling_beta": 0.1,
+}
 SCAN = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 FALCON = {
     "mamba_d_ssm": 64,
@@ -82,6 +98,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "cohere2": (2, {"logit_scale": 0.3, "sliding_window": 16, "sliding_window_pattern": 2}),
     "granite": (1, {"logits_scaling": 6.0, "embedding_multiplier": 3.0}),
     "hyperclovax": (1, {"logits_scaling": 0.3}),
+    "llama4_text": (4, LLAMA4),
+    "ministral3": (1, {"head_dim": 8, "rope_parameters": YARN}),
     "olmo": (1, {}),
     "olmo2": (1, {}),
     "olmo3": (2, {"sliding_window": 16}),
@@ -92,6 +110,12 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "gpt_oss": (2, {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite_swa": (2, {"sliding_window": 16}),
+    "granitemoe_swa": (2, {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mimo_v2_flash": (
+        2,
+        {"head_dim": 8, "swa_head_dim": 8, "sliding_window": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | MOE,
+    ),
     "lfm2": (2, {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": (
         3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -482,3 +483,74 @@ def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
     assert batch.num_targets == 600
     loss = F.cross_entropy(torch.zeros(600, VOCAB_SIZE), batch.targets.flatten())
     assert torch.isfinite(loss)
+
+
+def chunked_layer() -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.sftkit_chunked = True
+    return layer
+
+
+def check_chunks(backend: str, rows: Sequence[Sequence[int]], chunk: int, device: str, dtype: torch.dtype) -> None:
+    """Output and gradients of layers with and without chunks, in one row, against a loop over pieces of documents."""
+    batch = make_batch(rows)
+    pieces = batch.doc_ids * 1000 + batch.inputs["position_ids"].int() // chunk
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
+    documents = document_boundaries(batch.to(torch.device(device)), backend, chunk=chunk)
+    real = (batch.doc_ids >= 0).to(device)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for layer, ids in ((chunked_layer(), pieces), (torch.nn.Module(), batch.doc_ids)):
+        *qkv, grad = inputs(len(rows), 4, 2, 64, device)
+        grad = grad.transpose(1, 2) * real[:, :, None, None]
+        given, exact = (
+            [x.to(dtype).to(kind).detach().clone().requires_grad_() for x in qkv] for kind in (dtype, torch.float64)
+        )
+        wanted = by_document(*exact, replace(batch, doc_ids=ids), None, None)
+        wanted.backward(grad.to(dtype).double())
+        got, _ = call(layer, *given, None, documents=documents)
+        got.backward(grad.to(dtype))
+        assert relative_error(got[real], wanted[real]) < tolerance
+        for mine, theirs in zip(given, exact, strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            where = real[:, None, :].expand(mine.shape[:3])
+            # A chunk of one position has no gradient by query and key.
+            off = (mine.grad[where] - theirs.grad[where]).norm() / (theirs.grad[where].norm() + 1)
+            assert off < tolerance
+
+
+@pytest.mark.parametrize("chunk", [5, 64, 100])
+def test_a_chunk_begins_where_its_document_begins_and_not_where_the_row_does(chunk: int) -> None:
+    check_chunks("reference", [[100, 27, 64], [65, 191], []], chunk, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 255])
+def test_kernels_get_one_boundary_a_chunk_in_as_many_slots_for_any_documents(rows: list[list[int]], chunk: int) -> None:
+    batch = make_batch(rows)
+    found = document_boundaries(batch, "varlen", chunk=chunk).pieces
+    starts = [
+        256 * row + sum(lengths[:number]) + start
+        for row, lengths in enumerate(rows)
+        for number, length in enumerate([*lengths, 256 - sum(lengths)])  # with the padding
+        for start in range(0, length, chunk)
+    ]
+    assert found.cu_seqlens.unique().tolist() == [*starts, 256 * len(rows)]
+    assert found.cu_seqlens.diff().min() >= 0
+    assert len(found.cu_seqlens) == len(batch.cu_seqlens) + 256 * len(rows) // chunk
+    assert found.max_length == chunk
+
+
+def test_documents_within_a_chunk_cost_no_boundaries_of_their_own() -> None:
+    assert document_boundaries(make_batch([[100, 20]]), "reference", chunk=256).pieces is None
+    assert document_boundaries(make_batch([[100, 20]]), "reference").pieces is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen", ALONE, "reference"])
+def test_on_a_gpu_every_backend_attends_within_chunks_of_documents(backend: str) -> None:
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    torch._dynamo.reset()
+    for chunk in (17, 64):
+        check_chunks(backend, [[100, 27, 64], [65, 191], []], chunk, "cuda", torch.bfloat16)

@@ -292,6 +292,27 @@ def test_wrong_settings_files_columns_models_and_stages_stand_in_one_report(here
     assert len(found) == len(starts)
 
 
+def test_a_condition_on_a_column_that_no_row_has_names_those_that_are_there(here: Path) -> None:
+    rows = [{**CHAT, "language": "en", "meta": {"score": i}} for i in range(3)]
+    write(here / "chats.jsonl", *rows)
+    told = refused("data.train=[{path: chats.jsonl, where: {lang: en}}]")
+    assert told == (
+        "data.train.0.path: where: none of the first 3 rows has it: chats.jsonl:1: there is no column lang, only "
+        'messages, language, meta, meta.score. Did you mean "language"?'
+    )
+    assert 'Did you mean "meta.score"?' in refused("data.train=[{path: chats.jsonl, where: {meta.scor: 1}}]")
+    assert problems("data.train=[{path: chats.jsonl, where: {meta.score: 1, lang: null}}]") == []
+    write(here / "chats.jsonl", *rows * FIRST_ROWS)
+    assert "first 100 rows" in refused("data.train=[{path: chats.jsonl, where: {lang: en}}]")
+    assert problems("data.train=[{path: chats.jsonl, where: {zzz: en}}]") == [], "a later row may have it"
+
+
+def test_a_missing_tokenizer_of_tokens_is_named(here: Path) -> None:
+    (here / "a.bin").write_bytes(b"12")
+    told = refused("data.train=[{path: a.bin, tokenizer_of: ./word}]", stage="mid")
+    assert f"tokenizer_of: ./word: no such folder (looked in {here}). Did you mean words?" in told
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "folder"])
 def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
     record, path = {"question": "a", "reply": "b"}, here / name

@@ -300,15 +300,23 @@ def choose_documents(
         left_out[reason] = left_out.get(reason, False) | (used & which)
         used[which] = False
 
+    stored = training.tokens
+    counted_whole = isinstance(stored, StoredTokens) and any(map(where_counts, data.train))
+    sizes = stored.sizes(docs) if counted_whole else training.lengths[docs] + 1
     for i, source in enumerate(data.train):
         own = owner == i
         for name, limit in where_counts(source).items():
-            values = training.lengths[docs] + 1 if name.endswith("tokens") else turns
+            values = sizes if name.endswith("tokens") else turns
             outside = values < limit if name.startswith("min") else values > limit
             leave_out(f"where.{name}: {limit}", own & outside)
         if (sample := source.sample) is not None and (own & used).any():
             numbers = drawn(row, sample.seed)
             in_order = np.unique(numbers[own & used])
+            if len(in_order) < sample.rows:
+                said = f"sample: only {counted(len(in_order), 'row')} to draw from; all are taken"
+                name = source_label(source)
+                log.info("%s: %s", name, said)
+                training.files[name] = "; ".join(filter(None, (training.files.get(name), said)))
             leave_out(f"not among {sample.rows:,} rows", own & (numbers > in_order[: sample.rows][-1]))
     if data.dedup:
         copies = Copies()
@@ -327,7 +335,6 @@ def choose_documents(
         leave_out(f"near {COPY}", np.isin(docs, _near(training, docs[used], validation, data, decode)))
 
     # Each answer of a tree is learned in the first path that is used, and a path without another one is not used.
-    stored = training.tokens
     repeated: dict[int, list[tuple[int, int]]] = {}
     for i, source in enumerate(data.train):
         if source.tree == "all":

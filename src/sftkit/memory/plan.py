@@ -36,7 +36,7 @@ from sftkit.memory.estimate import (
     gib,
     held_bytes,
 )
-from sftkit.models import kind, structure
+from sftkit.models import hybrids, kind, structure
 from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
@@ -280,6 +280,11 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
     # A list with one size for each layer is not a size that the estimate can use.
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
+    # The mean of all blocks. The estimate counts three elements for each; a recurrent layer says what it keeps.
+    query, key = heads * head_dim, key_heads * head_dim
+    if kept := [mixer.kept(layer) for _, layer, mixer in hybrids.mixers(part)]:
+        share = sum((structure.attention_windows(orig_model) or {}).values()) / blocks
+        query, key = round(share * query + sum(kept) / 3 / blocks), round(share * key)
     parameters = sum(logical_elements(p) for p in orig_model.parameters())
     in_blocks = [p for b in structure.decoder_blocks(orig_model) for p in b.parameters()]
     frozen = sum(logical_elements(p) for p in orig_model.parameters() if not p.requires_grad)
@@ -293,8 +298,8 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
         matrices=sum(logical_elements(p) for p in in_blocks if p.ndim == 2),
         blocks=blocks,
         hidden=hidden,
-        query=heads * head_dim,
-        key=key_heads * head_dim,
+        query=query,
+        key=key,
         inner=inner,
         head_dim=head_dim,
         vocab=structure.vocab_size(orig_model),

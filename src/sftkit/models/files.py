@@ -390,7 +390,13 @@ GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo",
 """
 TIED = ("gemma3_text", "smollm3")
 "The architectures among them that tie head and embedding if their fields do not say."
-NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
+SPARSE = "gpt_oss"
+"An architecture with as many attention matrices, and feed-forward matrices and biases for each expert."
+NAMED = {
+    "qwen3": ("head_dim",),
+    "gemma3_text": ("head_dim", "num_key_value_heads"),
+    SPARSE: ("head_dim", "num_local_experts"),
+}
 "Their fields whose defaults do not depend on other fields: the model's size is known once these are set."
 
 
@@ -614,18 +620,21 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases; None if they
-    give no sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None if
+    they give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())
-    if model_type not in GATED or any(not isinstance(fields.get(name), int) for name in needed):
+    if model_type not in (*GATED, SPARSE) or any(not isinstance(fields.get(name), int) for name in needed):
         return None
     _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
     # Projections of queries and output, of keys and values; then gate, up and down of the feed-forward layer.
-    block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
+    layer = 3 * hidden * inner
+    if model_type == SPARSE:  # the router too
+        layer = fields["num_local_experts"] * (layer + 2 * inner + 2 * hidden)
+    block = 2 * hidden * head_dim * (heads + key_heads) + layer
     ends = _ends(fields, tied=model_type in TIED)
     return ModelSize(blocks * block + ends, ends)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
+from sftkit.ops.attention import CHUNKED
 from sftkit.ops.short_convolution import short_convolution
 from sftkit.ops.state_space import state_space
 
@@ -114,6 +115,8 @@ class Mixer(NamedTuple):
     "name of a function of its module -> maker of what takes its place, given the function"
     products: Callable[[Any], int]
     "multiplications of a layer for one token, besides those with its parameters"
+    kept: Callable[[Any], int]
+    "elements that a compiled layer keeps of a token for the backward pass"
     documents_as: str = "documents"
     "the only argument that its block hands on to it"
 
@@ -125,20 +128,40 @@ def _delta_products(layer: Any) -> int:
     return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
 
 
+def _delta_kept(layer: Any) -> int:
+    """Return what is kept: the convolution's input and output, normalized queries and keys of all value heads, the
+    gate, the output and what leaves the norm, and the inverse of a chunk's system.
+    """
+    keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
+    return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
+
+
 def _scan_products(layer: Any) -> int:
     """Return two products with the state [P, N] of each head: of what is added to it, and of what is read."""
     return int(2 * layer.num_heads * layer.head_dim * layer.ssm_state_size)
 
 
+def _scan_kept(layer: Any) -> int:
+    """Return what is kept: the projected input, the convolution's output, inputs with decays, the states between
+    chunks, what is read of them and of positions of the chunk, and what leaves the norm.
+    """
+    inner, projected = layer.num_heads * layer.head_dim, layer.in_proj.out_features
+    states = inner * layer.ssm_state_size // layer.chunk_size
+    return int(projected + layer.conv_dim + 4 * inner + states + layer.chunk_size * layer.n_groups)
+
+
 _DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
-_DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products)
+_DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
 _SCAN_FUNCTIONS = {
     "causal_conv1d_fn": _convolution,
     "mamba2_chunk_scan": _state_space,
     "mamba2_split_conv1d_scan_combined": _one_by_one,
 }
-_SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products)
-_CONVOLUTION = Mixer("conv", {"causal_conv1d_fn": _convolution}, lambda _: 0, documents_as="seq_idx")
+_SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
+_CONVOLUTION = Mixer(
+    *("conv", {"causal_conv1d_fn": _convolution}),
+    *(lambda _: 0, lambda layer: 5 * layer.in_proj.in_features, "seq_idx"),
+)
 MIXERS = {
     **dict.fromkeys(
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
@@ -217,7 +240,7 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
             return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    others = {"full_attention", "sliding_attention", BESIDE_ATTENTION, "mlp", "moe"}
+    others = {"full_attention", "sliding_attention", CHUNKED, BESIDE_ATTENTION, "mlp", "moe"}
     odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"

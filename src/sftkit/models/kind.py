@@ -142,9 +142,13 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {"vocab_size": len(tokenizer), **special}
 
 
-def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
+def _model_inputs(
+    module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None
+) -> dict[str, Any]:
     """Return the arguments of a decoder: its inputs and the boundaries of the batch's documents."""
-    return {**inputs, "use_cache": False, "documents": attention.document_boundaries(batch, backend, context_group)}
+    chunk = attention.attention_chunk(getattr(module, "config", None))
+    documents = attention.document_boundaries(batch, backend, context_group, chunk)
+    return {**inputs, "use_cache": False, "documents": documents}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
@@ -167,7 +171,8 @@ def decoded(
     """
     # transformers never collects router logits, whatever the config asks: models.routing reads them with hooks.
     with attention.kernel_order(backend):
-        outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
+        given = _model_inputs(module, inputs, batch, backend, context_group)
+        outputs = module(**given, **without_router_logits(module))
     return outputs.last_hidden_state
 
 
@@ -201,7 +206,7 @@ class CausalLM(ModelKind):
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
         """Return the tokens, their positions, and the boundaries of their documents."""
-        return _model_inputs(batch.inputs, batch, backend, context_group)
+        return _model_inputs(orig_model, batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

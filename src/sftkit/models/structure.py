@@ -32,6 +32,7 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import hybrids
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
+from sftkit.ops.attention import attend, attention_chunk
 
 ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
@@ -113,19 +114,26 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
-    """Reject longrope with context parallelism, where each rank has only chunks of a document and cannot know
-    its length.
+    """Reject longrope and chunked attention with context parallelism, where each rank has only chunks of a document and
+    cannot know its length.
 
     Raises:
-        ConfigError: a document may exceed the length of longrope's short frequencies.
+        ConfigError: a document may exceed the length of longrope's short frequencies, or an attention chunk.
     """
+    model_type = orig_model.config.model_type
+    chunk = attention_chunk(orig_model.config)
+    if chunk is not None and topology.context > 1 and max_length > chunk:
+        raise config_error("attention chunks in chunks", length=max_length, model=model_type, limit=chunk)
     limit = longrope_limit(orig_model.config)
     if limit is not None and topology.context > 1 and max_length > limit:
-        raise config_error("longrope in chunks", length=max_length, model=orig_model.config.model_type, limit=limit)
+        raise config_error("longrope in chunks", length=max_length, model=model_type, limit=limit)
 
 
 def use_document_lengths(orig_model: PreTrainedModel) -> None:
-    """Make every longrope of the model choose its frequencies for each document separately."""
+    """Make every longrope and every temperature of the model follow the positions of each document separately."""
+    for module in orig_model.modules():
+        if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
+            module.forward = MethodType(_tempered, module)
     if longrope_limit(orig_model.config) is None:
         return
     for module in [*orig_model.modules()]:
@@ -166,6 +174,22 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
     if isinstance(short, Tensor):
         return torch.where(is_long, long, short)
     return tuple(torch.where(is_long, there, here) for there, here in zip(long, short, strict=True))
+
+
+def _tempered(self: Any, hidden_states: Tensor, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
+    """Return what an attention layer of Llama 4 without rotary positions computes: queries grow with the position in
+    their document. transformers counts positions in the row.
+    """
+    if documents is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (project(hidden_states).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+    steps = torch.floor((documents.positions.float() + 1.0) / self.floor_scale)
+    query = (query * (torch.log1p(steps) * self.attn_scale + 1.0)[..., None, None]).to(query.dtype)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    dropout = self.attention_dropout if self.training else 0.0
+    out, _ = attend(self, query, key, value, None, scaling=self.scaling, dropout=dropout, documents=documents)
+    return self.o_proj(out.flatten(2)), None
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
@@ -243,7 +267,8 @@ def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
     found = orig_model.get_decoder()
     while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
         found = inner  # a decoder that has a head of its own
-    return found
+    # Llama 4 names as its base a module that only the model with images has, so transformers returns the whole model.
+    return getattr(found, "model", found) if found is orig_model else found
 
 
 def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ _NAME = "sftkit"
 DENSE_KERNELS = [
     getattr(SDPBackend, name) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 ]
+CHUNKED = "chunked_attention"
+"Type of a layer whose queries see their own chunk of the document (Llama 4)."
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 "Fields of configs with the dropout of attention weights."
 SINKS = "sinks"
@@ -51,7 +54,7 @@ class Documents(NamedTuple):
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
     positions: Tensor | None = None
-    "recurrent layers: int64 [B, T], distance of each position from the first of its document"
+    "int64 [B, T], distance of each position from the first of its document"
     cu_seqlens: Tensor | None = None
     "fa4, varlen, recurrent layers: int32 [D + 1], where documents start in the flattened B * T positions"
     doc_ids: Tensor | None = None
@@ -66,20 +69,54 @@ class Documents(NamedTuple):
     "context parallel: name of the group of ranks whose chunks make whole rows"
     chunks: tuple[Tensor, Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
+    pieces: Any = None
+    "Documents: what layers of chunked attention see, where every chunk of a document is one of its own; None: the same"
 
 
-def document_boundaries(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
+def document_boundaries(
+    batch: Batch, backend: str, context_group: str | None = None, chunk: int | None = None
+) -> Documents:
     """Return the boundaries of a batch's documents, the attention mask of a backend, which every layer passes to
     `attend`. No host sync; only the reference backend takes quadratic memory.
 
     Args:
         backend: one of attention.backend, never auto.
         context_group: with context parallelism, name of the group of ranks whose chunks make whole rows.
+        chunk: positions of a document that layers of chunked attention see together (attention_chunk).
     """
     assert batch.columns is None or context_group is not None, "batches of chunks need the group of their ranks"
     group = None if batch.columns is None else context_group
-    found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens}
+    pieces = None
+    if chunk is not None and chunk < batch.max_doc_length:
+        assert group is None, "structure.check_rope rejects chunks of documents in chunks of rows"
+        pieces = document_boundaries(_cut(batch, chunk), backend)
+    found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens, "pieces": pieces}
     return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))
+
+
+def _cut(batch: Batch, chunk: int) -> Batch:
+    """Return a batch in which each chunk of a document, counted from its first position, is a document. No host sync:
+    a chunk that begins inside a document follows a full one, so there are at most B T / chunk of these.
+    """
+    rows, row_length = batch.doc_ids.shape
+    first = torch.ones_like(batch.doc_ids, dtype=torch.bool)
+    first[:, 1:] = batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]
+    columns = torch.arange(row_length, device=first.device)
+    starts = (columns - torch.where(first, columns, 0).cummax(1).values) % chunk == 0
+    number = starts.flatten().cumsum(0) - 1
+    size = rows * row_length
+    slots = len(batch.cu_seqlens) + size // chunk
+    cu_seqlens = torch.full((slots,), size, dtype=torch.int32, device=first.device)
+    places = torch.arange(size, dtype=torch.int32, device=first.device)
+    cu_seqlens = cu_seqlens.scatter_reduce(0, number, places, "amin")
+    doc_ids = number.view(rows, row_length).to(torch.int32)
+    return replace(batch, doc_ids=doc_ids, cu_seqlens=cu_seqlens, max_doc_length=chunk)
+
+
+def attention_chunk(config: PreTrainedConfig | None) -> int | None:
+    """Return the positions of a document that a layer of chunked attention sees together; None: no layer is so."""
+    text = None if config is None else config.get_text_config()
+    return text.attention_chunk_size if CHUNKED in (getattr(text, "layer_types", None) or ()) else None
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -91,6 +128,12 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     # The registry is the process's: registered again it is the same function, whatever the model.
     AttentionInterface.register(_NAME, attend)
     _set_implementation(orig_model, _NAME)
+    for module in orig_model.modules():
+        kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+        at = getattr(module, "layer_idx", None)
+        # A mark, not the index, which compiled code would read as another constant for each layer.
+        if CHUNKED in kinds and at is not None and kinds[at] == CHUNKED:
+            module.sftkit_chunked = True
 
 
 @contextmanager
@@ -203,6 +246,8 @@ def attend(
         return bidirectional_attention(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
+    if documents.pieces is not None and getattr(module, "sftkit_chunked", False):
+        documents = documents.pieces
     # Whatever the backend cannot compute is an error, never silently ignored.
     if s_aux is not None and not BACKENDS[documents.backend].sinks:
         raise RuntimeError(f"attention backend {documents.backend} does not support sinks (s_aux)")
@@ -383,22 +428,23 @@ def kernel_order(backend: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Make every sliding window of the model three positions long within the context, in its config and
-    in its layers."""
+    """Make every sliding window and attention chunk of the model three positions long within the context, in its config
+    and in its layers, and likewise the positions between two temperatures (models.structure)."""
     with ExitStack() as stack:
         for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
-            size = getattr(owner, "sliding_window", None)
-            if type(size) is int and size > 0:
-                stack.enter_context(replaced(owner, "sliding_window", 3))
+            for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+                size = getattr(owner, name, None)
+                if type(size) is int and size > 0:
+                    stack.enter_context(replaced(owner, name, 3))
         yield
 
 
 def windows(config: PreTrainedConfig) -> bool:
-    """Return whether any layer of the model has a sliding window."""
+    """Return whether any layer of the model has a sliding window or sees chunks."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
-        return "sliding_attention" in kinds
+        return "sliding_attention" in kinds or CHUNKED in kinds
     return bool(getattr(text, "sliding_window", None))  # some configs say 0 for none
 
 

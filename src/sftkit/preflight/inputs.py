@@ -35,7 +35,7 @@ from sftkit.config.topology import Topology, topology_of
 from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.columns import advised
+from sftkit.data.reading.columns import NOT_THERE, advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
@@ -225,6 +225,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         hub.check_dataset(source)
         return
     errors: list[DataError] = []
+    left_out: list[LeftOut] = []
     seen = 0
     most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
     for raw in itertools.islice(origin.beginning(), most):
@@ -232,7 +233,8 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
             row = rows.parse(raw)
             if require is not None:
                 require(row)
-        except LeftOut:
+        except LeftOut as out:
+            left_out.append(out)
             continue
         except DataError as error:
             if not skips:
@@ -240,6 +242,9 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
                 raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
         seen += 1
+    unknown = left_out and not seen and all(out.reason.endswith(NOT_THERE) for out in left_out)
+    if unknown and (len(left_out) < most or "Did you mean" in str(left_out[0])):
+        raise DataError(f"where: none of the first {len(left_out)} rows has it: {left_out[0]}")
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.part(), None) is None:

@@ -88,17 +88,30 @@ class StoredTokens:
         [A, 2], also where they are cut off. `documents`: ascending."""
         numbers = [np.zeros(0, np.int64)]
         spans = [np.zeros((0, 2), np.uint32)]
-        for number in np.unique(self.shard[documents]).tolist():
-            shard = self.shards[number]
-            here = documents[self.shard[documents] == number]
+        for shard, entry in self._stored(documents):
             of_each = shard.docs["answers"].astype(np.int64)
-            entry = np.searchsorted(shard.starts, self.start[here], side="right") - 1
             first = (np.cumsum(of_each) - of_each)[entry]
             of_each = of_each[entry]
             numbers.append(of_each)
             places = np.arange(of_each.sum()) + np.repeat(first - (np.cumsum(of_each) - of_each), of_each)
             spans.append(shard.answers[places])
         return np.concatenate(numbers), np.concatenate(spans)
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """Return the tokens of each document before anything was cut off, of a text in pieces those of the whole text,
+        int [D]. `documents`: ascending."""
+        found = [np.zeros(0, np.int64)]
+        for shard, entry in self._stored(documents):
+            docs = shard.docs[entry]
+            found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
+        return np.concatenate(found)
+
+    def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray]]:
+        """Yield (shard, entries of its docs) of documents."""
+        for number in np.unique(self.shard[documents]).tolist():
+            here = documents[self.shard[documents] == number]
+            shard = self.shards[number]
+            yield shard, np.searchsorted(shard.starts, self.start[here], side="right") - 1
 
 
 def make_examples(
