@@ -224,7 +224,7 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
         shapes = {name: weight.get_shape() for name, weight in weights.items()}
     else:
         shapes = {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
-    return {own: shapes[stored] for own, stored in own_names(shapes).items()}
+    return {own: shapes[stored] for own, stored in trained_names(shapes).items()}
 
 
 def _tensors_in(folder: Path) -> dict[str, Any]:
@@ -258,10 +258,10 @@ def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
         ConfigError: a damaged index or file.
     """
     files = files_of_weights(folder)
-    return {own: (stored, files[stored]) for own, stored in own_names(files).items()}
+    return {own: (stored, files[stored]) for own, stored in trained_names(files).items()}
 
 
-def own_names(stored: Iterable[str]) -> dict[str, str]:
+def trained_names(stored: Iterable[str]) -> dict[str, str]:
     """Map the names of weights of the model that is trained to their names in files; a model that is no part of a
     larger one has the same in both.
     """
