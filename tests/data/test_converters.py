@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,37 @@ def test_an_answer_of_several_paths_is_learned_once_in_the_first_that_is_used(
     not_learned = sum(counts[name] for name in (*chat.NOT_LEARNED, CUT, ANSWERS_LEFT_OUT))
     assert counts["answers"] == counts["answers_learned"] + not_learned
     assert f"{learned * repeat} of" in (answers_line(source_facts(examples)[0]) or "")
+
+
+def test_more_rows_than_there_are_is_said_once(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sftkit")
+    source = source_of(tmp_path, [{"messages": [ASK, ANSWER]}] * 3, max_rows=4, sample=SampleConfig(rows=5))
+    data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"), num_proc=1)
+    examples, _ = load_examples(data, RowTokenizer(chat.tokenize, tokenizer, 100))
+    told = ["max_rows: it has only 3 rows; all are taken", "sample: only 3 rows to draw from; all are taken"]
+    assert examples.files == {"a": "; ".join(told)}
+    assert [one.getMessage() for one in caplog.records if "all are taken" in one.getMessage()] == [
+        f"a: {t}" for t in told
+    ]
+    enough = replace(source, max_rows=3, sample=SampleConfig(rows=3))
+    assert not load_examples(replace(data, train=(enough,)), RowTokenizer(chat.tokenize, tokenizer, 100))[0].files
+
+
+@pytest.mark.parametrize(("limit", "left"), [("min_tokens", {"long"}), ("max_tokens", {"short"})])
+def test_limits_of_tokens_count_documents_before_they_are_cut(
+    tmp_path: Path, tokenizer, limit: str, left: set[str]
+) -> None:
+    words = {"long": "many words " * 20, "short": "many words"}
+    chats = [{"messages": [{**ASK, "content": name}, {**ANSWER, "content": said}]} for name, said in words.items()]
+    texts = [{"text": f"{name} {said}"} for name, said in words.items()]
+    rules = RowTokenizer(chat.tokenize, tokenizer, 30, "truncate"), RowTokenizer(text.tokenize, tokenizer, 30)
+    for given, rule in zip((chats, texts), rules, strict=True):
+        data = DataConfig(train=(source_of(tmp_path, given, where={limit: 60}),), cache_dir=str(tmp_path / "cache"))
+        examples, _ = load_examples(replace(data, num_proc=1), rule)
+        found = tokenizer.decode(np.concatenate([examples[i].ids for i in range(len(examples))]))
+        assert {name for name in words if name in found} == left
+        # All pieces of a long text stay, the last, short one too.
+        assert given is chats or limit == "max_tokens" or (len(examples) > 2 and examples.lengths[-1] < 29)
 
 
 def test_paths_that_are_drawn_learn_what_they_share_once(tmp_path: Path, tokenizer) -> None:

@@ -22,7 +22,7 @@ from helpers import make_examples
 from sftkit.checkpoint.resume import run_identity, source_differences
 from sftkit.config.schema import DataConfig, SourceConfig, StageConfig, TrainConfig
 from sftkit.data.batches import blocks, order
-from sftkit.data.batches.blocks import BlockOrder
+from sftkit.data.batches.blocks import BlockOrder, BucketOrder
 from sftkit.data.batches.epoch import GlobalBatch, RankRows, plan_epoch, plan_rows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import Cursor, Mixture, Order, known_by_source, mixture_of, segments_of
@@ -66,6 +66,47 @@ def test_what_fits_one_block_is_planned_as_before_there_were_blocks_bit_for_bit(
         )
         text = repr([(s, e, b.row_length, b.rows, tuple(b.pairs.tolist())) for s, e, b in found.batches(0, 60)])
         assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest, kind
+
+
+# ---- bucketed rows of more than a block ----
+
+
+def test_large_bucketed_epochs_take_each_document_once_and_any_step_is_planned_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 65, 999)
+    made = layout(lengths, "bucketed")
+    segments = [PlanSegment(0, 3, 12, 4), PlanSegment(15, 3, 8, 4), PlanSegment(25, 7, 16, 4)]
+    found = order.order_of(lengths, made, segments[:1], block=100)
+    assert type(found) is BucketOrder
+    steps = found.num_steps(1)
+    # As many steps as the same documents take if the epoch is planned whole.
+    assert steps == Order(lengths, made, segments[:1]).num_steps(1)
+    items = list(found.batches(0, 2 * steps))
+    for epoch in (0, 1):
+        own = [item for item in items if item[1] == epoch]
+        assert taken(own) == Counter(range(999))
+        assert len(own) == steps
+        for _, _, batch in own:
+            assert len(batch.borders) - 1 == made.rows(batch.row_length)
+            sizes = lengths[batch.documents]
+            assert (
+                (sizes <= batch.row_length)
+                & (np.searchsorted(made.row_lengths, sizes) == made.row_lengths.index(batch.row_length))
+            ).all()
+    assert rows(items[:steps]) != rows(items[steps:])
+    assert len({batch.row_length for _, _, batch in items[:20]}) > 1, "buckets are mixed"
+    again = order.order_of(lengths, made, segments[:1], as_saved(found.state(steps + 5)), block=100)
+    assert rows(again.batches(steps + 5, 2 * steps)) == rows(items[steps + 5 :])
+    # Another global batch and another seed within an epoch: each document is still taken once.
+    begun = order.order_of(lengths, made, segments, block=100)
+    end = begun.num_steps(1)
+    assert end > 25
+    assert taken(begun.batches(0, end)) == Counter(range(999))
+    given = order.order_of(lengths, made, [PlanSegment(0, 3, 12, 4, (SourcePlan("a", 999, order="given"),))], block=100)
+    every = [list(batch.documents) for _, _, batch in given.batches(0, steps)]
+    assert all(one == sorted(one) for one in every)
+    assert begun.first_batches()[1] == len(begun._planned(begun._part(0)))
 
 
 # ---- permutations ----

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers import make_batch, make_examples
+from helpers import make_batch, make_examples, make_layout_of
 from test_models import COMMON, FAMILIES, build
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sftkit.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig
+from sftkit.compile.contract import compile_model, compiler_switches
+from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import documents
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
+from sftkit.memory.estimate import BUDGETS, EstimateInputs, kept_elements
+from sftkit.memory.plan import shape_of
 from sftkit.models import hybrids
 from sftkit.models.adapters import Adapters, add_adapters
-from sftkit.models.structure import Work, attention_windows, count_parameters, train_flops
+from sftkit.models.structure import Work, attention_windows, count_parameters, decoder_blocks, train_flops
 from sftkit.models.trained import factors
 from sftkit.objectives.objective import ModelWithLoss, NextToken
-from sftkit.ops.attention import plain_attention
+from sftkit.ops.attention import document_boundaries, plain_attention
 from sftkit.optim.protocol import build_optimizer
 
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+SCANS = ("falcon_h1", "nemotron_h", "granitemoehybrid", "bamba")
+CONVOLUTIONS = ("lfm2", "lfm2_moe")
 
 
 def lively(model_type: str, **fields: Any) -> PreTrainedModel:
@@ -36,7 +42,7 @@ def lively(model_type: str, **fields: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("model_type", DELTA)
+@pytest.mark.parametrize("model_type", [*DELTA, *SCANS, *CONVOLUTIONS])
 def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_alone(model_type: str) -> None:
     """Over borders of chunks, and with queries and keys that serve several value heads."""
     model = ModelWithLoss(lively(model_type), "reference", NextToken(LossConfig()))
@@ -56,7 +62,7 @@ def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_al
     assert not found
 
 
-@pytest.mark.parametrize("model_type", DELTA)
+@pytest.mark.parametrize("model_type", [*DELTA, *SCANS, *CONVOLUTIONS])
 def test_answers_in_batches_are_those_without_a_cache(tokenizer: Any, model_type: str) -> None:
     """Prompts are padded on the left, and rows leave the batch: neither may reach a recurrent state."""
     model = lively(model_type).eval()
@@ -118,6 +124,44 @@ def test_the_decay_of_a_state_is_not_decayed_and_a_convolution_is_no_matrix_of_m
         assert not groups[f"{layer}conv1d.weight"]["block_matrices"]
 
 
+@pytest.mark.slow
+def test_what_compiled_blocks_keep_is_what_the_memory_estimate_says() -> None:
+    """Of both kinds of blocks together, in bf16 at the budget of train.memory=speed."""
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_key_value_heads": 1}
+    recurrent = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4}
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "linear_num_key_heads": 4}
+    orig_model = build("qwen3_5_text", **sizes, **recurrent, **kinds).bfloat16()
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    batch = make_batch(make_examples([100, 100, 50], target_share=1.0), ((0, 1, 2),), 256)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    config = CompileConfig(backend="aot_eager_decomp_partition")
+    modules = compile_model(orig_model, config)
+    inputs = {"position_ids": batch.inputs["position_ids"], "documents": document_boundaries(batch, "reference")}
+    hidden = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    rotary = orig_model.model.rotary_emb(hidden, batch.inputs["position_ids"].expand(3, 1, -1))
+    with compiler_switches(config, BUDGETS["speed"], graphs=modules):
+        for _ in range(2):
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                held = [block(hidden, position_embeddings=rotary, **inputs) for block in decoder_blocks(orig_model)]
+    assert len(held) == 2
+    found = sum(size for place, size in kept.items() if place not in weights) / (2 * 256 * 2)
+    layout = make_layout_of("packed", [256], row_length=256, batch=1, micro=1)
+    shape = shape_of(orig_model)
+    estimated = kept_elements(
+        EstimateInputs(shape, layout, "adamw", "bf16", 512, BUDGETS["speed"], compiled=True, checkpointing=False)
+    )
+    # The input of both blocks is the same here; flash-linear-attention alone keeps the inverses.
+    assert found + 256 / 2 + 64 * 4 / 2 == pytest.approx(estimated, rel=0.05)
+
+
 def test_context_parallelism_is_rejected_by_name() -> None:
     model = build("qwen3_next")
     hybrids.check_topology(model, Topology(shards=2, sharded=True))
@@ -134,6 +178,24 @@ def test_a_version_of_transformers_without_the_function_is_rejected(monkeypatch:
         ConfigError, match=r"OlmoHybridForCausalLM is not supported with transformers .*causal_conv1d_fn"
     ):
         ModelWithLoss(model, "reference", NextToken(LossConfig()))
+
+
+def test_without_documents_a_cpu_and_the_plain_model_compute_in_torch_whatever_kernels_transformers_found() -> None:
+    def torch_function(*args: Any, **kwargs: Any) -> str:
+        return "torch"
+
+    @functools.wraps(torch_function)
+    def kernel(*args: Any, **kwargs: Any) -> str:
+        raise RuntimeError("no GPU")
+
+    x = torch.ones(1, 1, 1, 1)
+    functions = hybrids.MIXERS["Qwen3_5GatedDeltaNet"].functions
+    for name, given in {
+        "causal_conv1d_fn": {"weight": x},
+        "torch_chunk_gated_delta_rule": {"key": x, "value": x, "g": x, "beta": x, "output_final_state": True},
+        "torch_recurrent_gated_delta_rule": {},
+    }.items():
+        assert functions[name](kernel)(x, **given) == "torch"
 
 
 def test_every_row_of_the_table_is_a_family_that_is_tested() -> None:

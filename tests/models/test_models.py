@@ -110,6 +110,12 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "gpt_oss": (2, {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite_swa": (2, {"sliding_window": 16}),
+    "granitemoe_swa": (2, {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mimo_v2_flash": (
+        2,
+        {"head_dim": 8, "swa_head_dim": 8, "sliding_window": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | MOE,
+    ),
     "lfm2": (2, {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": (
         3,

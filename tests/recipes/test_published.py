@@ -48,6 +48,7 @@ PARAMETERS = {
     "SmolLM3-3B-Base": 3_075_098_624,
     "TinyLlama_v1.1": 1_100_048_384,
     "gemma-3-1b-pt": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
     "gemma-3-4b-pt": 3_880_263_168,  # of the text model; 4,300,079,472 with the encoder of images
 }
 "As published, tied weights counted once."
@@ -75,6 +76,11 @@ WORDS = {
     "meta-llama/": Words("llama3", "<|begin_of_text|>", "<|eot_id|>"),
     "google/gemma-3": Words("gemma3", "<|begin_of_text|>", special=("<start_of_turn>", "<end_of_turn>")),
     "HuggingFaceTB/SmolLM3": Words("smollm3", eos="<|im_end|>"),
+    "openai/gpt-oss": Words(
+        "gpt_oss",
+        eos="<|return|>",
+        special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    ),
     "allenai/OLMo-2": Words("olmo2", "<|endoftext|>"),
     "HuggingFaceTB/SmolLM2": Words(None),
     "TinyLlama/": Words(None),

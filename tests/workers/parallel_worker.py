@@ -16,7 +16,9 @@ from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, 
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     GptOssConfig,
+    Lfm2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -81,6 +83,7 @@ RECURRENT = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,  # no multiple of the ranks
 }
+SCAN = {"mamba_d_ssm": 48, "mamba_n_heads": 3, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 STEPS = 4
 
 
@@ -118,10 +121,12 @@ MODELS = {
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
     "qwen3_5": lambda: small(Qwen3_5TextConfig(**SIZES, **RECURRENT, head_dim=8)),
+    "falcon_h1": lambda: small(FalconH1Config(**SIZES, **SCAN)),
+    "lfm2": lambda: small(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
     "gpt_oss": lambda: small(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
 }
-GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3, "qwen3_5": 3}
+GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3, "lfm2": 3, "qwen3_5": 3}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
@@ -146,6 +151,8 @@ TWO_RANKS = {
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3_5 fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "qwen3_5 muon fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "muon"),
+    "falcon_h1 fsdp2": ("falcon_h1", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lfm2 fsdp2": ("lfm2", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
     "llama pipeline, checkpointing": ("llama", Topology(stages=2), Sharding(), "adamw"),  # transformers' own, of layers

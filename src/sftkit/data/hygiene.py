@@ -24,8 +24,7 @@ from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text
 from sftkit.data.reading.origin import find_source
-from sftkit.data.store.view import StoredTokens
-from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, Unlearned
+from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.script import counted, working
@@ -300,15 +299,23 @@ def choose_documents(
         left_out[reason] = left_out.get(reason, False) | (used & which)
         used[which] = False
 
+    stored = training.tokens
+    counted_whole = isinstance(stored, StoredTokens) and any(map(where_counts, data.train))
+    sizes = stored.sizes(docs) if counted_whole else training.lengths[docs] + 1
     for i, source in enumerate(data.train):
         own = owner == i
         for name, limit in where_counts(source).items():
-            values = training.lengths[docs] + 1 if name.endswith("tokens") else turns
+            values = sizes if name.endswith("tokens") else turns
             outside = values < limit if name.startswith("min") else values > limit
             leave_out(f"where.{name}: {limit}", own & outside)
         if (sample := source.sample) is not None and (own & used).any():
             numbers = drawn(row, sample.seed)
             in_order = np.unique(numbers[own & used])
+            if len(in_order) < sample.rows:
+                said = f"sample: only {counted(len(in_order), 'row')} to draw from; all are taken"
+                name = source_label(source)
+                log.info("%s: %s", name, said)
+                training.files[name] = "; ".join(filter(None, (training.files.get(name), said)))
             leave_out(f"not among {sample.rows:,} rows", own & (numbers > in_order[: sample.rows][-1]))
     if data.dedup:
         copies = Copies()
@@ -327,7 +334,6 @@ def choose_documents(
         leave_out(f"near {COPY}", np.isin(docs, _near(training, docs[used], validation, data, decode)))
 
     # Each answer of a tree is learned in the first path that is used, and a path without another one is not used.
-    stored = training.tokens
     repeated: dict[int, list[tuple[int, int]]] = {}
     for i, source in enumerate(data.train):
         if source.tree == "all":
@@ -357,8 +363,8 @@ def choose_documents(
         counts[name] = counts[name] | sizes | {"documents": round(kept[-1].size / len(passes[i]) * source.repeat)}
         if before := counts[name].get("answers_learned"):
             its = docs[own & used & ~aside]
-            numbers, spans = stored.answers(its)
-            whole = int((spans[:, 1] <= np.repeat(training.lengths[its] + 1, numbers)).sum())
+            assert isinstance(stored, StoredTokens)
+            whole = stored.learned_answers(its)
             again = (past <= training.lengths[doc] + 1 for doc in its.tolist() for _, past in repeated.get(doc, ()))
             learned = round((whole - sum(again)) * source.repeat)
             counts[name] |= {"answers_learned": learned, ANSWERS_LEFT_OUT: before - learned}
@@ -386,9 +392,7 @@ def repeated_answers(examples: Examples, documents: np.ndarray) -> tuple[dict[in
     """
     assert isinstance(examples.tokens, StoredTokens)
     assert examples.columns is not None
-    numbers, spans = examples.tokens.answers(documents)
-    rest = iter(spans.tolist())
-    answers = iter([list(islice(rest, number)) for number in numbers.tolist()])
+    answers = examples.tokens.answers(documents)
     found: dict[int, list[tuple[int, int]]] = {}
     nothing_new = []
     known: set[bytes] = set()

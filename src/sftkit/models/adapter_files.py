@@ -20,12 +20,23 @@ from sftkit.models.files import (
     json_object,
     of_fields,
     shapes_in,
+    text_name,
     weight_files,
 )
 from sftkit.rundir.files import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
 PEFT_PREFIX = "base_model.model."
+
+
+def name_in_model(key: str) -> str:
+    """Return what the model that is trained calls a tensor of an adapter's files: without the prefixes of peft and, for
+    the text model of a larger model, of that.
+    """
+    name = key.removeprefix(PEFT_PREFIX)
+    return text_name(name) or name
+
+
 "What peft puts in front of the name of a parameter."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 "What peft puts behind the name of a table that has trained rows."
@@ -255,10 +266,14 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
     if not given:
         return {}
     header = header_of(file)
-    names = {n: n.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    names = {n: name_in_model(n).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
     found = {}
     for key, name in names.items():
-        lists = [ids for last, ids in given.items() if name.endswith(last)] if isinstance(given, dict) else [given]
+        lists = (
+            [ids for last, ids in given.items() if name.endswith(name_in_model(last))]
+            if isinstance(given, dict)
+            else [given]
+        )
         ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
         if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
             raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
@@ -310,7 +325,7 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
         )
-    names = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,9 +43,19 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
-    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
+    if (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
-    return auto_class(json.loads((folder / "config.json").read_text()))
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = folder_of(str(folder), None)
+        return CAUSAL if base is None else whole_class(json_object(base / "config.json"))
+    return whole_class(json.loads((folder / "config.json").read_text()))
+
+
+def whole_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the auto class that loads a model with this config and all parts beside its text model."""
+    if "text_config" not in config or config.get("is_encoder_decoder"):
+        return auto_class(config)
+    return CAPTIONS if "vision_config" in config else "AutoModelForMultimodalLM"
 
 
 def not_causal(model_type: str, what: str) -> str:
@@ -53,8 +63,30 @@ def not_causal(model_type: str, what: str) -> str:
     return hint("model with an encoder", model_type=model_type, what=what)
 
 
+TEXT_NAMES = {
+    r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
+}
+"Map the names of weights in the files of a model with several parts to the names of its text model."
+
+
+def text_name(name: str) -> str | None:
+    """Return the name in the text model of a weight in the files of a model with several parts; None: it belongs to
+    another part, such as a vision tower.
+    """
+    for pattern, inside in TEXT_NAMES.items():
+        found = re.sub(pattern, inside, name)
+        if found != name:
+            return found
+    return name if name.startswith("lm_head.") else None
+
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+UNCHANGED = "model-unchanged.safetensors"
+"File of a checkpoint with the tensors beside a text model, which no run changes (models/towers.py)."
+HEADER_BYTES = 8
+"A safetensors file begins with the length of its header in so many bytes."
 LARGEST_HEADER = 100 * 2**20
 "Largest valid size of a safetensors header in bytes; a longer header means a damaged file."
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -186,11 +218,13 @@ def dequantized_in(folder: Path) -> dict[str, Weight] | None:
 
 
 def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """Return name -> shape of each weight in the safetensors files of a model."""
+    """Return name -> shape of each weight of the model that is trained, in the safetensors files of a folder."""
     weights = dequantized_in(folder)
     if weights is not None:
-        return {name: weight.get_shape() for name, weight in weights.items()}
-    return {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
+        shapes = {name: weight.get_shape() for name, weight in weights.items()}
+    else:
+        shapes = {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
+    return {own: shapes[stored] for own, stored in trained_names(shapes).items()}
 
 
 def _tensors_in(folder: Path) -> dict[str, Any]:
@@ -214,6 +248,27 @@ def files_of_weights(folder: Path) -> dict[str, Path]:
     if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         return {name: folder / file for name, file in index_of(folder).items()}
     return {name: path for path in weight_files(folder) for name in header_of(path)}
+
+
+def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
+    """Map each weight name of the model that is trained to its name in the files and its file: of a model with several
+    parts the weights of its text model, of any other model all weights.
+
+    Raises:
+        ConfigError: a damaged index or file.
+    """
+    files = files_of_weights(folder)
+    return {own: (stored, files[stored]) for own, stored in trained_names(files).items()}
+
+
+def trained_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map the names of weights of the model that is trained to their names in files; a model that is no part of a
+    larger one has the same in both.
+    """
+    inside = {name: text_name(name) for name in stored}
+    if not any(found not in (None, name) for name, found in inside.items()):
+        return {name: name for name in inside}
+    return {found: name for name, found in inside.items() if found is not None}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -278,13 +333,12 @@ def header_of(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            # A file begins with the length of its header (8 bytes), then the header as JSON.
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            length = int.from_bytes(file.read(HEADER_BYTES), "little")
+            if size < HEADER_BYTES or length > min(LARGEST_HEADER, size - HEADER_BYTES):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = json.loads(file.read(length))
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+        end = HEADER_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
         if not all(
             isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list) for tensor in tensors.values()
         ):
@@ -336,7 +390,13 @@ GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo",
 """
 TIED = ("gemma3_text", "smollm3")
 "The architectures among them that tie head and embedding if their fields do not say."
-NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
+SPARSE = "gpt_oss"
+"An architecture with as many attention matrices, and feed-forward matrices and biases for each expert."
+NAMED = {
+    "qwen3": ("head_dim",),
+    "gemma3_text": ("head_dim", "num_key_value_heads"),
+    SPARSE: ("head_dim", "num_local_experts"),
+}
 "Their fields whose defaults do not depend on other fields: the model's size is known once these are set."
 
 
@@ -495,8 +555,10 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
-    if format_in(folder) is not None:  # an index gives their bytes
-        sizes = stored_sizes(folder)[0] if files_of_weights(folder) else {}
+    files = files_of_weights(folder)
+    has_parts = "text_config" in json_object(folder / "config.json") and all(path.is_file() for path in files.values())
+    if (files and has_parts) or format_in(folder) is not None:  # an index gives the bytes of all
+        sizes = stored_sizes(folder)[0] if files else {}
         return ModelSize(sum(sizes.values()), _ends(text, tied=True)) if sizes else of_fields(text)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
@@ -558,18 +620,21 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases; None if they
-    give no sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None if
+    they give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())
-    if model_type not in GATED or any(not isinstance(fields.get(name), int) for name in needed):
+    if model_type not in (*GATED, SPARSE) or any(not isinstance(fields.get(name), int) for name in needed):
         return None
     _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
     # Projections of queries and output, of keys and values; then gate, up and down of the feed-forward layer.
-    block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
+    layer = 3 * hidden * inner
+    if model_type == SPARSE:  # the router too
+        layer = fields["num_local_experts"] * (layer + 2 * inner + 2 * hidden)
+    block = 2 * hidden * head_dim * (heads + key_heads) + layer
     ends = _ends(fields, tied=model_type in TIED)
     return ModelSize(blocks * block + ends, ends)

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
+from sftkit.models.towers import belongs_to_whole, register_text_model, tied_by_whole
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -53,9 +53,6 @@ _REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
 "Errors that transformers raises for an invalid config; AttributeError for a field of the wrong type."
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
-"Map the weight names in a multimodal model's files to the names of its text model."
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
@@ -216,9 +213,6 @@ def _adapt(
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
-    whole = start_config(path, options)
-    if trained_config(whole) is not whole:
-        raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         folder = local_folder(path, options)
         digest = base_digest(folder)
@@ -242,12 +236,17 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
-    parts are neither loaded nor saved. For any other model it is the whole config.
+    parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
+    register_text_model(config)
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is config or config.is_encoder_decoder or type(text) not in causal:
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
+            raise config_error("no text model alone", model_type=config.model_type)
         return config
-    log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
+    if tied_by_whole(config):
+        text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
@@ -277,7 +276,7 @@ def full_model(
     reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     attention = plain_implementation(trained)
     made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
-    renamed = None if trained is config else TEXT_NAMES
+    renamed = None if trained is config else model_files.TEXT_NAMES
     weights = dequantized(path, options)
     if weights is not None and independent:
         from sftkit.models.quantized import settings_for_transformers
@@ -300,6 +299,7 @@ def full_model(
         # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
         # model (huggingface/transformers#42396).
         orig_model._weight_conversions = None
+        belongs_to_whole(orig_model, config, local_folder(path, options))
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     if not os.path.isdir(path):
         # Files of the hub are downloaded by now; those of a folder were checked before.
@@ -459,12 +459,15 @@ def empty_model(
     remote = bool(options["trust_remote_code"])
     orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     if orig_model.get_expanded_tied_weights_keys(all_submodels=True):
-        own = differing_ties(orig_model, local_folder(path, options), dtype, renamed=config is not whole)
+        own = differing_ties(orig_model, local_folder(path, options), dtype)
         untie(orig_model, own, path)
         if own:
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
     name_start(orig_model, path, options)
+    # A preview may have the config alone.
+    if config is not whole and model_files.files_of_weights(folder := local_folder(path, options)):
+        belongs_to_whole(orig_model, whole, folder)
     return orig_model
 
 
@@ -474,19 +477,11 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code:
         return from_config(config, dtype, trust_remote_code=trust_remote_code)
 
 
-def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, renamed: bool) -> set[str]:
+def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
     """Return the tied weights whose values in a folder's files differ from the weight they are tied to. Values are
     compared in the run's precision, as from_pretrained compares them.
-
-    Args:
-        renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
-    files = {}
-    for name, path in model_files.files_of_weights(folder).items():
-        inside = name
-        for pattern, replacement in TEXT_NAMES.items() if renamed else ():
-            inside = re.sub(pattern, replacement, inside)
-        files[inside] = (name, path)
+    files = model_files.text_weights(folder)
     differing = set()
     for target, source in orig_model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if target not in files or source not in files:

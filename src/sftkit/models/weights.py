@@ -115,10 +115,12 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     """
     # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
-    files = model_files.files_of_weights(folder)
+    files = model_files.text_weights(folder)
     if not files:
         raise config_error("no safetensors", folder=folder, one=model_files.SINGLE_FILE, other=model_files.INDEX_FILE)
     quantized = model_files.dequantized_in(folder)
+    if quantized is not None:
+        quantized = {own: quantized[stored] for own, stored in model_files.trained_names(quantized).items()}
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
     own = factors(orig_model)
@@ -149,14 +151,14 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         _load_full(orig_model, wanted, others, folder, fill_one)
         return
     # By file, so that each is opened once; a quantized weight opens the files that hold its parts.
-    places = files if quantized is None else dict.fromkeys(wanted, folder)
+    places = {name: folder if quantized is not None else files[name][1] for name in wanted}
     for path, names in itertools.groupby(sorted(wanted, key=places.__getitem__), places.__getitem__):
         opened: Any = nullcontext() if quantized is not None else safe_open(path, "pt")
         with model_files.reading_files(path, "its weights"), opened as file:
             for name in names:
                 tensor = wanted[name]
                 rows = grown.get(id(tensor))
-                source = file.get_slice(name) if quantized is None else quantized[name]
+                source = file.get_slice(files[name][0]) if quantized is None else quantized[name]
                 shape = list(source.get_shape())
                 there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
                 if (layer := layers.get(id(tensor))) is not None:
@@ -178,7 +180,7 @@ def _load_full(
     plain: Any = structure.plain_class(orig_model)
     found_type = model_files.json_object(folder / "config.json").get("model_type")
     with model_files.reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
+        renamed = None if found_type == orig_model.config.model_type else model_files.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         given: dict[str, Any] = {"pretrained_model_name_or_path": folder}
         if (weights := model_files.dequantized_in(folder)) is not None:

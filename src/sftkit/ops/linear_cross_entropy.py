@@ -132,7 +132,7 @@ class _LinearNLL(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
-def _linear_nll(
+def _linear_nll(  # noqa: PLR0913 - an operator takes tensors and numbers
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,

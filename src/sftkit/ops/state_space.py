@@ -40,10 +40,28 @@ def state_space(
         starts: int [batch, T], each position's distance from the first position of its document.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    step = F.softplus(dt.to(exact) + dt_bias.to(exact)).clamp(*dt_limit)
+    step = _steps(dt, dt_bias, dt_limit, exact)
     out = _scan(x, step, step * A.to(exact), B, C, starts, chunk_size)
     # Models view the heads of the output as one dimension.
     return (out + D.to(exact)[:, None] * x).to(x.dtype).contiguous()
+
+
+def last_state(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *, dt_bias: Tensor, dt_limit: tuple[float, float]
+) -> Tensor:
+    """Return the state after the last position of rows that are one document each, [batch, H, P, N], from which an
+    answer continues; arguments as in `state_space`.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    step = _steps(dt, dt_bias, dt_limit, exact)
+    decay = F.pad(step * A.to(exact), (0, 0, 0, 1))[:, 1:]
+    since = decay.flip(1).cumsum(1).flip(1).exp()
+    added = (x * (step * since)[..., None]).unflatten(2, (B.shape[2], -1))
+    return torch.einsum("btgrp,btgs->bgrps", added, B.to(exact)).flatten(1, 2)
+
+
+def _steps(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float], exact: torch.dtype) -> Tensor:
+    return F.softplus(dt.to(exact) + dt_bias.to(exact)).clamp(*dt_limit)
 
 
 def _scan(x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor, starts: Tensor, chunk_size: int) -> Tensor:
@@ -51,9 +69,12 @@ def _scan(x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor, starts: 
     batch, length, heads, size = x.shape
     groups = B.shape[2]
 
+    # Zeros behind the row, which no position before them sees. Free row lengths are padded whatever they are.
+    behind = -length % chunk_size
+    whole = isinstance(behind, int) and behind == 0
+
     def chunks(tensor: Tensor) -> Tensor:
-        # Zeros behind the row: positions there are seen by none before them.
-        padded = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, -length % chunk_size))
+        padded = tensor if whole else F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, behind))
         return padded.unflatten(1, (-1, chunk_size))
 
     x, B, C = (chunks(tensor) for tensor in (x.unflatten(2, (groups, -1)), B, C))  # [b, n, c, G, (R, P) or N]
@@ -80,12 +101,12 @@ def _scan(x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor, starts: 
     # The state at each chunk's beginning: a sum over earlier chunks, decayed by the chunks between.
     count = since.shape[1]
     order = torch.arange(count, device=x.device)
-    behind = order[:, None] - order
+    later = order[:, None] - order
     # Sums of the decays after chunk k, each for itself: differences of one long sum would lose their last digits.
-    between = (since[..., -1].movedim(1, 2)[..., None] * (behind > 0)).cumsum(2)  # [b, H, m, k], chunk m included
+    between = (since[..., -1].movedim(1, 2)[..., None] * (later > 0)).cumsum(2)  # [b, H, m, k], chunk m included
     between = F.pad(between, (0, 0, 1, -1))
     # The last position of chunk k is so far from the first of chunk m, whose document has to reach back to it.
-    reach = (behind > 0) & ((behind - 1) * chunk_size + 1 <= starts[..., :1])
+    reach = (later > 0) & ((later - 1) * chunk_size + 1 <= starts[..., :1])
     carried = _exp(between, reach[:, None]).to(x.dtype).unflatten(1, (groups, -1))
     state = torch.einsum("bgrmk,bkgsrp->bmgsrp", carried, state)
 

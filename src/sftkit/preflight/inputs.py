@@ -35,13 +35,12 @@ from sftkit.config.topology import Topology, topology_of
 from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.columns import advised
+from sftkit.data.reading.columns import NOT_THERE, advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
-from sftkit.rundir.changes import NO_SUCH_SOURCE, compare_recipes, difference_lines, rejection
 from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
 from sftkit.rundir.names import (
     ADAPTER_FOLDERS,
@@ -225,6 +224,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         hub.check_dataset(source)
         return
     errors: list[DataError] = []
+    left_out: list[LeftOut] = []
     seen = 0
     most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
     for raw in itertools.islice(origin.beginning(), most):
@@ -232,7 +232,8 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
             row = rows.parse(raw)
             if require is not None:
                 require(row)
-        except LeftOut:
+        except LeftOut as out:
+            left_out.append(out)
             continue
         except DataError as error:
             if not skips:
@@ -240,6 +241,9 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
                 raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
         seen += 1
+    unknown = left_out and not seen and all(out.reason.endswith(NOT_THERE) for out in left_out)
+    if unknown and (len(left_out) < most or "Did you mean" in str(left_out[0])):
+        raise DataError(f"where: none of the first {len(left_out)} rows has it: {left_out[0]}")
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.part(), None) is None:
@@ -434,6 +438,8 @@ def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
 
 def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | None) -> str | None:
     """Return all that files tell of the differences between a recipe and the checkpoint that it resumes from."""
+    from sftkit.rundir.changes import compare_recipes, difference_lines, rejection
+
     recipe = to_yaml(cfg)
     allowed = cfg.train.resume_changes
     try:
@@ -452,7 +458,7 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
     names = [schema.source_label(source) for source in cfg.data.train] if sources else []
     grown = [f"source {name} is new" for name in names if name not in sources and "data.train" not in allowed]
     for name in sorted(sources.keys() - names):
-        words = {"name": name, "documents": sources[name], "why": NO_SUCH_SOURCE}
+        words = {"name": name, "documents": sources[name], "why": hint("no such source")}
         fixed.append(hint("source that does not go on", **words))
     if cfg.adapter is not None and made is not None and cfg.model.path and not _is_made(cfg.model.path, made):
         fixed += _other_base(cfg.model, read_base_digest(folder))

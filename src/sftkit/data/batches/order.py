@@ -136,11 +136,12 @@ def order_of(
     """Return the order of documents of a run, see Order. block: documents that are planned together."""
     every = [source for segment in segments for source in segment.sources]
     whole = all(source.weight is None and source.repeat % 1 == 0 for source in every)
-    # Each bucket is filled for itself, and without packing a whole epoch is planned quickly.
-    if whole and (layout.kind == "bucketed" or len(lengths) <= block):
+    if whole and len(lengths) <= block:
         return Order(lengths, layout, segments, known)
-    from sftkit.data.batches.blocks import BlockOrder
+    from sftkit.data.batches.blocks import BlockOrder, BucketOrder
 
+    if whole and layout.kind == "bucketed":
+        return BucketOrder(lengths, layout, segments, known)
     return BlockOrder(lengths, layout, segments, known, block)
 
 

@@ -15,6 +15,7 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
@@ -33,10 +34,11 @@ from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.store import making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
-from sftkit.data.tokens import chat, text
+from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.rundir.files import stamp_of
+from sftkit.runtime.script import counted
 
 MASK_VERSION = 3
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
@@ -116,6 +118,11 @@ class RowTokenizer:
         names = ("learning", "max_length", "too_long", "special_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    @cached_property
+    def writes_day(self) -> bool:
+        """Return whether documents are those of the day on which they are tokenized."""
+        return self.rule is not text.tokenize and template.writes_day(self.tokenizer)
+
     @property
     def limits(self) -> view.Limits | None:
         """Return how documents from a store are cut; None: a rule of which that is not known cuts them itself."""
@@ -140,6 +147,7 @@ class RowTokenizer:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "settings": str(sorted(self.settings.items())),
             **({"rows": "each by itself"} if self.alone else {}),
+            **({"day": date.today().isoformat()} if self.writes_day else {}),
         }
 
 
@@ -224,6 +232,9 @@ def load_sources(
         counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
     for i, (source, one) in enumerate(zip(sources, origins, strict=True)):
         said = one.said
+        there = sum(shard.line["rows"] for shard in stored[i].shards)
+        if source.max_rows is not None and there < source.max_rows:
+            said = "; ".join(filter(None, (said, f"max_rows: it has only {counted(there, 'row')}; all are taken")))
         if source.tokenizer_of is not None:
             # Nothing else shows whether the tokens are what they should be.
             first = examples[int(np.argmax(examples.source == i))].ids[:24]
