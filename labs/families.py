@@ -65,6 +65,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "is_decoder": True,
+    "sliding_window": 16,
     # Experts and latent attention.
     "num_experts": 4,
     "num_local_experts": 4,

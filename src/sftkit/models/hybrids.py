@@ -21,7 +21,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED
 from sftkit.ops.short_convolution import short_convolution
-from sftkit.ops.state_space import state_space
+from sftkit.ops.state_space import last_state, state_space
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,12 @@ def _one_position(original: Function) -> Function:
 
 
 def _state_space(original: Function) -> Function:
-    """Return Mamba2's recurrence that stays within documents if it is given them."""
+    """Return Mamba2's recurrence that stays within documents if it is given them.
+
+    Without, it is transformers' own code, as in `_gated_delta_rule`, except at the beginning of an answer: in torch
+    that code takes gigabytes for a few prompts.
+    """
+    plain = inspect.unwrap(original)
 
     def scan(
         x: Tensor,
@@ -102,10 +107,15 @@ def _state_space(original: Function) -> Function:
         documents: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
-        if documents is None:
-            return original(x, dt, A, B, C, **given, **kwargs)
-        return state_space(x, dt, A, B, C, **given, starts=documents.positions)
+        steps: dict[str, Any] = {"dt_bias": dt_bias, "dt_limit": dt_limit}
+        if documents is not None:
+            return state_space(x, dt, A, B, C, D=D, **steps, chunk_size=chunk_size, starts=documents.positions)
+        rows, length = x.shape[:2]
+        if kwargs["return_final_states"] and kwargs["initial_states"] is None:
+            starts = torch.arange(length, device=x.device).expand(rows, -1)
+            out = state_space(x, dt, A, B, C, D=D, **steps, chunk_size=min(chunk_size, length), starts=starts)
+            return out, last_state(x, dt, A, B, **steps)
+        return (original if x.is_cuda else plain)(x, dt, A, B, C, chunk_size=chunk_size, D=D, **steps, **kwargs)
 
     return scan
 
@@ -161,12 +171,13 @@ def _scan_products(layer: Any) -> int:
 
 
 def _scan_kept(layer: Any) -> int:
-    """Return what is kept: the projected input, the convolution's output, inputs with decays, the states between
-    chunks, what is read of them and of positions of the chunk, and what leaves the norm.
+    """Return what is kept: the projected input, the convolution before and after its activation, vectors B and C by
+    chunk, inputs with decays, the states between chunks, what is read of them, products of B and C, and the output.
     """
-    inner, projected = layer.num_heads * layer.head_dim, layer.in_proj.out_features
+    inner, vectors = layer.num_heads * layer.head_dim, layer.n_groups * layer.ssm_state_size
     states = inner * layer.ssm_state_size // layer.chunk_size
-    return int(projected + layer.conv_dim + 4 * inner + states + layer.chunk_size * layer.n_groups)
+    scanned = 3 * inner + 3 * vectors + states + layer.chunk_size * layer.n_groups
+    return int(layer.in_proj.out_features + 2 * layer.conv_dim + scanned)
 
 
 _DELTA_FUNCTIONS = {
