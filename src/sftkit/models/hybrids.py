@@ -8,7 +8,7 @@ state; without, in generation and in the plain model, a function of transformers
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +141,7 @@ class Mixer(NamedTuple):
 
     layer_type: str
     "its name in layer_types of the config"
-    functions: dict[str, Callable[[Function], Function]]
+    functions: Mapping[str, Callable[[Function], Function]]
     "name of a function of its module -> maker of what takes its place, given the function"
     products: Callable[[Any], int]
     "multiplications of a layer for one token, besides those with its parameters"
@@ -194,8 +194,11 @@ _SCAN_FUNCTIONS = {
 }
 _SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
 _CONVOLUTION = Mixer(
-    *("conv", {"causal_conv1d_fn": _convolution}),
-    *(lambda _: 0, lambda layer: 5 * layer.in_proj.in_features, "seq_idx"),
+    layer_type="conv",
+    functions={"causal_conv1d_fn": _convolution},
+    products=lambda _: 0,
+    kept=lambda layer: 5 * int(layer.in_proj.in_features),
+    documents_as="seq_idx",
 )
 MIXERS = {
     **dict.fromkeys(
