@@ -56,7 +56,7 @@ DOCS = np.dtype(
         ("content", "<u8"),  # hygiene.content_hash of the row
         ("head", "<u8"),  # hygiene.head_hash of the row, of which a file keeps the upper half
         ("roles", "<u2", (len(ROLES),)),  # messages of the row by role
-        ("told", "<i4"),  # where its answers are in .answers.npy; -1: they are its runs of targets
+        ("told", "u1"),  # 1: its answers are in .answers.npy; 0: they are its runs of targets
     ]
 )
 "A document of a shard."
@@ -184,19 +184,21 @@ class Shard:
         length = docs["length"].astype(np.int64)
         return (np.cumsum(length) - length)[self._own(docs)]
 
-    def answers_of(self, doc: np.void, start: int) -> np.ndarray:
-        """Return (first token, one past the last) of each answer within its document, int [A, 2].
-
-        Args:
-            doc: an entry of `docs`, and start: its entry of `starts`.
-        """
-        if doc["told"] >= 0:
-            return self._answers[int(doc["told"]) :][: int(doc["answers"])]
-        return _runs_of_targets(self.tokens(start, int(doc["length"]))[1])
-
-    @cached_property
-    def _answers(self) -> np.ndarray:
-        return self._array("answers.npy", np.uint32).reshape(-1, 2)
+    @property
+    def answers(self) -> np.ndarray:
+        """Return (first token, one past the last) of each answer within its document, int64 [A, 2]. Reads the mask."""
+        docs = self._docs()
+        number = int(docs["length"].sum(dtype=np.int64))
+        bits = np.unpackbits(self._mask, count=number, bitorder="little") if len(self._mask) else np.ones(number, bool)
+        owner, runs = _runs_of_targets(bits, docs)
+        told = docs["told"] > 0
+        by_itself = np.repeat(told, docs["answers"])
+        found = np.zeros((len(by_itself), 2), np.int64)
+        found[by_itself] = self._array("answers.npy", np.uint32).reshape(-1, 2)
+        found[~by_itself] = runs[(~told & (docs["answers"] > 0))[owner]]
+        own = np.zeros(len(docs), bool)
+        own[self._own(docs)] = True
+        return found[np.repeat(own, docs["answers"])]
 
     @property
     def given(self) -> list[str]:
@@ -207,9 +209,9 @@ class Shard:
     def _list(self, ending: str) -> list[Any]:
         if ending not in self.line["files"]:
             return []
-        here = self.folder is None
-        raw = self.content[ending] if here else (self.folder / f"{self.of or self.span}.{ending}").read_bytes()
-        return list(json.loads(raw))
+        if self.folder is None:
+            return list(json.loads(self.content[ending]))
+        return list(json.loads((self.folder / f"{self.of or self.span}.{ending}").read_bytes()))
 
     def part(self, rows: RowSpan) -> Shard | None:
         """Return what it has of some rows, in whole chunks; None: not one."""
@@ -373,10 +375,10 @@ class Store:
                 total.odd += part.odd
                 total.counts += part.counts
                 total.where += part.where
-                found = [[one.kind, one.reason, _freed(one.first, path), one.rows] for one in part.tally.values()]
-                for one in found:
-                    findings.add(total.tally, *one)
-                chunks.append([len(part.where), dict(+part.counts), found])
+                chunks.append([len(part.where), dict(+part.counts), []])
+                for one in part.tally.values():
+                    chunks[-1][2].append((one.kind, one.reason, _freed(one.first, path), one.rows))
+                    findings.add(total.tally, *chunks[-1][2][-1])
             sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
             table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
             reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
@@ -531,16 +533,15 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
     """Return the DOCS [D] of which _packed made the files."""
     docs = np.zeros(len(packed), DOCS)
     if len(packed):
-        cut_off, docs["answers"], docs["odd"], told, *roles = kinds.astype(np.int64)[packed["kind"]].T
+        cut_off, docs["answers"], docs["odd"], docs["told"], *roles = kinds.astype(np.int64)[packed["kind"]].T
         docs["roles"] = np.stack(roles, axis=1)
         docs["length"] = packed["length"]
         docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
         docs["targets"] = docs["length"] - packed["unlearned"]
         docs["row"] = first + np.cumsum(packed["rows"], dtype=np.int64)
-        docs["bytes"], docs["content"] = packed["bytes"], packed["content"]
+        docs["bytes"] = packed["bytes"]
+        docs["content"] = packed["content"]
         docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
-        entries = np.where(told < 0, 0, docs["answers"])
-        docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
     return docs
 
 
@@ -554,20 +555,23 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
     """Set `told` of documents, and return the entries of .answers.npy: of documents whose answers are not their runs of
     targets."""
     owner = np.repeat(np.arange(len(docs)), docs["answers"])
-    past = np.cumsum(docs["length"], dtype=np.int64)
-    first = past - docs["length"]
-    runs = _runs_of_targets(is_target)
-    owner_of_run = np.searchsorted(past, runs[:, 0], side="right")
-    same = np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"]
-    differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
-    same[owner[same[owner]][differ]] = False
-    docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
+    owner_of_run, runs = _runs_of_targets(is_target, docs)
+    same = (docs["answers"] == 0) | (np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"])
+    runs = runs[(same & (docs["answers"] > 0))[owner_of_run]]
+    same[owner[same[owner]][(answers[same[owner]] != runs).any(1)]] = False
+    docs["told"] = ~same
     return answers[~same[owner]]
 
 
-def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
-    """Return (first, one past the last) of each run of targets, int64 [R, 2]."""
-    return np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+def _runs_of_targets(is_target: np.ndarray, docs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document of each run of targets, int64 [R], and (first, one past the last) within it, int64 [R, 2]."""
+    past = np.cumsum(docs["length"], dtype=np.int64)
+    first = past - docs["length"]
+    is_target = is_target.astype(np.int8)
+    is_target[first] = 0
+    runs = np.flatnonzero(np.diff(is_target, prepend=0, append=0)).reshape(-1, 2)
+    owner = np.searchsorted(past, runs[:, 0], side="right")
+    return owner, runs - first[owner, None]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
