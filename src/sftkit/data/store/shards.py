@@ -56,7 +56,7 @@ DOCS = np.dtype(
         ("content", "<u8"),  # hygiene.content_hash of the row
         ("head", "<u8"),  # hygiene.head_hash of the row, of which a file keeps the upper half
         ("roles", "<u2", (len(ROLES),)),  # messages of the row by role
-        ("told", "u1"),  # 1: its answers are in .answers.npy; 0: they are its runs of targets
+        ("told", "<i4"),  # where its answers are in .answers.npy; -1: they are its runs of targets
     ]
 )
 "A document of a shard."
@@ -184,21 +184,19 @@ class Shard:
         length = docs["length"].astype(np.int64)
         return (np.cumsum(length) - length)[self._own(docs)]
 
-    @property
-    def answers(self) -> np.ndarray:
-        """Return (first token, one past the last) of each answer within its document, int64 [A, 2]. Reads the mask."""
-        docs = self._docs()
-        number = int(docs["length"].sum(dtype=np.int64))
-        bits = np.unpackbits(self._mask, count=number, bitorder="little") if len(self._mask) else np.ones(number, bool)
-        owner, runs = _runs_of_targets(bits, docs)
-        told = docs["told"] > 0
-        by_itself = np.repeat(told, docs["answers"])
-        found = np.zeros((len(by_itself), 2), np.int64)
-        found[by_itself] = self._array("answers.npy", np.uint32).reshape(-1, 2)
-        found[~by_itself] = runs[(~told & (docs["answers"] > 0))[owner]]
-        own = np.zeros(len(docs), bool)
-        own[self._own(docs)] = True
-        return found[np.repeat(own, docs["answers"])]
+    def answers_of(self, doc: np.void, start: int) -> np.ndarray:
+        """Return (first token, one past the last) of each answer within its document, int [A, 2].
+
+        Args:
+            doc: an entry of `docs`, and start: its entry of `starts`.
+        """
+        if doc["told"] >= 0:
+            return self._answers[int(doc["told"]) :][: int(doc["answers"])]
+        return _runs_of_targets(self.tokens(start, int(doc["length"]))[1])
+
+    @cached_property
+    def _answers(self) -> np.ndarray:
+        return self._array("answers.npy", np.uint32).reshape(-1, 2)
 
     @property
     def given(self) -> list[str]:
@@ -533,7 +531,7 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
     """Return the DOCS [D] of which _packed made the files."""
     docs = np.zeros(len(packed), DOCS)
     if len(packed):
-        cut_off, docs["answers"], docs["odd"], docs["told"], *roles = kinds.astype(np.int64)[packed["kind"]].T
+        cut_off, docs["answers"], docs["odd"], told, *roles = kinds.astype(np.int64)[packed["kind"]].T
         docs["roles"] = np.stack(roles, axis=1)
         docs["length"] = packed["length"]
         docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
@@ -542,6 +540,8 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
         docs["bytes"] = packed["bytes"]
         docs["content"] = packed["content"]
         docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
+        entries = np.where(told < 0, 0, docs["answers"])
+        docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
     return docs
 
 
@@ -555,23 +555,21 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
     """Set `told` of documents, and return the entries of .answers.npy: of documents whose answers are not their runs of
     targets."""
     owner = np.repeat(np.arange(len(docs)), docs["answers"])
-    owner_of_run, runs = _runs_of_targets(is_target, docs)
-    same = (docs["answers"] == 0) | (np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"])
-    runs = runs[(same & (docs["answers"] > 0))[owner_of_run]]
-    same[owner[same[owner]][(answers[same[owner]] != runs).any(1)]] = False
-    docs["told"] = ~same
+    past = np.cumsum(docs["length"], dtype=np.int64)
+    first = past - docs["length"]
+    runs = _runs_of_targets(is_target)
+    owner_of_run = np.searchsorted(past, runs[:, 0], side="right")
+    same = np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"]
+    differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
+    same[owner[same[owner]][differ]] = False
+    docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
     return answers[~same[owner]]
 
 
-def _runs_of_targets(is_target: np.ndarray, docs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document of each run of targets, int64 [R], and (first, one past the last) within it, int64 [R, 2]."""
-    past = np.cumsum(docs["length"], dtype=np.int64)
-    first = past - docs["length"]
-    is_target = is_target.astype(np.int8)
-    is_target[first] = 0
-    runs = np.flatnonzero(np.diff(is_target, prepend=0, append=0)).reshape(-1, 2)
-    owner = np.searchsorted(past, runs[:, 0], side="right")
-    return owner, runs - first[owner, None]
+def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
+    """Return (first, one past the last) of each run of targets, int64 [R, 2]. The first token is none."""
+    more = np.append(is_target, False)
+    return (np.flatnonzero(more[1:] != more[:-1]) + 1).reshape(-1, 2)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -338,11 +338,11 @@ def _count_cut(
         kept = limits.max_length + 1
         beyond = int(docs["answers"][pieces == 0].sum())
         cut = 0
-        cuts = (pieces > 0) & (docs["length"] > kept)
-        if (cuts & (docs["answers"] > 0)).any():
-            begins, ends = shard.answers[np.repeat(cuts, docs["answers"])].T
+        starts = shard.starts
+        for i in np.flatnonzero((pieces > 0) & (docs["length"] > kept) & (docs["answers"] > 0)).tolist():
+            begins, ends = shard.answers_of(docs[i], int(starts[i])).T
             beyond += int((begins >= kept).sum())
-            cut = int(((begins < kept) & (ends > kept)).sum())
+            cut += int(((begins < kept) & (ends > kept)).sum())
         counts.update({TOO_LONG: beyond, CUT: cut, "answers_learned": -beyond - cut})
     # All of a row's documents but the last are there because of split_turns.
     there = np.flatnonzero((pieces > 0) & (docs["size"] > 0))
