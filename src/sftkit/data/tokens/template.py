@@ -368,8 +368,8 @@ def writes_day(tokenizer: PreTrainedTokenizerBase) -> bool:
     source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
     if TODAY not in source:
         return False
-    asked: list[str] = []
-    args = {TODAY: lambda form: asked.append(form) or form}
+    asked: dict[str, str] = {}
+    args = {TODAY: lambda form: asked.setdefault(form, form)}
     row = Row("a small conversation", messages=[{"role": "user", "content": FIRST_QUESTION}], template_args=args)
     try:
         render_conversation(tokenizer, source, row)
