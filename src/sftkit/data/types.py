@@ -49,6 +49,12 @@ class Row:
     shape: str = ""
     "The kind of row that it was read as: alpaca (instruction, output, input)."
 
+    def changed(self, **fields: Any) -> Row:
+        """Return the row with other values of some fields, as dataclasses.replace does in ten times the time."""
+        row = object.__new__(Row)
+        row.__dict__.update(self.__dict__, **fields)
+        return row
+
     @property
     def is_tokenized(self) -> bool:
         """Return whether its tokens are given, or what each text of it becomes, so that no template or rule decides."""

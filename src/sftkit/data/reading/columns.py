@@ -156,6 +156,7 @@ SHAPES = """messages conversations instruction output response prompt completion
 answerKey text content caption captions file_name input_ids from value function_call query answers conversation chat
 segments labels attention_mask position_ids"""
 "Columns by which rows are recognised, and keys of turns in other shapes."
+Turns = list[tuple[object, object]]
 _MARKER = re.compile(r"<(image|video|audio)>")
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -288,15 +289,16 @@ def check_media(row: JsonObject, where: str) -> None:
             raise fault(where, "pictures or sound with a text", name=name)
 
 
-def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where: str) -> list[str]:
+def check_preferences(row: JsonObject, turns_of_row: Callable[[], Turns], where: str) -> list[str]:
     """Reject a row with a chosen and a rejected answer, unless its own messages end with the chosen one. Return the
     columns that repeat these messages.
 
     Args:
-        turns: (role, content) of its messages; empty: a text.
+        turns_of_row: returns (role, content) of its messages; empty: a text.
     """
     if row.keys().isdisjoint(PREFERENCES):
         return []
+    turns = turns_of_row()
     given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
     chosen = [name for name in given if name.startswith("chosen")]
 
@@ -311,7 +313,7 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
     raise fault(where, "preference row", columns=", ".join(given))
 
 
-def turns_of(messages: object) -> list[tuple[object, object]]:
+def turns_of(messages: object) -> Turns:
     """Return (role, content) of the messages that are not from the system, to compare conversations."""
     found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     return [
