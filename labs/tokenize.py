@@ -1,10 +1,13 @@
 """Compare how fast rows are tokenized with the tokenizer alone, on one core.
 
-python -m labs.tokenize TOKENIZER FILE... [--template FILE] [--rows 2000] [--chunk 512] [--targets assistant]
+python -m labs.tokenize TOKENIZER FILE... [--template FILE] [--rows 2000] [--chunk 512] [--targets assistant] [--out JSON]
 
 For each file: the processor time of all that makes documents of rows in memory (parsed, checked, rendered, tokenized,
 masked), against that of the tokenizer's encode_batch for the texts of these documents. `one by one` calls the rule row
-by row, `together` calls RowTokenizer.many for chunks. Each number is the median of three measurements.
+by row, `together` calls RowTokenizer.many for chunks, after as many other rows of the file: what is learned from rows
+is known from the first thousands on. `TRL` is the tokenize function of its SFTTrainer with assistant_only_loss, row by
+row, without what `datasets` and the labels take; measured if TRL can be imported. Each number is the median of
+three measurements.
 
 The share is that of the tokens that encode_batch makes in the same time.
 """
@@ -12,6 +15,7 @@ The share is that of the tokens that encode_batch makes in the same time.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import statistics
 import time
@@ -36,13 +40,14 @@ from sftkit.data.types import Row
 from sftkit.errors import DataError
 from sftkit.runtime.script import script
 
-COLUMNS = ["file", "rows", "tokens a document", "tokenizer, M tokens/s", "one by one", "together", "rows/s"]
+COLUMNS = ["file", "rows", "tokens a document", "tokenizer, M tokens/s", "one by one", "together", "TRL", "rows/s"]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the processor seconds of a piece of work, the median of three."""
+def seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Return the processor seconds of a piece of work, the median of three, each after `before`."""
     found = []
     for _ in range(3):
+        before()
         gc.collect()
         started = time.process_time()
         work()
@@ -50,11 +55,29 @@ def seconds(work: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
+def trl_tokenizer(tokenizer: Any) -> Callable[[Row], object] | None:
+    """Return what TRL's SFTTrainer does with a conversation in its tokenize_fn; None without TRL."""
+    try:
+        from trl.trainer.sft_trainer import _tokenize
+    except ImportError:
+        return None
+    settings = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True}
+
+    def tokenized(row: Row) -> object:
+        found = _tokenize(tokenizer, row.messages, tools=row.tools, **settings)
+        return {name: found[name] for name in ("input_ids", "assistant_masks")}
+
+    return tokenized
+
+
 def measured(tokenizer: Any, path: str, args: Any) -> list[str]:
     """Return the row of the table for a file."""
-    raw = list(islice(find_source(SourceConfig(path=path)).rows(), args.rows))
+    every = list(islice(find_source(SourceConfig(path=path)).rows(), 2 * args.rows))
+    before = every[: len(every) // 2]
+    raw = every[len(before) :]
     rule = text.tokenize_any if args.targets == "all" else chat.tokenize
-    tokenize = RowTokenizer(rule, tokenizer, max_length=2**20, learning=chat.Learning(targets=args.targets))
+    settings: dict[str, Any] = {"max_length": 2**20, "learning": chat.Learning(targets=args.targets)}
+    tokenize = RowTokenizer(rule, tokenizer, **settings)
     documents: list[Any] = []
 
     def parsed(chunk: list[Any]) -> list[Row]:
@@ -74,9 +97,14 @@ def measured(tokenizer: Any, path: str, args: Any) -> list[str]:
             except DataError:
                 continue
 
-    def together() -> None:
-        for i in range(0, len(raw), args.chunk):
-            tokenize.many(parsed(raw[i : i + args.chunk]))
+    def together(given: list[Any]) -> None:
+        for i in range(0, len(given), args.chunk):
+            tokenize.many(parsed(given[i : i + args.chunk]))
+
+    def learn() -> None:
+        nonlocal tokenize
+        tokenize = RowTokenizer(rule, tokenizer, **settings)
+        together(before)
 
     slow = seconds(one_by_one)
     texts = [tokenizer.decode(one.ids) for one in documents]
@@ -84,9 +112,11 @@ def measured(tokenizer: Any, path: str, args: Any) -> list[str]:
     documents.clear()
     encode_batch = tokenizer.backend_tokenizer.encode_batch
     alone = seconds(lambda: [one.ids for one in encode_batch(texts, add_special_tokens=False)])
-    quick = seconds(together)
+    quick = seconds(lambda: together(raw), learn)
+    of_trl = trl_tokenizer(tokenizer)
+    trl = f"{alone / seconds(lambda: [of_trl(row) for row in parsed(raw)]):.2f}" if of_trl else "-"
     sizes = [f"{len(raw):,}", f"{tokens / max(len(texts), 1):,.0f}", f"{tokens / alone / 1e6:.2f}"]
-    return [Path(path).name, *sizes, f"{alone / slow:.2f}", f"{alone / quick:.2f}", f"{len(raw) / quick:,.0f}"]
+    return [Path(path).name, *sizes, f"{alone / slow:.2f}", f"{alone / quick:.2f}", trl, f"{len(raw) / quick:,.0f}"]
 
 
 def main() -> None:
@@ -97,12 +127,16 @@ def main() -> None:
     parser.add_argument("--template", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--out", type=Path, help="file for the table as JSON")
     parser.add_argument("--targets", choices=["assistant", "last_turn", "all"], default="assistant")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     if args.template:
         tokenizer.chat_template = args.template.read_text()
-    print_text(markdown_table(COLUMNS, [measured(tokenizer, path, args) for path in args.files]))
+    table = [measured(tokenizer, path, args) for path in args.files]
+    if args.out:
+        args.out.write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in table], indent=1))
+    print_text(markdown_table(COLUMNS, table))
 
 
 if __name__ == "__main__":

@@ -24,19 +24,18 @@ def main() -> int:
     parser.add_argument("--keep-size", metavar="SIZE", help="prune: what may stay, such as 200G; the least used go")
     parser.add_argument("--out", type=Path, metavar="DIR", help="export: where a .bin and .idx of each source go")
     flags = parser.parse_args()
-    for flag, word in (("keep_size", "prune"), ("out", "export")):
-        name = "--" + flag.replace("_", "-")
-        if (getattr(flags, flag) is None) == (flags.do == word):
+    for name, value, word in (("--keep-size", flags.keep_size, "prune"), ("--out", flags.out, "export")):
+        if (value is None) == (flags.do == word):
             parser.error(f"{word} needs {name}" if flags.do == word else f"{name} is for {word}, not for {flags.do}")
     if (flags.words[:1] == ["megatron"] and len(flags.words) > 1) != (flags.do == "export"):
         parser.error("only export takes more words: export megatron RECIPE key=value ... --out DIR")
     if flags.do == "export":
         export(flags.words[1], flags.words[2:], flags.out)
-        return 0
-    if flags.do == "prune":
+    elif flags.do == "prune":
         keeping.remove_least_used(flags.cache_dir, flags.keep_size)
-        return 0
-    return 0 if keeping.print_kept(flags.cache_dir, verify=flags.do == "verify") else 1
+    else:
+        return 0 if keeping.print_kept(flags.cache_dir, verify=flags.do == "verify") else 1
+    return 0
 
 
 def export(recipe: str, settings: list[str], out: Path) -> None:
@@ -52,19 +51,18 @@ def export(recipe: str, settings: list[str], out: Path) -> None:
     from sftkit.runtime.start import quiet_libraries
 
     cfg = read_config(recipe, settings, 1)
-    data = cfg.data
-    chosen = {name: getattr(data, name) for name in ("val_fraction", "dedup", "decontaminate")}
-    chosen |= {"where": any(map(where_counts, data.train)), "sample": any(source.sample for source in data.train)}
-    if names := [name for name, value in chosen.items() if value]:
+    chosen = [name for name in ("val_fraction", "dedup", "decontaminate") if getattr(cfg.data, name)]
+    limited = [source_label(source) for source in cfg.data.train if source.sample or where_counts(source)]
+    if names := [*chosen, *(f"where or sample of {name}" for name in limited)]:
         raise config_error("choice in export", names=", ".join(names))
     quiet_libraries()
-    tokenizer = tokenizer_of(cfg.model, data)
-    tokenize = sources.stage_rule(stage_of_recipe(recipe))(data, tokenizer, sources.WHOLE)
-    for source in data.train:
-        examples = sources.load_sources([source], data, tokenize)
-        name = source_label(source)
-        documents, tokens = write_megatron(out / name, examples.tokens.shards, len(tokenizer))
-        print_text(f"{out / name}: {documents:,} documents, {tokens:,} tokens")
+    tokenizer = tokenizer_of(cfg.model, cfg.data)
+    tokenize = sources.stage_rule(stage_of_recipe(recipe))(cfg.data, tokenizer, sources.WHOLE)
+    for source in cfg.data.train:
+        examples = sources.load_sources([source], cfg.data, tokenize)
+        prefix = out / source_label(source)
+        documents, tokens = write_megatron(prefix, examples.tokens.shards, len(tokenizer))
+        print_text(f"{prefix}: {documents:,} documents, {tokens:,} tokens")
     tokenizer.save_pretrained(out / "tokenizer")
 
 

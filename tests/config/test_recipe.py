@@ -240,9 +240,16 @@ def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> 
     assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
 
 
-def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
-    (problem,) = problems(recipe, "data.train.0.dataset=1")
-    assert "is not a known key. Known here: path, " in problem
+def test_settings_that_other_trainers_give_a_data_set_mean_those_of_a_source(recipe: Path):
+    for ours, theirs in keys.hints()["of_sources"].items():
+        assert f"data.train.N.{ours}" in key_table()
+        for name in theirs.split():
+            assert f"data.train.N.{name}" not in key_table()
+            (problem,) = problems(recipe, f"data.train.0.{name}=1")
+            assert f'Did you mean "data.train.0.{ours}"' in problem
+    for key in ("data.streaming", "data.train.0.streaming"):
+        (problem,) = problems(recipe, f"{key}=true")
+        assert problem.startswith(f"command line: {key}: is no setting of sftkit: leave it out: a source is tokenized")
 
 
 def test_a_suggestion_has_the_index_that_was_written(write):

@@ -235,7 +235,7 @@ def test_files_that_are_named_are_of_the_requested_split(tmp_path: Path) -> None
     for name in ("c.jsonl", "../a.jsonl", "/etc/passwd"):
         with pytest.raises(ConfigError, match=f"matches {name}"):
             read(tmp_path, files=("a.jsonl", name))
-    with pytest.raises(ConfigError, match="files are those of a folder, and this is a file"):
+    with pytest.raises(ConfigError, match="files are of a folder or dataset, and this is a file"):
         read(tmp_path / "a.jsonl", files=("a.jsonl",))
 
 

@@ -95,7 +95,7 @@ def test_all_that_the_cache_keeps_is_listed_and_pruned_by_last_use_but_copies_th
     (cache / "chat_history").write_text("hello")  # a user's own
     assert keeping.print_kept(cache, verify=True)
     out = capsys.readouterr().out
-    for kind in keeping.KINDS.values():
+    for kind in keeping.KEPT.values():
         assert f"1 {kind}" in out
     used = {"hashes/1.json": 9, "chosen-1.json": 8, "remote/1/x.jsonl": 7, "borders/1.npy": 6, "images-1": 5}
     for name, at in used.items():
@@ -157,7 +157,8 @@ def test_what_is_exported_for_megatron_is_read_back_as_the_same_documents(
         assert theirs.num_bytes.tolist() == ours.num_bytes.tolist()
     with pytest.raises(ConfigError, match=r"texts\.bin is there already"):
         export(monkeypatch, str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "--out", str(out))
-    with pytest.raises(ConfigError, match="val_fraction: set in this recipe"):
+    settings[2] = f"data.train=[{{path: '{texts}', where: {{min_tokens: 2}}}}]"
+    with pytest.raises(ConfigError, match="val_fraction, where or sample of texts: set in this recipe"):
         export(
             monkeypatch,
             *(str(ROOT / "recipes" / "smoke" / "base.yaml"), *settings, "data.val_fraction=0.5", "--out", str(out)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -177,6 +178,24 @@ def test_a_version_of_transformers_without_the_function_is_rejected(monkeypatch:
         ConfigError, match=r"OlmoHybridForCausalLM is not supported with transformers .*causal_conv1d_fn"
     ):
         ModelWithLoss(model, "reference", NextToken(LossConfig()))
+
+
+def test_without_documents_a_cpu_and_the_plain_model_compute_in_torch_whatever_kernels_transformers_found() -> None:
+    def torch_function(*args: Any, **kwargs: Any) -> str:
+        return "torch"
+
+    @functools.wraps(torch_function)
+    def kernel(*args: Any, **kwargs: Any) -> str:
+        raise RuntimeError("no GPU")
+
+    x = torch.ones(1, 1, 1, 1)
+    functions = hybrids.MIXERS["Qwen3_5GatedDeltaNet"].functions
+    for name, given in {
+        "causal_conv1d_fn": {"weight": x},
+        "torch_chunk_gated_delta_rule": {"key": x, "value": x, "g": x, "beta": x, "output_final_state": True},
+        "torch_recurrent_gated_delta_rule": {},
+    }.items():
+        assert functions[name](kernel)(x, **given) == "torch"
 
 
 def test_every_row_of_the_table_is_a_family_that_is_tested() -> None:

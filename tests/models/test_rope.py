@@ -92,6 +92,19 @@ def test_the_length_of_a_document_is_known_at_each_of_its_positions() -> None:
     assert document_lengths(positions).tolist() == expected
 
 
+def test_dynamic_scaling_asks_no_device_for_the_longest_document() -> None:
+    """Up to max_position_embeddings, the longest document, its frequencies do not change."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)).eval()
+    ids, positions = torch.arange(32)[None], torch.tensor([[*range(20), *range(12)]])
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    use_document_lengths(model)
+    assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, expected)
+    nowhere = torch.zeros(1, 32, dtype=torch.int64, device="meta")  # whose values cannot be read
+    cos, _ = model.model.rotary_emb.to("meta")(torch.zeros(1, device="meta"), nowhere)
+    assert cos.shape == (1, 32, 16)
+
+
 def test_documents_longer_than_the_short_frequencies_are_rejected_where_ranks_share_them() -> None:
     model = longrope_model("phi3")
     check_rope(model, Topology(context=2), 32)

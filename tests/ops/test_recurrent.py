@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sftkit.ops.recurrent import CHUNK, _segments, gated_delta_rule, kernel_unsupported_reason, normalized
+from sftkit.ops.recurrent import SCAN_CHUNK, _segments, fla_unsupported_reason, gated_delta_rule, normalized
 
 ROWS = [[3, 40, 70, 1, 36], [150]]
 "Lengths of documents: some in one chunk, some over its border, one over three chunks."
@@ -97,16 +97,16 @@ def test_chunks_of_documents_are_numbered_without_asking_the_device() -> None:
     total = int(STARTS[-1])
     found = _segments(slots, total)
     lengths = found["cu_seqlens"].diff()
-    real = [(n, chunk) for n, length in enumerate(LENGTHS) for chunk in range(-(-length // CHUNK))]
+    real = [(n, chunk) for n, length in enumerate(LENGTHS) for chunk in range(-(-length // SCAN_CHUNK))]
     indices = [tuple(pair) for pair in found["chunk_indices"].tolist()]
     assert indices[: len(real)] == real
-    assert len(indices) == total // CHUNK + len(slots) - 1
+    assert len(indices) == total // SCAN_CHUNK + len(slots) - 1
     assert all(lengths[document] == 0 and chunk == 0 for document, chunk in indices[len(real) :])
 
 
 @pytest.mark.gpu
 def test_the_kernels_of_flash_linear_attention_compute_the_same() -> None:
-    if reason := kernel_unsupported_reason():
+    if reason := fla_unsupported_reason():
         pytest.skip(f"flash-linear-attention {reason}")
     given = [x.cuda() for x in inputs(2, 4, torch.float32, (128, 128))]
     exact = [x.clone().requires_grad_() for x in given]

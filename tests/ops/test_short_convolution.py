@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.nn import functional as F
 

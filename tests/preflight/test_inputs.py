@@ -307,6 +307,37 @@ def test_a_condition_on_a_column_that_no_row_has_names_those_that_are_there(here
     assert problems("data.train=[{path: chats.jsonl, where: {zzz: en}}]") == [], "a later row may have it"
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", """{"messages": "[{'role': 'user'}]"}""", r"messages: not JSON.*how Python shows a value: write it with json\.dumps"),
+        ("a.jsonl", '[\n{"text": "a"}]', r"a\.jsonl:1: not JSON.*if the whole file is one, name it \.json"),
+        ("a.jsonl", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', r"messages\[0\] is text, expected .*a row is one conversation"),
+        ("a.jsonl", '{"messages": [{"author": "user", "content": "a"}]}', "no role among author, content. Name each message's speaker"),
+        ("a.jsonl", '{"messages": [{"role": "user", "text": "a"}]}', "content is missing next to role, text"),
+        ("a.csv", "prompt;completion\na;b\n", r"One column has ';' in its name: cells have commas"),
+        ("a.json", '{"train": [{"text": "a"}], "test": []}', r"If train holds the rows of a \.json file, name it data"),
+        ("a.xlsx", "PK", r"Write tables of other programs as \.csv"),
+    ],
+)  # fmt: skip
+def test_what_people_take_for_data_is_answered_with_what_to_do(here: Path, name: str, content: str, told: str) -> None:
+    (here / name).write_text(content)
+    assert re.search(told, refused(f"data.train=[{{path: {name}}}]"))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{path: chats.jsonl, subset: main}", "subset is of a folder or dataset, and this is a file"),
+        ("{path: chats.jsonl, tokenizer_of: words}", "leave it out, model.tokenizer reads rows"),
+        ("{path: chats.jsonl, where: {min_token: 5}}", 'Did you mean "min_tokens"?'),
+        ("{path: [chats.jsonl]}", "write an entry {path: ...} for each, or path: FOLDER with files"),
+    ],
+)
+def test_settings_of_a_source_that_cannot_be_meant_are_rejected(here: Path, source: str, told: str) -> None:
+    assert told in refused(f"data.train=[{source}]")
+
+
 def test_a_missing_tokenizer_of_tokens_is_named(here: Path) -> None:
     (here / "a.bin").write_bytes(b"12")
     told = refused("data.train=[{path: a.bin, tokenizer_of: ./word}]", stage="mid")

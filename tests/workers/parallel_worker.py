@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
-    Lfm2Config,
     GptOssConfig,
+    Lfm2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,

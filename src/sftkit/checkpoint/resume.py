@@ -22,7 +22,6 @@ from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError, hint
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
-from sftkit.rundir.changes import NO_SUCH_SOURCE, compare_recipes, difference_lines, differences, rejection
 from sftkit.rundir.files import UNREADABLE, verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
@@ -217,7 +216,7 @@ def source_differences(there: Mapping[str, dict[str, Any]], examples: Examples) 
         count = known["documents"]
         why = "" if here.get(name) == known else "others are in their places"
         if name not in here:
-            why = NO_SUCH_SOURCE
+            why = hint("no such source")
         elif sizes[name] < count:
             why = f"it has {sizes[name]:,}"
         elif sizes[name] > count:
@@ -229,8 +228,10 @@ def source_differences(there: Mapping[str, dict[str, Any]], examples: Examples) 
 
 def identity_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return a line for each difference of two identities, without those of sources, which may grow."""
+    from sftkit.rundir.changes import difference_lines, key_differences
+
     sides = ({key: value for key, value in side.items() if key != "sources"} for side in (there, here))
-    return difference_lines(differences(*sides))
+    return difference_lines(key_differences(*sides))
 
 
 def check_fit(
@@ -254,6 +255,8 @@ def check_fit(
     """
     if resume.folder is None:
         return []
+    from sftkit.rundir.changes import compare_recipes, rejection  # most starts resume nothing
+
     settings, lines = compare_recipes((resume.folder / RECIPE).read_text(), recipe, allowed)
     there = resume.state.get("identity") or {}
     fixed: list[str] = []

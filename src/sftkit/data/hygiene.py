@@ -24,8 +24,7 @@ from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text
 from sftkit.data.reading.origin import find_source
-from sftkit.data.store.view import StoredTokens
-from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, Unlearned
+from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.script import counted, working
@@ -364,8 +363,8 @@ def choose_documents(
         counts[name] = counts[name] | sizes | {"documents": round(kept[-1].size / len(passes[i]) * source.repeat)}
         if before := counts[name].get("answers_learned"):
             its = docs[own & used & ~aside]
-            numbers, spans = stored.answers(its)
-            whole = int((spans[:, 1] <= np.repeat(training.lengths[its] + 1, numbers)).sum())
+            assert isinstance(stored, StoredTokens)
+            whole = stored.learned_answers(its)
             again = (past <= training.lengths[doc] + 1 for doc in its.tolist() for _, past in repeated.get(doc, ()))
             learned = round((whole - sum(again)) * source.repeat)
             counts[name] |= {"answers_learned": learned, ANSWERS_LEFT_OUT: before - learned}
@@ -393,9 +392,7 @@ def repeated_answers(examples: Examples, documents: np.ndarray) -> tuple[dict[in
     """
     assert isinstance(examples.tokens, StoredTokens)
     assert examples.columns is not None
-    numbers, spans = examples.tokens.answers(documents)
-    rest = iter(spans.tolist())
-    answers = iter([list(islice(rest, number)) for number in numbers.tolist()])
+    answers = examples.tokens.answers(documents)
     found: dict[int, list[tuple[int, int]]] = {}
     nothing_new = []
     known: set[bytes] = set()

@@ -2,10 +2,10 @@
 
 transformers computes these layers with functions of the model's own module, and passes the arguments of the layer on to
 them. With `documents` among these arguments our operators take their place, which begin every document with an empty
-state; without, in generation and in the plain model, the function of transformers computes as ever. No class is
-changed.
+state; without, in generation and in the plain model, a function of transformers computes. No class is changed.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED
 from sftkit.ops.short_convolution import short_convolution
-from sftkit.ops.state_space import state_space
+from sftkit.ops.state_space import last_state, state_space
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+
+    plain = inspect.unwrap(original)
 
     def convolve(
         x: Tensor,
@@ -42,21 +44,28 @@ def _convolution(original: Function) -> Function:
     ) -> Tensor:
         documents = seq_idx if documents is None else documents
         if documents is None:
-            return original(x, weight, bias, activation=activation, **kwargs)
+            return (original if x.is_cuda else plain)(x, weight, bias, activation=activation, **kwargs)
         return short_convolution(x.mT, weight, bias, activation, documents.positions).mT
 
     return convolve
 
 
 def _gated_delta_rule(original: Function) -> Function:
-    """Return a gated delta rule that stays within documents if it is given them."""
+    """Return a gated delta rule that stays within documents if it is given them.
+
+    Without, it is transformers' own code in torch, as the plain model is what ours is compared with; an answer, which
+    keeps the last state, may have the kernels that transformers found.
+    """
+
+    plain = inspect.unwrap(original)
 
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        if documents is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)
         kernel = "fla" if value.is_cuda and value.dtype != torch.float32 and _kernels["fla"] else "torch"
+        if documents is None:
+            answers = kwargs.get("output_final_state") and kernel == "fla"
+            return (original if answers else plain)(query, key, value, g=g, beta=beta, **kwargs)
         query, key = recurrent.normalized(query), recurrent.normalized(key)
         if kernel == "fla":
             query, key = query.to(value.dtype), key.to(value.dtype)
@@ -67,8 +76,23 @@ def _gated_delta_rule(original: Function) -> Function:
     return delta_rule
 
 
+def _one_position(original: Function) -> Function:
+    """Return the function for a single position, in torch where its kernels cannot compute."""
+    plain = inspect.unwrap(original)
+
+    def recur(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (original if query.is_cuda else plain)(query, *args, **kwargs)
+
+    return recur
+
+
 def _state_space(original: Function) -> Function:
-    """Return Mamba2's recurrence that stays within documents if it is given them."""
+    """Return Mamba2's recurrence that stays within documents if it is given them.
+
+    Without, it is transformers' own code, as in `_gated_delta_rule`, except at the beginning of an answer: in torch
+    that code takes gigabytes for a few prompts.
+    """
+    plain = inspect.unwrap(original)
 
     def scan(
         x: Tensor,
@@ -83,10 +107,15 @@ def _state_space(original: Function) -> Function:
         documents: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
-        if documents is None:
-            return original(x, dt, A, B, C, **given, **kwargs)
-        return state_space(x, dt, A, B, C, **given, starts=documents.positions)
+        steps: dict[str, Any] = {"dt_bias": dt_bias, "dt_limit": dt_limit}
+        if documents is not None:
+            return state_space(x, dt, A, B, C, D=D, **steps, chunk_size=chunk_size, starts=documents.positions)
+        rows, length = x.shape[:2]
+        if kwargs["return_final_states"] and kwargs["initial_states"] is None:
+            starts = torch.arange(length, device=x.device).expand(rows, -1)
+            out = state_space(x, dt, A, B, C, D=D, **steps, chunk_size=min(chunk_size, length), starts=starts)
+            return out, last_state(x, dt, A, B, **steps)
+        return (original if x.is_cuda else plain)(x, dt, A, B, C, chunk_size=chunk_size, D=D, **steps, **kwargs)
 
     return scan
 
@@ -130,10 +159,10 @@ def _delta_products(layer: Any) -> int:
 
 def _delta_kept(layer: Any) -> int:
     """Return what is kept: the convolution's input and output, normalized queries and keys of all value heads, the
-    gate, the output and what leaves the norm, and the inverse of a chunk's system.
+    gate, the output and what leaves the norm, and the inverse of a system of 64 positions.
     """
     keys, values = layer.num_v_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
-    return int(2 * layer.conv_dim + 2 * keys + 3 * values + recurrent.CHUNK * layer.num_v_heads)
+    return int(2 * layer.conv_dim + 2 * keys + 3 * values + 64 * layer.num_v_heads)
 
 
 def _scan_products(layer: Any) -> int:
@@ -142,15 +171,20 @@ def _scan_products(layer: Any) -> int:
 
 
 def _scan_kept(layer: Any) -> int:
-    """Return what is kept: the projected input, the convolution's output, inputs with decays, the states between
-    chunks, what is read of them and of positions of the chunk, and what leaves the norm.
+    """Return what is kept: the projected input, the convolution before and after its activation, vectors B and C by
+    chunk, inputs with decays, the states between chunks, what is read of them, products of B and C, and the output.
     """
-    inner, projected = layer.num_heads * layer.head_dim, layer.in_proj.out_features
+    inner, vectors = layer.num_heads * layer.head_dim, layer.n_groups * layer.ssm_state_size
     states = inner * layer.ssm_state_size // layer.chunk_size
-    return int(projected + layer.conv_dim + 4 * inner + states + layer.chunk_size * layer.n_groups)
+    scanned = 3 * inner + 3 * vectors + states + layer.chunk_size * layer.n_groups
+    return int(layer.in_proj.out_features + 2 * layer.conv_dim + scanned)
 
 
-_DELTA_FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule}
+_DELTA_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _one_position,
+}
 _DELTA = Mixer("linear_attention", _DELTA_FUNCTIONS, _delta_products, _delta_kept)
 _SCAN_FUNCTIONS = {
     "causal_conv1d_fn": _convolution,
@@ -178,6 +212,7 @@ _SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no k
 UNSUPPORTED = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), _SELECTIVE),
     "Mamba2Mixer": "Mamba 2 in a model without attention, whose sizes a run reads",
+    "KimiLinearDeltaAttention": "Kimi Delta Attention: no operator here has a decay for each channel of a key",
     "Zamba2MambaMixer": "Mamba 2 between layers that share their weights, which blocks of a run cannot",
 }
 "By the class of a recurrent layer: why it is not in MIXERS."
@@ -200,7 +235,9 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     found = list(mixers(orig_model))
     # Decided before anything is traced.
     if torch.cuda.is_available() and any(mixer is _DELTA for *_, mixer in found):
-        reason = recurrent.kernel_unsupported_reason()
+        from sftkit.ops.recurrent import fla_unsupported_reason
+
+        reason = fla_unsupported_reason()
         _kernels["fla"] = reason is None
         if reason is not None:
             log.warning("recurrent layers take several times longer: flash-linear-attention %s", reason)

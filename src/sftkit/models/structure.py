@@ -134,11 +134,13 @@ def use_document_lengths(orig_model: PreTrainedModel) -> None:
     for module in orig_model.modules():
         if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
             module.forward = MethodType(_tempered, module)
-    if longrope_limit(orig_model.config) is None:
-        return
     for module in [*orig_model.modules()]:
         types = getattr(module, "rope_type", None)
         kinds = types if isinstance(types, dict) else {None: types}
+        if types == "dynamic":
+            # No document is longer than max_positions, up to which factors do not change. transformers asks the device
+            # in each step how long the longest is.
+            module.forward = MethodType(torch.no_grad()(inspect.unwrap(type(module).forward)), module)
         # Without transformers' decorator the class itself chooses the frequencies (Phi-3.5-MoE, which is rejected).
         if "longrope" in kinds.values() and hasattr(type(module).forward, "__wrapped__"):
             long = copy.deepcopy(module)

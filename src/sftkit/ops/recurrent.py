@@ -17,12 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sftkit.config.commands import install
 
-CHUNK = 64
+SCAN_CHUNK = 64
 "Positions that are computed together; 64 is also the chunk of flash-linear-attention."
 
 
 @cache
-def kernel_unsupported_reason() -> str | None:
+def fla_unsupported_reason() -> str | None:
     """Return why flash-linear-attention cannot compute here; None if it can."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "needs an NVIDIA GPU"
@@ -79,7 +79,7 @@ def gated_delta_rule(
     chunks = _Chunks.of(query, key, value, decay, beta, borders)
     scanned, _ = _scan(chunks)
     out = (chunks.head * chunks.query) @ scanned.states + chunks.scores @ scanned.updates
-    return _joined(out, value), value.new_empty(0), value.new_empty(0)
+    return _joined(out, value), value.new_zeros(0), value.new_zeros(0)
 
 
 @gated_delta_rule.register_fake
@@ -88,10 +88,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     if rest[-1] != "fla":
         return value.new_empty(value.shape), value.new_empty(0), value.new_empty(0)
     sums = value.new_empty(1, batch * length, heads, dtype=torch.float32)
-    return value.new_empty(value.shape), sums, key.new_empty(1, batch * length, heads, CHUNK)
+    return value.new_empty(value.shape), sums, key.new_empty(1, batch * length, heads, SCAN_CHUNK)
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("sftkit::gated_delta_rule_backward", mutates_args=())
@@ -106,7 +106,7 @@ def gated_delta_rule_backward(
     cumulated: Tensor,
     inverse: Tensor,
     kernel: str,
-) -> Gradients:
+) -> _Gradients:
     """Return the gradients of `gated_delta_rule` by its first five arguments, in their shapes and dtypes."""
     given = (query, key, value, decay, beta)
     if kernel == "fla":
@@ -123,7 +123,7 @@ def gated_delta_rule_backward(
 
 
 @gated_delta_rule_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *_: Any) -> Gradients:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *_: Any) -> _Gradients:
     return tuple(x.new_empty(x.shape) for x in (query, key, value, decay, beta))  # type: ignore[return-value]
 
 
@@ -156,8 +156,8 @@ def _segments(cu_seqlens: Tensor, total: int) -> dict[str, Any]:
     for which its kernels load and store nothing.
     """
     ends = torch.cat([cu_seqlens, cu_seqlens[-1:]])
-    first = F.pad((cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor").cumsum(0), (1, 0))
-    places = torch.arange(total // CHUNK + len(cu_seqlens) - 1, device=cu_seqlens.device)
+    first = F.pad((cu_seqlens.diff() + (SCAN_CHUNK - 1)).div(SCAN_CHUNK, rounding_mode="floor").cumsum(0), (1, 0))
+    places = torch.arange(total // SCAN_CHUNK + len(cu_seqlens) - 1, device=cu_seqlens.device)
     document = torch.searchsorted(first, places, right=True) - 1
     chunk = torch.where(document < len(cu_seqlens) - 1, places - first[document], 0)
     return {"cu_seqlens": ends, "chunk_indices": torch.stack([document, chunk], 1).to(cu_seqlens.dtype)}
@@ -197,13 +197,13 @@ class _Chunks(NamedTuple):
         """Cut the arguments of `gated_delta_rule` into chunks; positions behind the last are documents of their own."""
         dtype = torch.promote_types(value.dtype, torch.float32)
         groups = value.shape[2] // query.shape[2]
-        behind = -value.shape[1] % CHUNK
+        behind = -value.shape[1] % SCAN_CHUNK
 
         query, key = (_cut(x, behind, dtype).repeat_interleave(groups, 1) for x in (query, key))
         value, decay, beta = (_cut(x, behind, dtype) for x in (value, decay, beta))
         query = query * query.shape[-1] ** -0.5
-        places = torch.arange(CHUNK, device=value.device)
-        within = F.pad(positions, (0, behind)).unflatten(1, (-1, CHUNK))[:, None]
+        places = torch.arange(SCAN_CHUNK, device=value.device)
+        within = F.pad(positions, (0, behind)).unflatten(1, (-1, SCAN_CHUNK))[:, None]
         # A document's first position in a chunk has the largest of these numbers so far; 0 or less: it began before.
         start = places - within
         same = ((start[..., None, :] == start[..., :, None]) & (places <= places[:, None])).to(dtype)
@@ -231,7 +231,7 @@ class _Scanned(NamedTuple):
 
 def _scan(chunks: _Chunks) -> tuple[_Scanned, Tensor]:
     """Return the states, and the inverse of each chunk's system of equations."""
-    eye = torch.eye(CHUNK, dtype=chunks.value.dtype, device=chunks.value.device).expand_as(chunks.system)
+    eye = torch.eye(SCAN_CHUNK, dtype=chunks.value.dtype, device=chunks.value.device).expand_as(chunks.system)
     inverse = torch.linalg.solve_triangular(chunks.system, eye, upper=False, unitriangular=True)
     own = inverse @ (chunks.beta * chunks.value)
     read = inverse @ (chunks.beta * chunks.head * chunks.key)
@@ -245,7 +245,7 @@ def _scan(chunks: _Chunks) -> tuple[_Scanned, Tensor]:
     return _Scanned(torch.stack(states, 2), torch.stack(updates, 2)), inverse
 
 
-def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> Gradients:
+def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> _Gradients:
     """Return the gradients, through the states from the last to the first.
 
     With U the updates, (1 + system) U = R and R = beta (value - head key S): the gradient of R is that of U through the
@@ -253,7 +253,7 @@ def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> G
     """
     query, key, value, beta, same, factor, head, tail, kept, scores, system = chunks
     (states, updates), inverse = _scan(chunks)
-    grad = _cut(grad, -grad.shape[1] % CHUNK, value.dtype)
+    grad = _cut(grad, -grad.shape[1] % SCAN_CHUNK, value.dtype)
     of_out = scores.mT @ grad
     after = torch.zeros_like(states[:, :, 0])
     of_states, of_systems = [], []
@@ -292,7 +292,7 @@ def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> G
 def _cut(x: Tensor, behind: int, dtype: torch.dtype) -> Tensor:
     """Return [B, T, heads, ...] by chunk, zeros behind: [B, heads, N, C, ...], one column where nothing follows."""
     x = x.to(dtype) if x.ndim == 4 else x.to(dtype)[..., None]
-    return F.pad(x, (0, 0, 0, 0, 0, behind)).transpose(1, 2).unflatten(2, (-1, CHUNK)).contiguous()
+    return F.pad(x, (0, 0, 0, 0, 0, behind)).transpose(1, 2).unflatten(2, (-1, SCAN_CHUNK)).contiguous()
 
 
 def _joined(x: Tensor, like: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def _joined(x: Tensor, like: Tensor) -> Tensor:
 def _flops(key: Sequence[int], value: Sequence[int]) -> int:
     """Return the FLOPs of a forward pass over chunks: three products with the state, five within a chunk."""
     batch, length, heads, width = value
-    return 2 * batch * length * heads * (3 * key[-1] * width + CHUNK * (3 * key[-1] + 2 * width))
+    return 2 * batch * length * heads * (3 * key[-1] * width + SCAN_CHUNK * (3 * key[-1] + 2 * width))
 
 
 @register_flop_formula(torch.ops.sftkit.gated_delta_rule)

@@ -46,10 +46,9 @@ class _Convolution(torch.autograd.Function):
         ctx.bias = None if bias is None else bias.dtype
         exact = torch.promote_types(x.dtype, torch.float32)
         taps = weight.to(exact).unbind(1)
-        wide = x.to(exact)
-        out = wide * taps[-1]
+        out = x * taps[-1]
         for back in range(1, min(len(taps), x.shape[1])):
-            earlier = F.pad(wide, (0, 0, back, -back))
+            earlier = F.pad(x, (0, 0, back, -back))
             # `where`, not a product: zero times an infinite value of another document is not zero.
             out = out + torch.where((starts >= back).unsqueeze(-1), earlier, 0) * taps[-1 - back]
         if bias is not None:

@@ -40,10 +40,28 @@ def state_space(
         starts: int [batch, T], each position's distance from the first position of its document.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    step = F.softplus(dt.to(exact) + dt_bias.to(exact)).clamp(*dt_limit)
+    step = _steps(dt, dt_bias, dt_limit, exact)
     out = _scan(x, step, step * A.to(exact), B, C, starts, chunk_size)
     # Models view the heads of the output as one dimension.
     return (out + D.to(exact)[:, None] * x).to(x.dtype).contiguous()
+
+
+def last_state(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *, dt_bias: Tensor, dt_limit: tuple[float, float]
+) -> Tensor:
+    """Return the state after the last position of rows that are one document each, [batch, H, P, N], from which an
+    answer continues; arguments as in `state_space`.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    step = _steps(dt, dt_bias, dt_limit, exact)
+    decay = F.pad(step * A.to(exact), (0, 0, 0, 1))[:, 1:]
+    since = decay.flip(1).cumsum(1).flip(1).exp()
+    added = (x * (step * since)[..., None]).unflatten(2, (B.shape[2], -1))
+    return torch.einsum("btgrp,btgs->bgrps", added, B.to(exact)).flatten(1, 2)
+
+
+def _steps(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float], exact: torch.dtype) -> Tensor:
+    return F.softplus(dt.to(exact) + dt_bias.to(exact)).clamp(*dt_limit)
 
 
 def _scan(x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor, starts: Tensor, chunk_size: int) -> Tensor:

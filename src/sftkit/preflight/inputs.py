@@ -41,7 +41,6 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
-from sftkit.rundir.changes import NO_SUCH_SOURCE, compare_recipes, difference_lines, rejection
 from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
 from sftkit.rundir.names import (
     ADAPTER_FOLDERS,
@@ -439,6 +438,8 @@ def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
 
 def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | None) -> str | None:
     """Return all that files tell of the differences between a recipe and the checkpoint that it resumes from."""
+    from sftkit.rundir.changes import compare_recipes, difference_lines, rejection
+
     recipe = to_yaml(cfg)
     allowed = cfg.train.resume_changes
     try:
@@ -457,7 +458,7 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
     names = [schema.source_label(source) for source in cfg.data.train] if sources else []
     grown = [f"source {name} is new" for name in names if name not in sources and "data.train" not in allowed]
     for name in sorted(sources.keys() - names):
-        words = {"name": name, "documents": sources[name], "why": NO_SUCH_SOURCE}
+        words = {"name": name, "documents": sources[name], "why": hint("no such source")}
         fixed.append(hint("source that does not go on", **words))
     if cfg.adapter is not None and made is not None and cfg.model.path and not _is_made(cfg.model.path, made):
         fixed += _other_base(cfg.model, read_base_digest(folder))

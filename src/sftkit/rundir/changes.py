@@ -43,7 +43,6 @@ CHANGED = {
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }
 "Effects of changing a key, if they are not obvious."
-NO_SUCH_SOURCE = "no source has that name: keep it, with weight 0 if nothing more is to be learned from it"
 
 
 def _shortened(value: Any) -> str:
@@ -54,7 +53,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
 
-def differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
+def key_differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Map the dotted key of every leaf that differs to (value in the checkpoint, value in this run)."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}

@@ -169,7 +169,8 @@ def flops_check(model: ModelWithLoss) -> Check:
     # Routers choose experts by computed values, which the meta device does not have.
     # In recurrent layers torch computes further products, over chunks of positions.
     recurrent = any(hybrids.mixers(orig_model))
-    if kinds is None or recurrent or model.routing is not None or orig_model.config.is_encoder_decoder:
+    experts = any(type(module).__name__.endswith("Experts") for module in orig_model.modules())
+    if kinds is None or recurrent or experts or orig_model.config.is_encoder_decoder:
         words = "not counted for models with experts, an encoder, recurrent or other layers"
         return Check(name, None, words, expected, how)
     adapters = adapters_of(orig_model)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from sftkit.config.schema import SourceConfig, where_columns
+from sftkit.config.schema import COUNTED, SourceConfig, where_columns
 from sftkit.data.types import Finding, JsonObject, Kind
 from sftkit.errors import DataError, LeftOut, fault
 from sftkit.runtime.script import counted, first_of
@@ -156,6 +156,7 @@ SHAPES = """messages conversations instruction output response prompt completion
 answerKey text content caption captions file_name input_ids from value function_call query answers conversation chat
 segments labels attention_mask position_ids"""
 "Columns by which rows are recognised, and keys of turns in other shapes."
+Turns = list[tuple[object, object]]
 _MARKER = re.compile(r"<(image|video|audio)>")
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -288,15 +289,16 @@ def check_media(row: JsonObject, where: str) -> None:
             raise fault(where, "pictures or sound with a text", name=name)
 
 
-def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where: str) -> list[str]:
+def check_preferences(row: JsonObject, turns_of_row: Callable[[], Turns], where: str) -> list[str]:
     """Reject a row with a chosen and a rejected answer, unless its own messages end with the chosen one. Return the
     columns that repeat these messages.
 
     Args:
-        turns: (role, content) of its messages; empty: a text.
+        turns_of_row: returns (role, content) of its messages; empty: a text.
     """
     if row.keys().isdisjoint(PREFERENCES):
         return []
+    turns = turns_of_row()
     given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
     chosen = [name for name in given if name.startswith("chosen")]
 
@@ -311,7 +313,7 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
     raise fault(where, "preference row", columns=", ".join(given))
 
 
-def turns_of(messages: object) -> list[tuple[object, object]]:
+def turns_of(messages: object) -> Turns:
     """Return (role, content) of the messages that are not from the system, to compare conversations."""
     found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     return [
@@ -356,7 +358,7 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
         found, _ = _take(row, name)
         wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
         if found is None and not wants_none and name not in (there := _columns(row)):
-            near = difflib.get_close_matches(name, there, n=1)
+            near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
             meant = f'. Did you mean "{near[0]}"?' if near else ""
             text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
             raise LeftOut(text, reason=f"where: {name}{NOT_THERE}")

@@ -171,8 +171,11 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
 def _check_alone(source: SourceConfig, path: PurePath) -> None:
     """Reject a source of one file if it holds no rows, or neither the split train nor the requested one by its name."""
     split = base_split(source.split)
-    if source.files:
-        raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
+    if only := "files are" if source.files else "subset is" if source.subset is not None else "":
+        raise ConfigError(f"data source {source.path}: {only} of a folder or dataset, and this is a file: leave it out")
+    if source.tokenizer_of is not None and not _is_of_kind(source, path):
+        problem = f"tokenizer_of is for files of tokens ({_kinds(source)}): leave it out, model.tokenizer reads rows"
+        raise ConfigError(f"data source {source.path}: {problem}")
     if not _is_of_kind(source, path):
         raise config_error("no file of this kind", path=source.path, kinds=_kinds(source))
     if split not in ("train", split_of(PurePath(path.name))):

@@ -35,7 +35,7 @@ TRIES = 3
 WHAT_NEXT = "Start again when it can be read (what was fetched stays), or copy the files here and name their folder"
 FOLDER = "remote"
 "In data.cache_dir."
-BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.loss", ".ds.metadata")}
+SIDECARS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.loss", ".ds.metadata")}
 "Suffix of a file of tokens -> endings in its place, of files that are read with it."
 MAPPED: list[IO[bytes]] = []
 "Hold the locks of copies that this process reads as long as it lives."
@@ -126,7 +126,7 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
 def beside(path: str) -> list[str]:
     """Return the files that may be read with a file of tokens."""
     stem, dot, suffix = path.rpartition(".")
-    return [stem + end for end in BESIDE.get(dot + suffix, ())]
+    return [stem + end for end in SIDECARS.get(dot + suffix, ())]
 
 
 def mapped_copies(groups: Sequence[Sequence[RemoteFile]], data: DataConfig | None) -> list[Path]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
@@ -58,7 +58,7 @@ def parse(raw: RawRow) -> Row:
         columns.check_where(found, source, where)
         absent = columns.missing_columns(found, source)
         row = convert(columns.moved(found, source), where, source)
-        return replace(row, unused=(*row.unused, *absent)) if absent else row
+        return row.changed(unused=(*row.unused, *absent)) if absent else row
     return convert(found, where, source)
 
 
@@ -74,49 +74,58 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
         del present["input_ids"]
     fitting, name = _shapes(frozenset(present))
     if not fitting:
-        columns.check_preferences(present, [], where)
+        columns.check_preferences(present, list, where)
         if "message_tree_id" in present:
             raise fault(where, "tree of answers")
         null = [key for key, value in raw.items() if value is None]
         empty = f"; null: {', '.join(null)}" if null else ""
         absent = [path for name, path in ((source and source.columns) or {}).items() if name not in present]
         empty += f"; not in this row: {', '.join(absent)}" if absent else ""
+        advice = ""
+        if len(present) == 1 and (mark := re.search(r"[;,\t|]", *present)):
+            advice = f" One column has {mark[0]!r} in its name: cells have commas between them in .csv, tabs in .tsv."
+        if where.endswith("[0]") and (lists := [key for key, value in present.items() if isinstance(value, list)]):
+            advice = f" If {lists[0]} holds the rows of a .json file, name it data."
         shapes = " ".join(ACCEPTED.split())
-        raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
+        words = {"columns": ", ".join(present) or "(none)", "empty": empty, "shapes": shapes, "advice": advice}
+        raise fault(where, "unknown columns", **words)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     of_tokens = shape.name == ELSEWHERE
     marked = {k: v for k, v in present.items() if k not in columns.MASKS} if of_tokens else present
     row = shape.make(present, where)
-    # The fields of the row that no kind of rows decides; written at once, for a copy of a Row takes as long as JSON.
+    # The fields of the row that no kind of rows decides.
     fields: dict[str, Any] = {"learned": columns.is_learned(marked, where), "shape": name}
     marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
     used = {*shape.columns, *shape.extra, *marks, *columns.MARKS_OF_PARTS}
     if row.image is not None and row.text is None:
-        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: row.captions))
+        return row.changed(**fields, unused=columns.unused_columns(present, used, lambda: row.captions))
     columns.check_media(present, where)
     if row.messages is None:
         if of_tokens and len(fitting) > 1:
             raise fault(where, "tokenized row", columns=", ".join(fitting[1].columns))
-        columns.check_preferences(present, [], where)
-        return replace(row, **fields, unused=columns.unused_columns(present, used, lambda: [row.text]))
+        columns.check_preferences(present, list, where)
+        return row.changed(**fields, unused=columns.unused_columns(present, used, lambda: [row.text]))
     labels = {name for name in ("label", "kto_tag") if name in present and not columns.understood(name, present[name])}
     used |= {*columns.SYSTEM, *columns.WITH_ANSWERS} - labels
     fields |= _completed(row, present, shape, source)
     if not isinstance(row.messages, list):
-        return replace(row, **fields)  # conversation.validated rejects it
-    turns = columns.turns_of(fields["messages"])
+        return row.changed(**fields)  # conversation.validated rejects it
+    turns = cache(lambda: columns.turns_of(fields["messages"]))
     moved = (source and source.columns) or {}
     if not any(path.partition(".")[0] in columns.PREFERENCES for path in moved.values()):
         used |= {*columns.check_preferences(present, turns, where)}
     for other in fitting[1:]:
         used |= _repeated(other, shape, present, turns, where)
-    texts = [text for _, text in turns]
+
+    def texts() -> list[object]:
+        return [text for _, text in turns()]
+
     _check_context(present, used, texts, where)
     used |= {*columns.CONTEXT_COLUMNS}
     nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
-    unused = columns.unused_columns(present, used, lambda: texts)
-    return replace(row, **fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
+    unused = columns.unused_columns(present, used, texts)
+    return row.changed(**fields, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
 def as_read(row: Row, decode: Callable[..., object]) -> str:
@@ -143,7 +152,7 @@ _CONVERSATIONS = (
 "First columns of the kinds of rows that are conversations."
 
 
-def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[object, object]], where: str) -> set[str]:
+def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: Callable[[], columns.Turns], where: str) -> set[str]:
     """Return the columns of a second conversation in a row if it is the same as the first.
 
     Raises:
@@ -158,19 +167,19 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
         second = [conversation.current_message(message, where) for message in again]
     except DataError:
         return set()  # columns of these names that hold something else
-    if columns.turns_of(second) == turns:
+    if columns.turns_of(second) == turns():
         return {*other.columns}
     raise fault(where, "two conversations", first=", ".join(shape.columns), second=", ".join(other.columns))
 
 
-def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str) -> None:
+def _check_context(raw: Raw, used: set[str], texts: Callable[[], list[object]], where: str) -> None:
     """Reject a conversation whose context or input is in none of its messages: its answers would be learned without
     what they are about."""
     for name in columns.CONTEXT_COLUMNS:
         value = raw.get(name)
         if name in used or columns.is_empty(value):
             continue
-        if not isinstance(value, str) or not any(isinstance(text, str) and value.strip() in text for text in texts):
+        if not isinstance(value, str) or not any(isinstance(text, str) and value.strip() in text for text in texts()):
             raise fault(where, "context outside the messages", name=name)
 
 

@@ -22,7 +22,7 @@ from sftkit.runtime.script import counted
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 
 
-KINDS = {
+KEPT = {
     "stores/[!.]*": "store",  # no drafts
     "views/[!.]*": "view",
     "images-*": "encoder input",
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
     path: Path
     kind: str
-    "in KINDS"
+    "in KEPT"
     source: str
     "of a store: the path of the source as it was first read"
     num_bytes: int
@@ -59,7 +59,7 @@ def kept_in(cache: Path, *, verify: bool = False) -> Iterator[Kept]:
         verify: read all files of stores, and compare them with their sha256.
     """
     found = []
-    for path, kind in [(path, kind) for pattern, kind in KINDS.items() for path in cache.glob(pattern)]:
+    for path, kind in [(path, kind) for pattern, kind in KEPT.items() for path in cache.glob(pattern)]:
         store = Store(path, 0)
         lines = store.lines().values()
         damaged = tuple(filter(None, (store.damage(line, again=True) for line in lines))) if verify else ()

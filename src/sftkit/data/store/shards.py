@@ -521,7 +521,7 @@ def _packed(docs: np.ndarray, first: int) -> dict[str, np.ndarray]:
         "content": docs["content"],
     }
     small = {name: _smallest(values) for name, values in columns.items()}
-    packed = np.empty(len(docs), [(name, one.dtype) for name, one in small.items()])
+    packed = np.zeros(len(docs), [(name, one.dtype) for name, one in small.items()])
     for name, one in small.items():
         packed[name] = one
     return {"docs.npy": packed, "kinds.npy": repeating[at]}

@@ -66,7 +66,7 @@ class StoredSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredTokens:
+class ShardTokens:
     """Tokens in shards."""
 
     shards: Sequence[Shard]
@@ -83,35 +83,40 @@ class StoredTokens:
         ids, is_target = map(np.concatenate, zip(*found, strict=True))
         return ids, is_target
 
-    def answers(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many answers each document has, int [D], and of each the first token and one past its last, int
-        [A, 2], also where they are cut off. `documents`: ascending."""
-        numbers = [np.zeros(0, np.int64)]
-        spans = [np.zeros((0, 2), np.uint32)]
-        for shard, entry in self._stored(documents):
-            of_each = shard.docs["answers"].astype(np.int64)
-            first = (np.cumsum(of_each) - of_each)[entry]
-            of_each = of_each[entry]
-            numbers.append(of_each)
-            places = np.arange(of_each.sum()) + np.repeat(first - (np.cumsum(of_each) - of_each), of_each)
-            spans.append(shard.answers[places])
-        return np.concatenate(numbers), np.concatenate(spans)
+    def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
+        """See types.StoredTokens."""
+        for shard, docs, starts in self._stored(documents):
+            for doc, start in zip(docs, starts.tolist(), strict=True):
+                yield [(first, past) for first, past in shard.answers_of(doc, start).tolist()]
+
+    def learned_answers(self, documents: np.ndarray) -> int:
+        """See types.StoredTokens."""
+        kept = self.lengths[documents].astype(np.int64) + 1
+        total = first = 0
+        for shard, docs, starts in self._stored(documents):
+            own = kept[first : first + len(docs)]
+            is_cut = docs["length"] > own
+            total += int(docs["answers"][~is_cut].sum())
+            for i in np.flatnonzero(is_cut & (docs["answers"] > 0)).tolist():
+                total += int((shard.answers_of(docs[i], int(starts[i]))[:, 1] <= own[i]).sum())
+            first += len(docs)
+        return total
 
     def sizes(self, documents: np.ndarray) -> np.ndarray:
-        """Return the tokens of each document before anything was cut off, of a text in pieces those of the whole text,
-        int [D]. `documents`: ascending."""
+        """See types.StoredTokens."""
         found = [np.zeros(0, np.int64)]
-        for shard, entry in self._stored(documents):
-            docs = shard.docs[entry]
+        for _, docs, _ in self._stored(documents):
             found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
         return np.concatenate(found)
 
-    def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray]]:
-        """Yield (shard, entries of its docs) of documents."""
+    def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
+        """Yield (shard, its entries of some documents, their first tokens), in order."""
         for number in np.unique(self.shard[documents]).tolist():
             here = documents[self.shard[documents] == number]
             shard = self.shards[number]
-            yield shard, np.searchsorted(shard.starts, self.start[here], side="right") - 1
+            starts = shard.starts
+            entry = np.searchsorted(starts, self.start[here], side="right") - 1
+            yield shard, shard.docs[entry], starts[entry]
 
 
 def make_examples(
@@ -165,7 +170,7 @@ def _examples(
 ) -> Examples:
     own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
-        StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
+        ShardTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,
         source_names=tuple(about["source_names"]),
         counts=about["counts"],

@@ -8,10 +8,12 @@ does not hold is tokenized by itself. So is one in 128 of the others, to compare
 
 import gc
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,8 +36,11 @@ CHARACTERS_OF_A_CALL = 2**20
 "Characters of the texts of a call."
 LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
-
 MOST_HEADERS = 1024
+LONG = 256
+"Characters of a text between special tokens, among the first HEAD of a document, whose ids are kept for other rows."
+HEAD = 4
+MOST_BEGINNINGS = 1024
 
 RowResult = Tokenized | DataError
 log = logging.getLogger(__name__)
@@ -78,13 +83,27 @@ class _Waiting:
     text: str
     spans: dict[int, list[Span]]
     last: int
-    prompt: list[int] | None = None
+    specials: list[str]
+    "special tokens of the text"
+    ends: list[int]
+    "where each of them ends"
+    beginning: tuple[int, str] | None = None
+    "(n, long text before special token n, with which other rows begin too)"
+    cut: np.ndarray | None = None
+    "ids of that text, which is not encoded again"
+    prompt: np.ndarray | None = None
     "ids of the text before the last answer, if the two are encoded apart"
 
     @property
     def to_encode(self) -> str:
-        """Return the text, or its last answer."""
-        return self.text if self.prompt is None else self.text[self.spans[self.last][0][0] :]
+        """Return the text, or what is not known of it."""
+        if self.prompt is not None:
+            return self.text[self.spans[self.last][0][0] :]
+        if self.cut is None or self.beginning is None:
+            return self.text
+        n, known = self.beginning
+        begin = self.ends[n - 1] if n else 0
+        return self.text[:begin] + self.text[begin + len(known) :]
 
 
 class RowBatches:
@@ -135,7 +154,11 @@ class RowBatches:
         learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS
         self._shapes = Shapes(self.tokenizer, self.settings.get("learning", learning), specials, self._seen)
         self._headers: dict[str, list[int]] = {}
-        self._pattern = special_pattern(specials)
+        self._beginnings: dict[str, np.ndarray] = {}
+        "Long text between special tokens that several rows begin with -> its ids."
+        self._met: set[int] = set()
+        "Hashes of texts of which that is not known."
+        self._pattern = re.compile(f"({special_pattern(specials).pattern})")
         special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
         self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
         if self._sizes is not None:
@@ -237,6 +260,7 @@ class RowBatches:
                     self._tried[i] = shaped.shape
                 waiting += self._next(i, chat.steps(row, self.tokenizer, **settings, shaped=shaped), None)
         while waiting:
+            self._cut(waiting)
             encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
             now = zip(waiting, encoded, strict=True)
             waiting = [following for one, ids in now for following in self._after(one, ids)]
@@ -244,8 +268,8 @@ class RowBatches:
     def _next(self, row: int, steps: chat.ChatSteps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
         """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
         try:
-            asked = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
-            return [_Waiting(row, steps, *asked)] if _is_encoded_here(asked[0]) else []
+            text, spans, last = steps.send(tokens)  # type: ignore[arg-type]  # None starts a generator
+            return [self._waiting(row, steps, text, spans, last)] if _is_encoded_here(text) else []
         except StopIteration as done:
             self._results[row] = done.value
         except DataError as error:
@@ -254,34 +278,76 @@ class RowBatches:
             pass
         return []
 
+    def _waiting(
+        self, row: int, steps: chat.ChatSteps[Tokenized], text: str, spans: dict[int, list[Span]], last: int
+    ) -> _Waiting:
+        """Return a text that is to be encoded, without its long beginning (instructions, tools) if that is known."""
+        pieces = self._pattern.split(text)
+        specials = pieces[1::2]
+        ends = list(accumulate(map(len, pieces)))[1::2]
+        begin = 0
+        for n, (end, token) in enumerate(zip(ends[:HEAD], specials, strict=False)):
+            if end - len(token) - begin >= LONG:
+                known = text[begin : end - len(token)]
+                if known in self._beginnings or hash(known) in self._met:
+                    return _Waiting(row, steps, text, spans, last, specials, ends, (n, known))
+                if len(self._met) >= MOST_BEGINNINGS:
+                    self._met.clear()
+                self._met.add(hash(known))
+                break
+            begin = end
+        return _Waiting(row, steps, text, spans, last, specials, ends)
+
+    def _cut(self, waiting: list[_Waiting]) -> None:
+        """Leave the long beginnings out of texts; those that are new are encoded, between their special tokens."""
+        new = {one.beginning[1]: one for one in waiting if one.beginning and one.beginning[1] not in self._beginnings}
+        if len(self._beginnings) + len(new) > MOST_BEGINNINGS:
+            self._beginnings.clear()
+            new = {one.beginning[1]: one for one in waiting if one.beginning}
+        texts = []
+        for known, one in new.items():
+            n = one.beginning[0] if one.beginning else 0
+            texts.append("".join((one.specials[n - 1] if n else "", known, one.specials[n])))
+        for (known, one), ids in zip(new.items(), self._encode(texts, split=False, whole=False), strict=True):
+            inner = np.array(ids[1 if one.beginning and one.beginning[0] else 0 : -1], np.int32)
+            if not self._is_special.take(inner).any() and self._text_sizes.take(inner).sum() == len(known.encode()):
+                self._beginnings[known] = inner
+        for one in waiting:
+            if one.beginning and one.prompt is None:
+                one.cut = self._beginnings.get(one.beginning[1])
+
     def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""
-        found = encoded if one.prompt is None else one.prompt + encoded
-        ids = np.array(found, dtype=np.int32)
-        specials = [(match.end(), match.group()) for match in self._pattern.finditer(one.text)]
-        places = self._is_special.take(ids).nonzero()[0].tolist()
-        is_long = len(found) > self.settings["max_length"]
-        if is_long or [found[i] for i in places] != [self._special_ids[token] for _, token in specials]:
+        ids = np.array(encoded, dtype=np.int32)
+        if one.prompt is not None:
+            ids = np.concatenate([one.prompt, ids])
+        places = self._is_special.take(ids).nonzero()[0]
+        if ids.take(places).tolist() != list(map(self._special_ids.__getitem__, one.specials)):
             return []
-        if self._text_sizes.take(ids).sum() != len(one.text.encode()):
+        if one.cut is not None and one.beginning is not None:
+            n = one.beginning[0]
+            ids = np.concatenate([ids[: places[n]], one.cut, ids[places[n] :]])
+            places[n:] += len(one.cut)
+        is_long = len(ids) > self.settings["max_length"]
+        if is_long or self._text_sizes.take(ids).sum() != len(one.text.encode()):
             return []
-        ends = [end for end, _ in specials]
-        at = dict(zip(ends, [place + 1 for place in places], strict=True))
+        ends = one.ends
+        at = dict(zip(ends, (places + 1).tolist(), strict=True))
         at[0] = 0
-        at[len(one.text)] = len(found)
+        at[len(one.text)] = len(ids)
         shared: set[int] = set()
         for k, parts in one.spans.items():
             start = parts[0][0]
             before = bisect_right(ends, start) - 1
-            first = places[before] if before >= 0 else 0
-            begin = ends[before] - len(specials[before][1]) if before >= 0 else 0
+            first = int(places[before]) if before >= 0 else 0
+            begin = ends[before] - len(one.specials[before]) if before >= 0 else 0
             if start - begin > LONGEST_HEADER:
                 return []
             header = self._header_ids(one.text[begin:start])
-            if found[first : first + len(header)] == header:
+            if ids[first : first + len(header)].tolist() == header:
                 at[start] = first + len(header)
             elif k == one.last and one.prompt is None:
-                return [replace(one, prompt=found[:first] + header)]
+                return [replace(one, cut=None, prompt=np.append(ids[:first], np.array(header, np.int32)))]
             else:
                 shared.add(k)
         return self._next(one.row, one.steps, (Placed(ids, at), shared))

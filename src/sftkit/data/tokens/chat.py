@@ -344,11 +344,16 @@ def _finished(
 
 
 def document(
-    ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase, sizes: TokenBytes | None = None
+    ids: np.ndarray,
+    is_target: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: TokenBytes | None = None,
+    **more: Any,
 ) -> TokenizedExample | None:
     """Make a document whose token 0 is not a target and that ends with its last target; None if it has no target.
 
     Args:
+        more: other fields of it.
         sizes: bytes of each id, if no character of the targets is only in part among them, except in token 0 and
             token 1; None: the targets are decoded.
     """
@@ -362,8 +367,8 @@ def document(
     ids = ids[:n].astype(np.int32)
     is_target = is_target[:n]
     if sizes is not None and sizes.whole[ids[0]]:
-        return TokenizedExample(ids, is_target, int(sizes.sizes.take(ids.take(targets)).sum()))
-    return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target))
+        return TokenizedExample(ids, is_target, int(sizes.sizes.take(ids.take(targets)).sum()), **more)
+    return TokenizedExample(ids, is_target, count_bytes(tokenizer, ids, is_target), **more)
 
 
 def count_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_target: np.ndarray) -> int:
@@ -444,19 +449,19 @@ def fit(
     ids = text.ids
     is_target = text.is_target
     is_long = len(ids) > max_length + 1
-    more = "more than " if text.rest is not None else ""
-    size = f"{more}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
+    beginning = "more than " if text.rest is not None else ""
+    size = f"{beginning}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
     if is_long and too_long == "drop":
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
         raise fault(row.where, "too long", size=size)
-    example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer, None if is_long else sizes)
+    more = {"size": len(ids), "answers": tuple(one for one in text.answers if one[1] <= max_length + 1)}
+    kept = ids[: max_length + 1], is_target[: max_length + 1]
+    example = document(*kept, tokenizer, None if is_long else sizes, **more)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
-    answers = tuple(one for one in text.answers if one[1] <= max_length + 1)
-    example = replace(example, size=len(ids), answers=answers)
     return Tokenized([example], "truncated" if is_long else None)
 
 

@@ -207,7 +207,14 @@ def _compiled(source: str) -> Any:
             known[type(owner), name] = safe(owner, name, value)
         return known[type(owner), name]
 
+    found = environment.getattr
+
+    def attribute_of(owner: Any, name: str) -> Any:
+        # A key of a message, which Jinja takes only after the attribute of an object is not there.
+        return owner[name] if type(owner) is dict and name in owner and not hasattr(dict, name) else found(owner, name)
+
     environment.is_safe_attribute = is_safe_attribute
+    environment.getattr = attribute_of
     return environment.from_string(source)
 
 
