@@ -620,8 +620,8 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None if
-    they give no sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None
+    if they give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

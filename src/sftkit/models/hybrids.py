@@ -20,8 +20,6 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED
-from sftkit.ops.short_convolution import short_convolution
-from sftkit.ops.state_space import last_state, state_space
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +28,7 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+    from sftkit.ops.short_convolution import short_convolution
 
     plain = inspect.unwrap(original)
 
@@ -92,6 +91,8 @@ def _state_space(original: Function) -> Function:
     Without, it is transformers' own code, as in `_gated_delta_rule`, except at the beginning of an answer: in torch
     that code takes gigabytes for a few prompts.
     """
+    from sftkit.ops.state_space import last_state, state_space
+
     plain = inspect.unwrap(original)
 
     def scan(

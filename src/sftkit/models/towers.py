@@ -121,7 +121,7 @@ def register_text_model(config: PretrainedConfig) -> None:
         or any(isinstance(one, WeightConverter) for one in conversions)
     ):
         return
-    body = transformers.MODEL_MAPPING[type(text)]
+    body: Any = transformers.MODEL_MAPPING[type(text)]
     of_transformers = {"config_class": type(text), "body_class": body, "__module__": body.__module__}
     made = type(f"{body.__name__}ForCausalLM", (TextWithHead, body.__base__, GenerationMixin), of_transformers)
     # Private: `register` ignores configs of transformers itself.
@@ -138,7 +138,7 @@ def class_of(config: PretrainedConfig) -> Any:
     for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
-    return getattr(transformers, str((config.architectures or [None])[0]), None)
+    return getattr(transformers, (config.architectures or [""])[0], None)
 
 
 def tied_by_whole(config: PretrainedConfig) -> bool:

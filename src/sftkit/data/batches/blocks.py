@@ -652,7 +652,7 @@ class BucketOrder(Order):
         """See Order."""
         planned = self._planned(self._first_part())
         documents = len(self._lengths) // len(planned)
-        return planned[: max(1, BLOCK // max(documents, 1))], len(planned)
+        return list(planned[: max(1, BLOCK // max(documents, 1))]), len(planned)
 
 
 class _Bucketed(Sequence[GlobalBatch]):
