@@ -31,6 +31,7 @@ from sftkit.data.batches.collate import collate
 from sftkit.data.batches.pack import BatchShape
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.kind import CausalLM, kind_of
 from sftkit.models.load import from_config, trained_config
 from sftkit.models.structure import (
@@ -42,7 +43,7 @@ from sftkit.models.structure import (
     vocab_size,
 )
 from sftkit.objectives.objective import ModelWithLoss, NextToken
-from sftkit.ops.attention import mixes_tokens, plain_attention
+from sftkit.ops.attention import plain_attention
 from sftkit.optim.protocol import build_optimizer
 from sftkit.verify.documents import check_documents, document_checks
 
@@ -64,6 +65,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "is_decoder": True,
+    "sliding_window": 16,
     # Experts and latent attention.
     "num_experts": 4,
     "num_local_experts": 4,
@@ -88,6 +90,7 @@ HEAD = "its head is more than a linear layer"
 REASONS = {
     r"unexpected keyword argument 'documents'|attention needs `documents`": "its layers pass no keyword arguments on",
     r"a layer of type (.*?) carries": "layers that sftkit cannot keep apart by document: {}",
+    r"the layer \S+ \((.*)\) carries": "{}",
     r"(the convolution \S+) carries": "{} carries tokens from one document to the next",
     r"scaled_dot_product_attention yet": "transformers has no SDPA for it",
     r"no linear output projection": "no linear output projection",

@@ -328,11 +328,13 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
         held = {name: tensors[name] for name in names if not tensors[name].is_meta}
         if (kept := _gathered(held, saved_rows, keep=writer == rank)) is not None:
             files[file] = kept
-    index = index_of(plan, sum(sizes.values()), sum(num_bytes.values()), whole)
+    index = weights_index(plan, sum(sizes.values()), sum(num_bytes.values()), whole)
     return WeightSnapshot(None, files, index if rank == 0 and plan.keys() != {SINGLE_FILE} else None)
 
 
-def index_of(plan: Mapping[str, list[str]], parameters: int, num_bytes: int, whole: Whole | None) -> dict[str, object]:
+def weights_index(
+    plan: Mapping[str, list[str]], parameters: int, num_bytes: int, whole: Whole | None
+) -> dict[str, object]:
     """Return model.safetensors.index.json for the files of a plan and the tensors beside a text model."""
     weight_map = {name: file for file, names in plan.items() for name in names}
     if whole is not None:
@@ -352,7 +354,7 @@ def in_files(
     plan = plan_files(num_bytes, max_bytes, alone=False)
     files = {file: {name: found[name].detach().contiguous() for name in names} for file, names in plan.items()}
     parameters = sum(tensor.numel() for tensor in found.values())
-    return WeightSnapshot(None, files, index_of(plan, parameters, sum(num_bytes.values()), whole))
+    return WeightSnapshot(None, files, weights_index(plan, parameters, sum(num_bytes.values()), whole))
 
 
 def _gathered(
@@ -421,7 +423,7 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     }
     expected = {key: tuple(tensor.shape) for key, tensor in saved_tensors(fresh).items()}
     if (whole := whole_of(orig_model)) is not None and saved == expected:
-        held = {key: torch.empty(shape, device="meta") for key, shape in saved.items()}
+        held = {key: torch.zeros(shape, device="meta") for key, shape in saved.items()}
         files = in_files(fresh, whole, held, MAX_FILE_BYTES).files
         faults = loading_faults(orig_model, whole, {name: t for one in files.values() for name, t in one.items()})
         if found := [f"{verb} {first_of(names)}" for verb, names in faults.items()]:

@@ -29,7 +29,7 @@ from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 PEFT_PREFIX = "base_model.model."
 
 
-def own_name(key: str) -> str:
+def name_in_model(key: str) -> str:
     """Return what the model that is trained calls a tensor of an adapter's files: without the prefixes of peft and, for
     the text model of a larger model, of that.
     """
@@ -266,11 +266,11 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
     if not given:
         return {}
     header = header_of(file)
-    names = {n: own_name(n).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    names = {n: name_in_model(n).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
     found = {}
     for key, name in names.items():
         lists = (
-            [ids for last, ids in given.items() if name.endswith(own_name(last))]
+            [ids for last, ids in given.items() if name.endswith(name_in_model(last))]
             if isinstance(given, dict)
             else [given]
         )
@@ -325,7 +325,7 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
         )
-    names = {own_name(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"

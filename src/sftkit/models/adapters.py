@@ -32,7 +32,7 @@ from sftkit.models.adapter_files import (
     TRAINED_ROWS,
     AdapterFiles,
     merge_command,
-    own_name,
+    name_in_model,
     scale_of,
     target_layers,
 )
@@ -445,7 +445,7 @@ def adapters_in(files: AdapterFiles) -> Adapters:
     """Return the adapters that a model gets which computes with those of a folder, not merged."""
     path = files.folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = [own_name(key).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
+        keys = [name_in_model(key).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
@@ -491,7 +491,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     for layer in () if nf4_of is None else _layers_in_nf4(orig_model):
         layer.weight.data = dequantize(quantize(layer.weight.to(nf4_of)), layer.weight.dtype)
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = {own_name(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
+        keys = {name_in_model(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
         for name, ids in files.tokens.items():
             make_room_for(orig_model, ids)
             merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{TRAINED_ROWS}"]))

@@ -224,7 +224,7 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
         shapes = {name: weight.get_shape() for name, weight in weights.items()}
     else:
         shapes = {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
-    return {own: shapes[stored] for own, stored in own_names(shapes).items()}
+    return {own: shapes[stored] for own, stored in trained_names(shapes).items()}
 
 
 def _tensors_in(folder: Path) -> dict[str, Any]:
@@ -258,10 +258,10 @@ def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
         ConfigError: a damaged index or file.
     """
     files = files_of_weights(folder)
-    return {own: (stored, files[stored]) for own, stored in own_names(files).items()}
+    return {own: (stored, files[stored]) for own, stored in trained_names(files).items()}
 
 
-def own_names(stored: Iterable[str]) -> dict[str, str]:
+def trained_names(stored: Iterable[str]) -> dict[str, str]:
     """Map the names of weights of the model that is trained to their names in files; a model that is no part of a
     larger one has the same in both.
     """
@@ -555,10 +555,10 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
-    if format_in(folder) is not None or "text_config" in json_object(
-        folder / "config.json"
-    ):  # an index gives their bytes
-        sizes = stored_sizes(folder)[0] if files_of_weights(folder) else {}
+    files = files_of_weights(folder)
+    has_parts = "text_config" in json_object(folder / "config.json") and all(path.is_file() for path in files.values())
+    if (files and has_parts) or format_in(folder) is not None:  # an index gives the bytes of all
+        sizes = stored_sizes(folder)[0] if files else {}
         return ModelSize(sum(sizes.values()), _ends(text, tied=True)) if sizes else of_fields(text)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
@@ -620,8 +620,8 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None if
-    they give no sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None
+    if they give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

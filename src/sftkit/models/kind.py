@@ -115,10 +115,10 @@ class ModelKind(Protocol):
         weights."""
         projection = structure.output_projection(orig_model)
         # Trained rows of a frozen head (models/token_rows.py).
-        own: Any = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
+        ids, rows = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
         softcap = structure.logit_softcap(orig_model)
         scale = structure.logit_scale(orig_model)
-        return linear_cross_entropy.Head(projection.weight, projection.bias, softcap, None, *own, scale=scale)
+        return linear_cross_entropy.Head(projection.weight, projection.bias, softcap, None, ids, rows, scale)
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return a function that generates texts token by token, one text for each encoder input.

@@ -34,7 +34,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
-from sftkit.models.towers import belongs_to_whole, tied_by_whole
+from sftkit.models.towers import belongs_to_whole, register_text_model, tied_by_whole
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -238,8 +238,12 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
     parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
+    register_text_model(config)
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is config or config.is_encoder_decoder or type(text) not in causal:
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
+            raise config_error("no text model alone", model_type=config.model_type)
         return config
     if tied_by_whole(config):
         text.tie_word_embeddings = config.tie_word_embeddings
@@ -286,7 +290,7 @@ def full_model(
         )
     else:
         # transformers takes weights that it does not read itself without a path, which its auto classes need.
-        cls = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
+        cls: Any = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
         orig_model, loading_info = cls.from_pretrained(
             None, state_dict=weights, key_mapping=renamed, **made, **reporting
         )
@@ -461,8 +465,9 @@ def empty_model(
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
     name_start(orig_model, path, options)
-    if config is not whole:
-        belongs_to_whole(orig_model, whole, local_folder(path, options))
+    # A preview may have the config alone.
+    if config is not whole and model_files.files_of_weights(folder := local_folder(path, options)):
+        belongs_to_whole(orig_model, whole, folder)
     return orig_model
 
 

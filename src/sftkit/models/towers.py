@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sftkit.errors import config_error
 from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
@@ -28,13 +31,13 @@ from sftkit.models.quantized import PACKED
 from sftkit.models.structure import decoder, output_projection
 from sftkit.rundir.files import read_manifest, sha256_of
 
-WHOLE = "sftkit_whole"
+WHOLE_MODEL = "sftkit_whole"
 "Attribute of a text model that belongs to a larger model."
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-CHUNK = 2**24
+_CHUNK = 2**24
 "Bytes that are copied at a time."
-BODY = "model."
-HEAD = "lm_head."
+_BODY = "model."
+_HEAD = "lm_head."
 "Prefixes of a text model's own names."
 
 log = logging.getLogger(__name__)
@@ -78,9 +81,56 @@ class Whole:
         return sum(_size(one) for _, one in self.unchanged.values())
 
 
+class TextWithHead:
+    """In front of a transformers class: a text model that transformers has without a head alone (Qwen3-VL)."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own form
+    body_class: Any
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg] # of transformers' class behind this one
+        self.model = self.body_class(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **given: Any
+    ) -> CausalLMOutputWithPast:
+        """Return logits and loss, as transformers' causal models do."""
+        outputs = self.model(input_ids=input_ids, **given)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, logits.shape[-1])  # type: ignore[attr-defined]
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+
+
+def register_text_model(config: PretrainedConfig) -> None:
+    """Let transformers' AutoModelForCausalLM make the text model of a vision-language model, if it has no class for it.
+
+    Not for models whose weights are converted as a whole (experts): the text model alone would not be.
+    """
+    text = config.get_text_config()
+    conversions = get_checkpoint_conversion_mapping(config.model_type) or ()
+    if (
+        type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        or type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        or type(text) not in transformers.MODEL_MAPPING
+        or text is config
+        or any(isinstance(one, WeightConverter) for one in conversions)
+    ):
+        return
+    body: Any = transformers.MODEL_MAPPING[type(text)]
+    of_transformers = {"config_class": type(text), "body_class": body, "__module__": body.__module__}
+    made = type(f"{body.__name__}ForCausalLM", (TextWithHead, body.__base__, GenerationMixin), of_transformers)
+    # Private: `register` ignores configs of transformers itself.
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[type(text)] = made
+
+
 def whole_of(orig_model: torch.nn.Module) -> Whole | None:
     """Return the model that a text model belongs to; None: it is a model of its own."""
-    return getattr(orig_model, WHOLE, None)
+    return getattr(orig_model, WHOLE_MODEL, None)
 
 
 def class_of(config: PretrainedConfig) -> Any:
@@ -88,7 +138,7 @@ def class_of(config: PretrainedConfig) -> Any:
     for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
-    return getattr(transformers, str((config.architectures or [None])[0]), None)
+    return getattr(transformers, (config.architectures or [""])[0], None)
 
 
 def tied_by_whole(config: PretrainedConfig) -> bool:
@@ -112,15 +162,15 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
         inside = text_name(name)
         if inside is None:
             continue
-        if inside.startswith(HEAD):
-            head = name.removesuffix(inside) + HEAD
+        if inside.startswith(_HEAD):
+            head = name.removesuffix(inside) + _HEAD
         else:
-            bodies[name.removesuffix(inside.removeprefix(BODY))] = name
+            bodies[name.removesuffix(inside.removeprefix(_BODY))] = name
     field = next((key for key, value in vars(config).items() if value is config.get_text_config()), None)
     if len(bodies) != 1 or field is None or class_of(config) is None:
         raise config_error("text model in an unknown place", folder=folder, model_type=config.model_type)
     (body,) = bodies
-    head = head or (body.removesuffix(BODY) + HEAD if body.endswith(f"language_model.{BODY}") else HEAD)
+    head = head or (body.removesuffix(_BODY) + _HEAD if body.endswith(f"language_model.{_BODY}") else _HEAD)
     headers = {path: header_of(path) for path in {*files.values()}}
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
     if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in PACKED]:
@@ -129,7 +179,7 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}
     live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
-    setattr(orig_model, WHOLE, Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps))
+    setattr(orig_model, WHOLE_MODEL, Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps))
 
 
 def whole_config(orig_model: PreTrainedModel, whole: Whole) -> PretrainedConfig:
@@ -174,7 +224,7 @@ def loading_faults(
     dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     held = dict(tensors)
     for name, (_, one) in whole.unchanged.items():
-        held[name] = torch.empty(one["shape"], dtype=dtypes.get(one["dtype"], torch.uint8), device="meta")
+        held[name] = torch.zeros(one["shape"], dtype=dtypes.get(one["dtype"], torch.uint8), device="meta")
     given: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "device_map": "meta"}
     logger = transformers.utils.logging.get_logger("transformers")
     level = logger.level
@@ -230,8 +280,8 @@ def write_unchanged(whole: Whole, folder: Path, earlier: Path | None = None) -> 
             with path.open("rb") as source:
                 start = HEADER_BYTES + int.from_bytes(source.read(HEADER_BYTES), "little")
                 source.seek(start + begin)
-                for at in range(begin, stop, CHUNK):
-                    target.write(source.read(min(CHUNK, stop - at)))
+                for at in range(begin, stop, _CHUNK):
+                    target.write(source.read(min(_CHUNK, stop - at)))
     if header_of(out).keys() != whole.unchanged.keys():  # also of the length that its header says
         raise OSError(f"{out}: not all tensors were copied")
 
@@ -251,6 +301,6 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _with_prefixes(name: str, body: str, head: str) -> str:
-    if f"{name}.".startswith(HEAD):
-        return (head + f"{name}.".removeprefix(HEAD))[:-1]
-    return body + name.removeprefix(BODY)
+    if f"{name}.".startswith(_HEAD):
+        return (head + f"{name}.".removeprefix(_HEAD))[:-1]
+    return body + name.removeprefix(_BODY)

@@ -69,21 +69,20 @@ class Shape:
         seen: Seen,
         skipped: dict[int, str],
         documents: dict[int, Framed],
-        *,
-        spaced: bool,
+        free: frozenset[int],
     ) -> None:
         """Take the conversation of marks.
 
         Args:
             seen: what is the same in all rows.
             documents: by their last answer.
-            spaced: texts may begin and end with white space.
+            free: messages whose texts may begin and end with white space.
         """
         self.locator = locator
         self.seen = seen
         self.skipped = skipped
         self.documents = documents
-        self.spaced = spaced
+        self.free = free
         self.thinking_off = {k for k in locator.answers if locator.turns_thinking_off(k)}
         self.agreed = 0
         "rows that came out as they do alone"
@@ -164,7 +163,9 @@ class Shapes:
         if shape is None or (shape.agreed < Seen.ENOUGH and shape.tried >= Seen.ENOUGH):
             return None
         bare = list(map(str.strip, texts))
-        if not all(bare) or not (shape.spaced or bare == list(texts)) or not self._compared.isdisjoint(texts):
+        if not all(bare) or not self._compared.isdisjoint(texts):
+            return None
+        if bare != list(texts) and not shape.free.issuperset(i for i, text in enumerate(texts) if text != bare[i]):
             return None
         whole = "\0".join(texts)
         if any(map(whole.__contains__, self._looked_for)):
@@ -204,14 +205,18 @@ class Shapes:
         framed = {last: one for last, one in found.items() if one is not None}
         if locator.odd or len(framed) < len(found):
             return None
-        spaced: dict[int, Framed | None] = {}
-        with suppress(DataError):
-            _, documents, _ = self._documents(roles, list(map(_SPACED.format, marks)), context_messages)
-            spaced = {last: _framed(one, marks) for last, one in documents.items()}
-        alike = {last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()} == framed
-        if alike:
-            framed = {last: one for last, one in spaced.items() if one is not None}
-        return Shape(locator, self._seen, skipped, framed, spaced=alike)
+        every = frozenset(range(len(roles)))
+        for free in (every, every.difference(locator.answers)):
+            texts = [_SPACED.format(mark) if i in free else mark for i, mark in enumerate(marks)]
+            with suppress(DataError):
+                _, documents, _ = self._documents(roles, texts, context_messages)
+                spaced = {last: _framed(one, marks) for last, one in documents.items()}
+                if framed == {
+                    last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
+                }:
+                    framed = {last: one for last, one in spaced.items() if one is not None}
+                    return Shape(locator, self._seen, skipped, framed, free)
+        return Shape(locator, self._seen, skipped, framed, frozenset())
 
     def _documents(
         self, roles: Sequence[str], texts: Sequence[str], context_messages: int
