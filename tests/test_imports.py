@@ -88,7 +88,7 @@ TORCH_FREE = (
     ),
     *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading"),
     *("data/hygiene.py", "runtime/hub.py"),
-    *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py"),
+    *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/status.py", "rundir/changes.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
 "Rooms and modules that are read before, or without, torch."

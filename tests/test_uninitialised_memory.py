@@ -62,6 +62,7 @@ TESTED = {
     ("ops/nf4.py", "dense_matrix"): 1,
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
+    ("ops/recurrent.py", "_"): 7,
     ("ops/tensors.py", "_"): 2,
     ("ops/tensors.py", "_all_gather"): 1,
     ("ops/tensors.py", "_reduce_scatter"): 1,

@@ -47,7 +47,7 @@ RUNS = {
     "graph_base": ("base_train", "graph/base", 2, FSDP2, None, ("train.max_steps=8", *SMALL)),
     "graph_sft": ("chat_sft", "graph/sft", 2, TENSOR, "graph_base", ("train.max_steps=8", *SMALL)),
 }  # fmt: skip
-OURS = ("log.tracker=none", "log.every=1")
+OURS = ("log.tracker=[]", "log.every=1")
 TIMES = ("perf/", "memory/", "time", "seconds", "hardware", "gpu", "compile/seconds", "eta")
 
 

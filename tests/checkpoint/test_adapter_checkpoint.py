@@ -352,7 +352,7 @@ def test_a_wrong_gradient_of_trained_rows_turns_the_row_red(
     monkeypatch.setattr(
         linear_cross_entropy,
         "_add_product_",
-        lambda total, left, right_, *, first: right(total, 0.5 * left, right_, first=first),
+        lambda total, left, right_, scale, *, first: right(total, 0.5 * left, right_, scale, first=first),
     )
     run(tmp_path / "run", tokenizer, base, adapter=AdapterConfig(rank=4), steps=1)
     row = proof_rows(tmp_path / "run")["Same gradients as the plain model"]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from sftkit.checkpoint import states
-from sftkit.checkpoint.resume import check_recipe
 from sftkit.checkpoint.states import load_states, save_states, snapshot_states
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.trained import freeze
 from sftkit.optim.protocol import named_states
+from sftkit.rundir.changes import compare_recipes, rejection
 from sftkit.rundir.names import step_dir
 
 RECIPE = "run: {seed: 0}\noptim: {name: adamw, lr: 1e-4}\ntrain: {max_steps: 10, epochs: null, micro_batch_size: 4}\n"
@@ -30,6 +31,13 @@ IDENTITY = {"model": {"hidden_size": 32, "layers": [1, 2]}, "tokenizer": "a" * 6
 
 def save(folder: Path, tokenizer) -> None:
     Run(folder, tokenizer, cpu_runtime(), recipe=RECIPE, identity=IDENTITY).steps(0, 1, every=1, wait=True)
+
+
+def check_recipe(there: str, here: str, allowed: tuple[str, ...]) -> list[str]:
+    rejected, lines = compare_recipes(there, here, allowed)
+    if error := rejection("here", rejected, allowed):
+        raise error
+    return lines
 
 
 def test_another_identity_is_refused_with_a_line_for_each_key_that_differs(tmp_path: Path, tokenizer) -> None:
@@ -44,6 +52,24 @@ def test_another_identity_is_refused_with_a_line_for_each_key_that_differs(tmp_p
     assert not any("data" in line.split(":")[0] or "layers" in line for line in lines[1:-1])
     same = json.loads(json.dumps(IDENTITY))
     assert Run(tmp_path, tokenizer, cpu_runtime(), recipe=RECIPE, identity=same).checkpoints.resume("auto")["step"] == 1
+
+
+def test_all_differences_of_a_checkpoint_stand_in_one_error(tmp_path: Path, tokenizer) -> None:
+    save(tmp_path, tokenizer)
+    other = {**IDENTITY, "tokenizer": "b" * 64}
+    run = Run(tmp_path, tokenizer, cpu_runtime(), recipe=RECIPE.replace("1e-4", "5e-5"), identity=other)
+    run.checkpoints.optimizer = SimpleNamespace(kind="Muon float32")  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as refused:
+        run.checkpoints.resume("auto")
+    text = str(refused.value)
+    for words in (
+        "optim.lr: 0.0001 in",
+        "resume_changes=[optim.lr]",
+        "  tokenizer: ",
+        "AdamW float32 in the checkpoint",
+    ):
+        assert words in text
+    assert text.endswith("or start a new run from its weights with model.path")
 
 
 def test_a_changed_setting_that_a_run_keeps_is_refused_unless_it_is_named(tmp_path: Path, tokenizer, capsys) -> None:
@@ -91,10 +117,10 @@ def test_other_frozen_weights_are_refused_unless_named_and_then_what_is_newly_tr
 def test_other_factors_of_the_learning_rate_are_refused_unless_named(before: str, after: str) -> None:
     there, here = (f"optim: {{lr: 1.0e-4, lr_scale: {scales}}}\n" for scales in (before, after))
     with pytest.raises(ConfigError, match=r"train.resume_changes=\[optim\.lr_scale\]"):
-        check_recipe(there, here, (), "here")
-    (line,) = check_recipe(there, here, ("optim.lr_scale",), "here")
+        check_recipe(there, here, ())
+    (line,) = check_recipe(there, here, ("optim.lr_scale",))
     assert line.startswith('optim.lr_scale is now [["a.*", 0.1]')
-    assert check_recipe(there, there, (), "here") == []
+    assert check_recipe(there, there, ()) == []
 
 
 @pytest.mark.parametrize("change", ["lr_ratio_b: 16.0", "dropout: 0.1"])
@@ -103,8 +129,8 @@ def test_other_settings_of_adapters_that_change_what_is_learned_are_refused_unle
     key = change.partition(":")[0]
     here = re.sub(rf"{key}: [\d.]+", change, there, count=1)
     with pytest.raises(ConfigError, match=rf"train.resume_changes=\[adapter\.{key}\]"):
-        check_recipe(there, here, (), "here")
-    (line,) = check_recipe(there, here, (f"adapter.{key}",), "here")
+        check_recipe(there, here, ())
+    (line,) = check_recipe(there, here, (f"adapter.{key}",))
     assert line.startswith(f"adapter.{key} is now")
 
 
@@ -116,18 +142,18 @@ def test_another_model_path_of_the_same_shape_is_refused_unless_it_is_named() ->
     with pytest.raises(
         ConfigError, match=r'model\.path: "runs/a/base" in the checkpoint, "org/b" in this run'
     ) as refused:
-        check_recipe(there, here, (), "here")
+        check_recipe(there, here, ())
     effect = "its weights are not loaded: the checkpoint's are, except the frozen ones under an adapter"
     assert f"(model.path: {effect})" in str(refused.value)
-    (line,) = check_recipe(there, here, ("model.path",), "here")
+    (line,) = check_recipe(there, here, ("model.path",))
     assert line.startswith('model.path is now "org/b" (was "runs/a/base"): its weights are not loaded')
 
 
 def test_a_run_may_grow_and_the_rest_of_its_recipe_may_change() -> None:
     longer = RECIPE.replace("max_steps: 10", "max_steps: 20").replace("micro_batch_size: 4", "micro_batch_size: 1")
-    (line,) = check_recipe(RECIPE, longer, (), "here")
+    (line,) = check_recipe(RECIPE, longer, ())
     assert line.startswith("train.max_steps is now 20 (was 10)")
-    assert check_recipe(RECIPE, RECIPE.replace("adamw,", "muon,"), (), "here") == []  # compared by its states
+    assert check_recipe(RECIPE, RECIPE.replace("adamw,", "muon,"), ()) == []  # compared by its states
 
 
 @pytest.mark.parametrize("make", [tied, experts])

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_recipe
+from helpers import tiny, tiny_recipe
 from made_models import MODELS, tiny_gemma2
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     T5Config,
@@ -43,6 +44,7 @@ def captioner() -> PreTrainedModel:
 WHOLE: dict[str, Callable[[], PreTrainedModel]] = {
     **MODELS,
     "gemma2": tiny_gemma2,
+    "gpt_oss": lambda: tiny(GptOssConfig, num_local_experts=4),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, num_layers=1, num_heads=2, d_ff=16)),
     "bart": lambda: BartForConditionalGeneration(

@@ -229,9 +229,27 @@ def test_names_of_other_trainers_mean_settings_that_exist():
     assert keys.hints()["takes"].keys() <= {*key_table(), *section_classes()}
 
 
-def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
-    (problem,) = problems(recipe, "data.train.0.dataset=1")
-    assert "is not a known key. Known here: path, " in problem
+def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> None:
+    for instead, names in keys.hints()["no_key"].items():
+        for name in names.split():
+            assert not any(key.rpartition(".")[2] == name for key in key_table()), name
+            assert not keys.own_names(name), name
+            (problem,) = problems(recipe, f"train.{name}=1")
+            assert problem == f"command line: train.{name}: is no setting of sftkit: {instead}"
+    (problem,) = problems(recipe, "hub=1")
+    assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
+
+
+def test_settings_that_other_trainers_give_a_data_set_mean_those_of_a_source(recipe: Path):
+    for ours, theirs in keys.hints()["of_sources"].items():
+        assert f"data.train.N.{ours}" in key_table()
+        for name in theirs.split():
+            assert f"data.train.N.{name}" not in key_table()
+            (problem,) = problems(recipe, f"data.train.0.{name}=1")
+            assert f'Did you mean "data.train.0.{ours}"' in problem
+    for key in ("data.streaming", "data.train.0.streaming"):
+        (problem,) = problems(recipe, f"{key}=true")
+        assert problem.startswith(f"command line: {key}: is no setting of sftkit: leave it out: a source is tokenized")
 
 
 def test_a_suggestion_has_the_index_that_was_written(write):
@@ -516,7 +534,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             "data.train.0.repeat: 2 does not go with weights",
         ),
         (["data.train.0.max_epochs=2"], "data.train.0.max_epochs: only goes with weights"),
-        (["data.train.0={path: a, tree: all, sample: {rows: 2}}"], "data.train.0.sample: does not go with tree: all"),
         (["data.train.0.weight=0"], "data.train.0.weight: is 0 like all others"),
         (["data.train.0.weight=1", *BUCKETED], "data.train.0.weight: does not go with layout bucketed"),
         (["data.train.0.weight=1", "train.epochs=1"], "train.epochs: does not go with weights, with which each source"),

@@ -172,6 +172,20 @@ GOLDEN_DOCUMENTS = {
             + "[[<|channel|>final<|message|>So.<|return|>]]"
         ],
     ),
+    ("gpt_oss", "reasoned call"): (
+        [U, {**CALL, "reasoning_content": "I look."}, RESULT, REASONED, V, SECOND],
+        [  # what was thought before a call is in the prompt of the answer after it, and left out of later ones
+            OSS
+            + "[[<|channel|>analysis<|message|>I look.<|end|><|start|>assistant to=functions.look<|channel|>commentary "
+            + 'json<|message|>{"at": "it"}<|call|>]]<|start|>functions.tool to=assistant<|channel|>commentary<|message|>'
+            + "seen<|end|><|start|>assistant[[<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>"
+            + "final<|message|>So.<|return|>]]",
+            OSS
+            + ' to=functions.look<|channel|>commentary json<|message|>{"at": "it"}<|call|><|start|>functions.tool '
+            + "to=assistant<|channel|>commentary<|message|>seen<|end|><|start|>assistant<|channel|>final<|message|>So."
+            + "<|end|><|start|>user<|message|>Why?<|end|><|start|>assistant[[<|channel|>final<|message|>Thus.<|return|>]]",
+        ],
+    ),
 }
 
 

@@ -263,7 +263,7 @@ BAD = {
     "not a list": ({"role": "user"}, "messages is an object"),
     "not objects": (["hi"], r"messages\[0\] is text"),
     "unknown role": ([{"role": "bot", "content": "hi"}, ANSWER], r'messages\[0\]: role "bot" is not one of system'),
-    "no role": ([{"content": "hi"}, ANSWER], "role null is not one of"),
+    "no role": ([{"content": "hi"}, ANSWER], "there is no role among"),
     "null content": ([{"role": "user", "content": None}, ANSWER], r"messages\[0\]: content is null"),
     "null answer": ([USER, {"role": "assistant", "content": None}], r"messages\[1\]: content is null"),
     "missing content": ([{"role": "user"}, ANSWER], "content is missing"),

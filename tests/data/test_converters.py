@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sftkit.config.schema import SourceConfig, where_columns, where_counts
+from sftkit.config.schema import DataConfig, SampleConfig, SourceConfig, where_columns, where_counts
+from sftkit.data.batches.loader import load_examples
 from sftkit.data.hygiene import content_hash, head_hash
 from sftkit.data.reading import origin, rows
 from sftkit.data.reading.columns import finding_text
 from sftkit.data.tokens import chat, sources, text
-from sftkit.data.types import Finding, Tokenized
+from sftkit.data.tokens.loss_mask import Targets
+from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.data.types import ANSWERS_LEFT_OUT, CUT, Examples, Finding, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut
+from sftkit.preflight.data import answers_line, source_facts
 
 ASK, ANSWER = {"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Answer"}
 PLAIN = "user Ask. assistant [[Answer.]]"
@@ -126,15 +133,12 @@ GOLDEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, list[str]]] =
                    ["user Q1. assistant [[BEST.]] user Q2. assistant [[A2.]]"]),
     "tree, all": (
         [TREE], {"tree": "all"}, "tree of answers",
-        ["user Q1. assistant [[BEST.]] user Q2. assistant [[A2.]]", "user Q1. assistant [[WORSE.]] user Q3. assistant [[A3.]]"]),
+        ["user Q1. assistant [[BEST.]] user Q2. assistant [[A2.]]", "user Q1. assistant [[BEST.]]",
+         "user Q1. assistant [[WORSE.]] user Q3. assistant [[A3.]]"]),
     "rows of trees": (
         [*flat(TREE["prompt"])[:3], *flat(tree("Q5", tree("A5"), role="prompter"), tree_id="t2")],
         {"tree": "all"}, "tree of answers",
         ["user Q1. assistant [[WORSE.]]", "user Q5. assistant [[A5.]]"]),
-    "an answer that two paths share": (
-        [{**TREE, "prompt": tree("Q1", tree("A1", *(tree(f"Q{i}", tree(f"A{i}"), role="prompter") for i in (2, 3))), role="prompter")}],
-        {"tree": "all"}, "tree of answers",
-        ["user Q1. assistant [[A1.]] user Q2. assistant [[A2.]]", "user Q1. assistant A1. user Q3. assistant [[A3.]]"]),
     "segments": ([{"segments": [{"label": False, "text": "<s>Ask"}, {"label": True, "text": "Answer</s>"}]}], {},
                  "segments", ["<s>Ask[[Answer</s>]]"]),
     "text": ([{"text": "Some"}], {}, "text", ["S[[ome.]]"]),
@@ -228,6 +232,107 @@ def test_rows_of_a_tree_stand_together_with_parents_first(tmp_path: Path) -> Non
         list(sources.read_source(source))
     read = list(sources.read_source(source, "skip"))
     assert [row.where.rpartition(":")[2] for row in read] == ["1", "3", "6"]  # a row of another kind stays
+
+
+SHARED = tree("Q1", tree("A1", *(tree(q, *(tree(a) for a in given), role="prompter") for q, given in {
+    "Q2": ["A2 " * 30], "Q3": ["A3", "A4"], "Q5": []}.items())), role="prompter")  # fmt: skip
+"Paths: A1 with A2, A1 with A3, A1 with A4, A1 alone."
+
+
+def of_paths(
+    folder: Path, tokenizer, max_length: int, too_long: str, targets: Targets, **keys: Any
+) -> tuple[list[str], Examples]:
+    given = [
+        {**TREE, "prompt": SHARED},
+        {**TREE, "message_tree_id": "t2", "prompt": tree("Q6", tree("A6"), role="prompter")},
+    ]
+    data = DataConfig(
+        train=(source_of(folder, given, tree="all", **keys),), cache_dir=str(folder / "cache"), num_proc=1
+    )
+    learning = chat.Learning(targets)
+    examples, _ = load_examples(data, RowTokenizer(chat.tokenize, tokenizer, max_length, too_long, learning))
+    return [shown(Tokenized([examples[i]]), tokenizer) for i in range(len(examples))], examples
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+@pytest.mark.parametrize(
+    ("max_length", "too_long", "where", "expected", "learned"),
+    [
+        (400, "drop", {}, ["[[A1.]] user Q2. assistant [[A2", "A1. user Q3. assistant [[A3.]]", "A1. user Q3. assistant [[A4.]]"], 5),
+        (60, "drop", {}, ["[[A1.]] user Q3. assistant [[A3.]]", "A1. user Q3. assistant [[A4.]]"], 4),
+        (60, "truncate", {}, ["[[A1.]] user Q2. assistant [[A2", "A1. user Q3. assistant [[A3.]]", "A1. user Q3. assistant [[A4.]]"], 4),
+        (400, "drop", {"max_turns": 2}, ["[[A1.]]"], 2),
+    ],
+)  # fmt: skip
+def test_an_answer_of_several_paths_is_learned_once_in_the_first_that_is_used(
+    tmp_path: Path, tokenizer, max_length: int, too_long: str, where: dict[str, int], expected: list[str], learned: int,
+    repeat: int,
+) -> None:  # fmt: skip
+    keys = {"where": where or None, "repeat": repeat}
+    texts, examples = of_paths(tmp_path, tokenizer, max_length, too_long, "assistant", **keys)
+    assert [
+        one.partition("assistant ")[2][: len(e)] for one, e in zip(texts, [*expected, "[[A6.]]"] * repeat, strict=True)
+    ] == [*expected, "[[A6.]]"] * repeat
+    for i, one in enumerate(texts):
+        assert examples.num_targets[i] == np.count_nonzero(examples[i].is_target)
+        parts = re.findall(r"\[\[(.*?)\]\]", one)
+        assert examples.num_bytes[i] == sum(len(part.removesuffix(".")) for part in parts), one
+    counts = examples.counts["a"]
+    assert counts["answers_learned"] == learned * repeat
+    not_learned = sum(counts[name] for name in (*chat.NOT_LEARNED, CUT, ANSWERS_LEFT_OUT))
+    assert counts["answers"] == counts["answers_learned"] + not_learned
+    assert f"{learned * repeat} of" in (answers_line(source_facts(examples)[0]) or "")
+
+
+def test_more_rows_than_there_are_is_said_once(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sftkit")
+    source = source_of(tmp_path, [{"messages": [ASK, ANSWER]}] * 3, max_rows=4, sample=SampleConfig(rows=5))
+    data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"), num_proc=1)
+    examples, _ = load_examples(data, RowTokenizer(chat.tokenize, tokenizer, 100))
+    told = ["max_rows: it has only 3 rows; all are taken", "sample: only 3 rows to draw from; all are taken"]
+    assert examples.files == {"a": "; ".join(told)}
+    assert [one.getMessage() for one in caplog.records if "all are taken" in one.getMessage()] == [
+        f"a: {t}" for t in told
+    ]
+    enough = replace(source, max_rows=3, sample=SampleConfig(rows=3))
+    assert not load_examples(replace(data, train=(enough,)), RowTokenizer(chat.tokenize, tokenizer, 100))[0].files
+
+
+@pytest.mark.parametrize(("limit", "left"), [("min_tokens", {"long"}), ("max_tokens", {"short"})])
+def test_limits_of_tokens_count_documents_before_they_are_cut(
+    tmp_path: Path, tokenizer, limit: str, left: set[str]
+) -> None:
+    words = {"long": "many words " * 20, "short": "many words"}
+    chats = [{"messages": [{**ASK, "content": name}, {**ANSWER, "content": said}]} for name, said in words.items()]
+    texts = [{"text": f"{name} {said}"} for name, said in words.items()]
+    rules = RowTokenizer(chat.tokenize, tokenizer, 30, "truncate"), RowTokenizer(text.tokenize, tokenizer, 30)
+    for given, rule in zip((chats, texts), rules, strict=True):
+        data = DataConfig(train=(source_of(tmp_path, given, where={limit: 60}),), cache_dir=str(tmp_path / "cache"))
+        examples, _ = load_examples(replace(data, num_proc=1), rule)
+        found = tokenizer.decode(np.concatenate([examples[i].ids for i in range(len(examples))]))
+        assert {name for name in words if name in found} == left
+        # All pieces of a long text stay, the last, short one too.
+        assert given is chats or limit == "max_tokens" or (len(examples) > 2 and examples.lengths[-1] < 29)
+
+
+def test_paths_that_are_drawn_learn_what_they_share_once(tmp_path: Path, tokenizer) -> None:
+    seen = set()
+    for seed in range(6):
+        texts, examples = of_paths(
+            tmp_path, tokenizer, 400, "drop", "assistant", sample=SampleConfig(rows=2, seed=seed)
+        )
+        learned = [part for one in texts for part in re.findall(r"\[\[(.*?)\.\]\]", one)]
+        assert len(learned) == len(set(learned)) == examples.counts["a"]["answers_learned"]
+        assert "A1" in learned or not any("Q1" in one for one in texts)
+        seen.add(tuple(texts))
+    assert len(seen) > 2
+
+
+def test_an_answer_of_several_paths_is_learned_once_where_every_token_is(tmp_path: Path, tokenizer) -> None:
+    texts, examples = of_paths(tmp_path, tokenizer, 400, "drop", "all")
+    assert sum("A1" in part for one in texts for part in re.findall(r"\[\[(.*?)\]\]", one)) == 1
+    assert len(texts) == 4, "the path with A1 alone has nothing new"
+    assert examples.counts["a"]["answers_learned"] == 5
 
 
 def test_a_tree_without_an_answer_is_a_bad_row(tmp_path: Path, tokenizer) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.reading import remote
+from sftkit.data.reading.origin import find_source
 from sftkit.data.store import foreign
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
@@ -32,11 +36,16 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Ex
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def load(
-        path: Path, rule: object = text.tokenize, max_length: int = 64, too_long: str | None = None, **settings: object
+        path: Path | str,
+        rule: object = text.tokenize,
+        max_length: int = 64,
+        too_long: str | None = None,
+        **settings: object,
     ) -> Examples:
         settings = {"tokenizer_of": str(tmp_path / "tokenizer"), **settings}
+        of_data = {"local_gb": settings.pop("local_gb")} if "local_gb" in settings else {}
         source = SourceConfig(path=str(path), **settings)
-        data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"))
+        data = DataConfig(train=(source,), cache_dir=str(tmp_path / "cache"), **of_data)
         return load_sources([source], data, RowTokenizer(rule, tokenizer, max_length, too_long))
 
     return load
@@ -148,9 +157,9 @@ def test_documents_of_a_flat_file_end_with_eos(
     np.array([*flat(documents), *rest], dtype).tofile(tmp_path / name)
     assert ids_of(load(tmp_path / name)) == [*documents, rest]
     (borders,) = (tmp_path / "cache" / "borders").glob("*.npy")
-    before = borders.stat().st_mtime_ns
+    before = borders.stat().st_ino
     load(tmp_path / name)
-    assert borders.stat().st_mtime_ns == before
+    assert borders.stat().st_ino == before
 
 
 def test_a_file_with_the_header_of_numpy_is_read_by_it(
@@ -338,3 +347,98 @@ def test_settings_and_stages_that_need_rows_are_rejected(
         load(tmp_path / "x.ds", tokenizer_of=None)
     assert len(load(tmp_path / "x.ds", rule=text.tokenize_any, too_long="truncate")) == len(documents)
     assert list(sources.read_source(SourceConfig(path=str(tmp_path / "x.ds"), tokenizer_of="x"))) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["index.json", "shard.00000.mds"], r"MosaicML's streaming \(MDS\), .*from streaming import StreamingDataset"),
+        (["train/index.json", "train/shard.00001.mds.zstd"], "from streaming import StreamingDataset"),
+        (["index.json", "chunk-0-0.bin", "chunk-0-1.bin"], "chunks of litdata, .*from litdata import StreamingDataset"),
+        (["index.json", "chunk-0-0.zstd.bin"], "from litdata import StreamingDataset"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer_of", [None, "gpt2"])
+def test_files_of_other_libraries_are_rejected_by_name_with_the_line_that_converts_them(
+    tmp_path: Path, bucket: Any, names: list[str], told: str, tokenizer_of: str | None
+) -> None:
+    for name in names:
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_text("{}")
+    bucket.put(f"{tmp_path}/here/", "/bucket/", recursive=True)
+    for path in (str(tmp_path / "here"), "memory://bucket"):
+        with pytest.raises(ConfigError, match=told):
+            find_source(SourceConfig(path=path, tokenizer_of=tokenizer_of))
+
+
+# ---- at a URL --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """An empty file system at memory://."""
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/", recursive=True)
+    while remote.MAPPED:  # as the end of a process does
+        remote.MAPPED.pop().close()
+
+
+@pytest.mark.parametrize("kind", ["megatron", "datatrove", "llm.c"])
+def test_tokens_at_a_url_are_read_from_copies_that_stay(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], bucket: Any, kind: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("a", "b"):
+        if kind == "megatron":
+            write_megatron(here / name, [documents[:2], [], documents[2:]])
+        elif kind == "datatrove":
+            loss = [i % 3 > 0 for i in range(len(flat(documents)))]
+            write_datatrove(here / f"{name}.ds", documents, loss=loss)
+        else:
+            write_llm_c(here / f"{name}.bin", flat(documents))
+    bucket.put(f"{here}/", "/bucket/", recursive=True)
+    first = "a.ds" if kind == "datatrove" else "a.bin"
+    for path, ours in (
+        ("memory://bucket", here),
+        (f"memory://bucket/{first}", here / first),
+        (f"file://{here}/{first}", here / first),
+    ):
+        theirs, expected = load(path, split="train[1:]"), load(ours, split="train[1:]")
+        assert ids_of(theirs) == ids_of(expected)
+        assert theirs.num_targets.tolist() == expected.num_targets.tolist()
+    assert list(theirs.counts) == ["a"]
+    copies = [path for path in (tmp_path / "cache" / "remote").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert len(copies) > 2
+    for copy in copies:
+        with copy.open("rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Fetched once: they are there when the bucket is gone, and another index is another copy.
+    before = {copy: copy.stat().st_ino for copy in copies}
+    assert ids_of(load("memory://bucket")) == ids_of(load(here))
+    assert all(copy.stat().st_ino == inode for copy, inode in before.items())
+
+
+def test_another_index_at_a_url_is_fetched_with_its_tokens(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], bucket: Any
+) -> None:
+    first, second, third = documents
+    here = tmp_path / "here"
+    here.mkdir()
+    for written in ([[first], [second, third]], [[first, second], [third]]):
+        write_megatron(here / "x", written)
+        bucket.put(f"{here}/", "/bucket/", recursive=True)
+        assert ids_of(load("memory://bucket/x.bin")) == [flat(one) for one in written]
+
+
+def test_more_tokens_at_a_url_than_copies_may_stay_are_rejected(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], bucket: Any
+) -> None:
+    write_llm_c(tmp_path / "a.bin", flat(documents))
+    bucket.put(str(tmp_path / "a.bin"), "/bucket/a.bin")
+    with pytest.raises(ConfigError, match=r"files of tokens have 0\.0 GB, but data\.local_gb keeps 1e-06 GB of copies"):
+        load("memory://bucket/a.bin", local_gb=1e-6)
+    assert not list((tmp_path / "cache" / "remote").rglob("*.bin"))

@@ -9,9 +9,12 @@ import json
 import lzma
 import os
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pyarrow
@@ -232,7 +235,7 @@ def test_files_that_are_named_are_of_the_requested_split(tmp_path: Path) -> None
     for name in ("c.jsonl", "../a.jsonl", "/etc/passwd"):
         with pytest.raises(ConfigError, match=f"matches {name}"):
             read(tmp_path, files=("a.jsonl", name))
-    with pytest.raises(ConfigError, match="files are those of a folder, and this is a file"):
+    with pytest.raises(ConfigError, match="files are of a folder or dataset, and this is a file"):
         read(tmp_path / "a.jsonl", files=("a.jsonl",))
 
 
@@ -403,7 +406,7 @@ def test_a_download_that_breaks_off_is_tried_again_and_then_an_error(
         ("memory://nowhere", r"memory://nowhere: no such file or folder: "),
         ("memory://bucket/*.parquet", r"bucket/\*\.parquet: no files are there"),
         ("foo://bucket/x.jsonl", r"foo://bucket/x\.jsonl: cannot be read: Protocol not known: foo"),
-        ("http://127.0.0.1:9/x.jsonl", r"http://127\.0\.0\.1:9/x\.jsonl: no such file or folder: .*connect"),
+        ("http://127.0.0.1:9/x.jsonl", r"http://127\.0\.0\.1:9/x\.jsonl: cannot be read: .*connect"),
         ("hf://datasets/org/name/x.jsonl", r"hf://datasets/org/name/x\.jsonl: (HF_HUB_OFFLINE|\S+ cannot be reached)"),
     ],
 )
@@ -413,6 +416,149 @@ def test_a_url_that_cannot_be_read_is_an_error_before_anything_else(
     monkeypatch.setattr(remote, "hub_answers", lambda: False)
     with pytest.raises(ConfigError, match=told):
         find_here(SourceConfig(path=path))
+
+
+class Web(BaseHTTPRequestHandler):
+    """Files of a web server and of a dataset of the hub, and what goes wrong with them."""
+
+    protocol_version = "HTTP/1.1"
+    files: ClassVar = {f"train-{i:05d}-of-00002.jsonl": f'{{"text": "{i}"}}\n'.encode() * 50 for i in (0, 1)}
+    status: ClassVar[dict[str, int]] = {}
+    broken: ClassVar = 0
+    commit = "0" * 40
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path in self.status:
+            self.answer(b"", self.status[path])
+        elif path == "/web/":
+            self.answer("".join(f'<a href="/web/{name}">{name}</a>' for name in self.files).encode())
+        elif path == "/api/agent-harnesses":
+            self.answer(b"[]")
+        elif path.endswith("/tree/main"):
+            self.answer(json.dumps([{"type": "directory", "path": "data", "oid": "1" * 40}]).encode())
+        elif path.startswith("/api/datasets/org/name/tree/"):
+            self.answer(
+                json.dumps(
+                    [
+                        {"type": "file", "path": f"data/{n}", "size": len(c), "oid": "1" * 40}
+                        for n, c in self.files.items()
+                    ]
+                ).encode()
+            )
+        elif path.startswith("/api/datasets/org/name"):
+            self.answer(
+                json.dumps(
+                    {"id": "org/name", "sha": self.commit, "siblings": [], "private": False, "tags": []}
+                ).encode()
+            )
+        elif name in self.files:
+            self.answer(self.files[name], digest=f'"{len(self.files[name])}"')
+        else:
+            self.answer(b"{}", 404)
+
+    def answer(self, body: bytes, status: int = 200, digest: str | None = None) -> None:
+        asked = (self.headers.get("Range") or "").removeprefix("bytes=").split("-")
+        length = len(body)
+        if digest and len(asked) == 2:
+            body = body[int(asked[0]) : int(asked[1] or length) + 1]
+        self.send_response(206 if digest and len(asked) == 2 else status)
+        if digest:
+            self.send_header("ETag", digest)
+            self.send_header("Accept-Ranges", "bytes")
+        if len(asked) == 2:
+            self.send_header("Content-Range", f"bytes {asked[0]}-{int(asked[0]) + len(body) - 1}/{length}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if digest and Web.broken:
+            Web.broken -= 1
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Web, "status", {})
+    monkeypatch.setattr(Web, "broken", 0)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_files_of_a_web_server_are_read_as_those_of_a_folder(web: str, tmp_path: Path) -> None:
+    first = f"{web}/web/train-00000-of-00002.jsonl"
+    for path in (first, f"{first}?download=true"):
+        assert list(remote_texts(tmp_path, path=path)) == ["0"] * 50
+    for path, files in ((f"{web}/web/", ()), (f"{web}/web/*.jsonl", ()), (f"{web}/web", tuple(Web.files))):
+        source = SourceConfig(path=path, files=files or None)
+        assert list(remote_texts(tmp_path, path=path, files=files or None)) == ["0"] * 50 + ["1"] * 50
+        # A page of links says nothing of the files: each is asked for what identifies it.
+        assert find_source(source).identity() == [(700, '"700"')] * 2
+    assert {file.name for file in tmp_path.rglob("*.jsonl")} <= {*Web.files}
+
+
+def test_a_connection_that_breaks_is_tried_again_and_what_a_server_says_is_told(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote.threading.Event, "wait", lambda self, *_: self.is_set())
+    first = f"{web}/web/train-00000-of-00002.jsonl"
+    Web.broken = 2
+    assert list(remote_texts(tmp_path / "a", path=first)) == ["0"] * 50
+    Web.broken = 99
+    with pytest.raises(
+        DataError, match=r"train-00000-of-00002\.jsonl: cannot be fetched: .*\. Start again when it can be read"
+    ):
+        list(remote_texts(tmp_path / "b", path=first))
+    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    for status, words in (
+        (404, "no such file or folder: 404"),
+        (403, "not allowed: 403"),
+        (503, "cannot be read: 503"),
+    ):
+        Web.status["/web/train-00000-of-00002.jsonl"] = status
+        with pytest.raises(ConfigError, match=rf"train-00000-of-00002\.jsonl: {words}"):
+            find_here(SourceConfig(path=first))
+    with pytest.raises(
+        ConfigError, match=r"A page with links to files ends with / or has a wildcard: \S+/org/name/\*\.jsonl"
+    ):
+        find_here(SourceConfig(path=f"{web}/api/datasets/org/name"))
+
+
+def test_files_of_the_hub_are_read_by_its_own_file_system(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "hub_answers", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", web)
+    template = f"{web}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    fsspec.get_filesystem_class("hf").clear_instance_cache()
+    assert list(remote_texts(tmp_path, path="hf://datasets/org/name/data")) == ["0"] * 50 + ["1"] * 50
+    Web.broken = 1
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert (
+        list(remote_texts(tmp_path / "b", path="hf://datasets/org/name@main/data/*.jsonl")) == ["0"] * 50 + ["1"] * 50
+    )
+    Web.status["/api/datasets/org/other"] = 401
+    with pytest.raises(
+        ConfigError, match=r"hf://datasets/org/other/x\.jsonl: (no such file or folder|not allowed): .*org/other"
+    ):
+        find_here(SourceConfig(path="hf://datasets/org/other/x.jsonl"))
+    fsspec.get_filesystem_class("hf").clear_instance_cache()
 
 
 def test_a_protocol_without_its_library_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import shutil
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import pytest
 from crash_states import Recording, State, files_of, unrecovered
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.columns import add
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import making, shards
 from sftkit.data.store.making import Peers, shards_of
@@ -42,10 +46,11 @@ def tokenize(chunks: Iterable[tuple[int, list[RawRow]]], calls: list[int] | None
                 calls.append(number)
             part.where.append(where)
             part.counts["answers"] += 2
+            add(part.tally, "read", f"kind {number % 2}", f"{where}: as it is")
             for again in range((1, 1, 1, 2, 0)[number % 5]):
                 ids = np.arange(2 + 3 * number + again, dtype=np.int32)
                 is_target = ids % 2 == 1
-                one = TokenizedExample(ids, is_target, num_bytes=len(ids), size=len(ids) + 1, answers=((1, 2),))
+                one = TokenizedExample(ids, is_target, len(ids), f"{number}.png", size=len(ids) + 1, answers=((1, 2),))
                 part.add(one, (number, 0, 7, 8, (0, 0, 1, 1, 0)))
                 part.odd.append((number, "odd"))
         yield part.packed("<u2")
@@ -87,6 +92,12 @@ def documents(found: list[Shard]) -> list[list[int]]:
     ]
 
 
+def answers_of(shard: Shard) -> list[list[int]]:
+    """The answers of all documents of a shard."""
+    places = zip(shard.docs, shard.starts.tolist(), strict=True)
+    return [answer for place in places for answer in shard.answers_of(*place).tolist()]
+
+
 def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     found = made(tmp_path)
     assert [(*shard.span, shard.line["rows"]) for shard in found] == [(0, 4, 4), (4, 8, 4), (8, 12, 2)]
@@ -97,8 +108,7 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     ]
     ids, is_target = found[1].tokens(0, int(found[1].docs["length"][0]))
     assert is_target.tolist() == (ids % 2 == 1).tolist()
-    docs, starts = found[0].docs, found[0].starts
-    assert [found[0].answers_of(*one).tolist() for one in zip(docs, starts.tolist(), strict=True)] == [[[1, 2]]] * 5
+    assert answers_of(found[0]) == [[1, 2]] * 5
     assert found[0].line["odd"] == ["odd"]
     assert (found[0].docs["odd"] & 1).all()
     assert [found[2].where(i, "elsewhere") for i in (8, 9)] == ["elsewhere:9", "elsewhere:10"]
@@ -182,8 +192,7 @@ def test_a_token_takes_little_more_than_its_two_bytes_and_all_of_its_document_is
         if name not in ("head", "told"):
             assert shard.docs[name].tolist() == expected[name].tolist(), name
     assert (shard.docs["head"] >> np.uint64(32)).tolist() == (expected["head"] >> np.uint64(32)).tolist()
-    found = [shard.answers_of(*one).tolist() for one in zip(shard.docs, shard.starts.tolist(), strict=True)]
-    assert [tuple(answer) for answers in found for answer in answers] == part.answers
+    assert [tuple(answer) for answer in answers_of(shard)] == part.answers
     assert 0 < (shard.docs["told"] >= 0).sum() < 50, "the runs of targets say most answers"
 
 
@@ -195,6 +204,75 @@ def test_columns_take_what_the_largest_value_needs(tmp_path: Path) -> None:
     doc = shard.docs[0]
     assert [int(doc[name]) for name in ("length", "size", "bytes", "row")] == [2**17, 2**18, 2**31, 2**31]
     assert (int(doc["odd"]), int(doc["content"]), doc["roles"].tolist()) == (3, 2**64 - 1, [2**16 - 1] * 5)
+
+
+def seen(found: list[Shard]) -> dict[str, Any]:
+    """All that a run reads of shards."""
+    counts: Counter[str] = Counter()
+    tally: dict[Any, Any] = {}
+    for shard in found:
+        counts.update({**shard.line["counts"], "rows": shard.line["rows"]})
+        for one in shard.tally("here").values():
+            add(tally, one.kind, one.reason, one.first, one.rows)
+    columns = [doc.tolist()[:-1] for shard in found for doc in shard.docs]
+    answers = [one for shard in found for one in answers_of(shard)]
+    tokens = [shard.tokens(int(start), 2) for shard in found for start in shard.starts]
+    ids = [[one.tolist() for one in both] for both in tokens]
+    given = [name for shard in found for name in shard.given]
+    return {"counts": counts, "tally": tally, "docs": str(columns), "answers": answers, "ids": ids, "given": given}
+
+
+def test_a_slice_is_read_from_shards_that_are_there_and_only_rows_at_its_borders_are_tokenized(tmp_path: Path) -> None:
+    made(tmp_path / "whole")
+    for span, new in {
+        (0, 2): [],
+        (0, 3): [2],
+        (1, 7): [1, 6],
+        (2, 8): [],
+        (5, 6): [5],
+        (2, 30): [],
+        (8, 11): [],
+        (9, 11): [9],
+        (10, 11): [],
+        (4, 9): [8],
+    }.items():
+        folder = tmp_path / str(span)
+        shutil.copytree(tmp_path / "whole", folder)
+        calls: list[int] = []
+        found = made(folder, span, tokenize=partial(tokenize, calls=calls))
+        assert calls == new, span
+        calls.clear()
+        again = made(folder, span, tokenize=partial(tokenize, calls=calls))
+        assert (calls, [shard.line for shard in again]) == ([], [shard.line for shard in found])
+        assert seen(found) == seen(made(tmp_path / f"fresh {span}", span)), span
+        assert not (tmp_path / f"fresh {span}" / f"{RowSpan(0, 4)}.ids.bin").exists(), "only its own rows are made"
+
+
+def test_slices_that_grow_take_what_smaller_ones_left_and_no_row_is_lost_or_there_twice(tmp_path: Path) -> None:
+    for span, new in (
+        ((0, 2), [0, 1]),
+        ((0, 3), [2]),
+        ((0, 3), []),
+        ((1, 7), [1, 3, 4, 5, 6]),
+        ((4, 7), []),
+        ((0, None), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ((1, 7), []),
+    ):
+        calls: list[int] = []
+        found = made(tmp_path / "grows", span, tokenize=partial(tokenize, calls=calls))
+        assert calls == new, span
+        assert seen(found) == seen(made(tmp_path / f"fresh {span}", span)), span
+    whole = content(tmp_path / "fresh (0, None)")
+    grown = content(tmp_path / "grows")
+    assert all(raw == grown[name] for name, raw in whole.items() if name != LINES_FILE)
+
+
+def test_a_damaged_shard_serves_no_slice(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / f"{RowSpan(0, 4)}.ids.bin").write_bytes(b"other")
+    calls: list[int] = []
+    made(tmp_path, (0, 2), tokenize=partial(tokenize, calls=calls))
+    assert calls == [0, 1]
 
 
 def test_rows_of_the_next_shards_are_read_before_one_is_written(
@@ -407,6 +485,41 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
         os.utime(lock, (1, 1))
     assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
     assert not list(tmp_path.glob("*.lock"))
+
+
+def take_over(folder: Path, judged: Any, taken: Any, done: Any) -> None:
+    """Claim a shard whose holder is gone, at the moment when the other process has seen that, too."""
+    real = Store.is_claimed
+
+    def is_claimed(self: Store, span: RowSpan) -> bool:
+        found = real(self, span)
+        with suppress(threading.BrokenBarrierError):
+            judged.wait(1.0)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "is_claimed", is_claimed)
+        with Store(folder, 1000).claim(RowSpan(0, 4)) as own:
+            taken.put(own)
+            done.wait(10.0)
+
+
+def test_of_two_processes_that_find_a_lock_of_one_that_is_gone_one_takes_it_over(tmp_path: Path) -> None:
+    lock = tmp_path / f"{RowSpan(0, 4)}.lock"
+    with Store(tmp_path, 1000).claim(RowSpan(0, 4)):
+        about = json.loads(lock.read_text())
+    lock.write_text(json.dumps({**about, "after_boot": about["after_boot"] - 1000.0}))
+    forks = multiprocessing.get_context("fork")
+    judged, done, taken = forks.Barrier(2), forks.Event(), forks.Queue()
+    both = [forks.Process(target=take_over, args=(tmp_path, judged, taken, done)) for _ in range(2)]
+    for process in both:
+        process.start()
+    assert sorted(taken.get(timeout=20) for _ in both) == [False, True]
+    done.set()
+    for process in both:
+        process.join(20)
+        assert process.exitcode == 0
+    assert not lock.exists()
 
 
 def test_a_process_that_waits_reads_what_the_other_makes_and_raises_its_error(tmp_path: Path) -> None:

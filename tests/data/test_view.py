@@ -390,7 +390,7 @@ def test_a_store_that_a_process_reads_is_not_pruned(tmp_path: Path, load: Any, c
     examples = load(write(tmp_path / "a.jsonl", TEXTS))
     assert keeping.remove_least_used(tmp_path / "cache", "0") > 0  # the view
     [store] = keeping.kept_in(tmp_path / "cache")
-    assert f"in use {store.folder}" in capsys.readouterr().out
+    assert f"in use {store.path}" in capsys.readouterr().out
     assert [len(examples[i].ids) for i in range(len(examples))] == (examples.lengths + 1).tolist()
     release()
     keeping.remove_least_used(tmp_path / "cache", "0")
@@ -412,13 +412,13 @@ def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, 
     assert "13 documents" in out
     assert "2 stores, 2 views in" in out
     assert "the files of all stores have their sha256" in out
-    ids = next(kept[-1].folder.parents[1].glob("stores/*/*.ids.bin"))
+    ids = next(kept[-1].path.parents[1].glob("stores/*/*.ids.bin"))
     ids.write_bytes(ids.read_bytes()[:-1] + b"?")
     assert not keeping.print_kept(cache, verify=True)
     assert f"{ids.name} is not what was written" in capsys.readouterr().err
     release()
     keeping.remove_least_used(cache, f"{sum(one.num_bytes for one in kept[:2]) + 1}")
-    assert {one.folder for one in keeping.kept_in(cache)} == {one.folder for one in kept[:2]}
+    assert {one.path for one in keeping.kept_in(cache)} == {one.path for one in kept[:2]}
     keeping.remove_least_used(cache, "0G")
     assert not list(keeping.kept_in(cache))
     with pytest.raises(ConfigError, match="such as 200G"):

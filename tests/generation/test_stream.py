@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.config.schema import ModelConfig
 from sftkit.data.demo import builtin
+from sftkit.data.tokens import chat
+from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.generation.decode import introduction, learned_questions, stream
+from sftkit.generation.decode import introduction, learned_questions, stream, text_of
 from sftkit.generation.repl import Sampling
 from sftkit.models.tokenizer import set_template_arguments
 
@@ -44,6 +46,29 @@ def test_top_p_samples_from_the_likeliest_tokens_alone(model, tokenizer) -> None
     model.generate = lambda **arguments: drawn.update(arguments) or generate(**arguments)
     said(0.5, 0.9)
     assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["do_sample"]) == (0.5, 0.9, 0, True)
+
+
+def test_an_answer_in_channels_is_shown_as_others_are_and_asked_about_without_its_analysis(make_tokenizer) -> None:
+    tokenizer = make_tokenizer("gpt_oss", eos="<|im_end|>")
+    marks = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    said = "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final<|message|>So. <b>"
+    call = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"a": 1}'
+    for text, shown in (
+        (said, "<think>\nI think.\n</think>\n\nSo. <b>"),
+        ("<|channel|>final<|message|>42<|return|>", "42"),
+        (call, '<think>\nHm.\n</think>\n\n to=functions.look{"a": 1}'),
+        ("<|channel|>analysis<|message|>I th", "<think>\nI th"),
+    ):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert text_of(tokens, tokenizer) == shown
+        parts = [text_of(tokens[:n], tokenizer) for n in range(len(tokens) + 1)]
+        assert all(shown.startswith(part) for part in parts), "nothing that is shown is taken back"
+    answered = [*HI, {"role": "assistant", "content": text_of(tokenizer.encode(said), tokenizer)}, *HI]
+    prompt = chat.prompt_text(Row("x", messages=answered), tokenizer)
+    assert prompt.endswith(
+        "<|start|>assistant<|channel|>final<|message|>So. <b><|end|><|start|>user<|message|>Hi?<|end|><|start|>assistant"
+    )
 
 
 def test_an_answer_that_is_closed_is_not_decoded_to_its_end(model, tokenizer) -> None:

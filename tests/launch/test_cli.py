@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
-from sftkit.launch.cli import CLI_USAGE, main, python_arguments
+from sftkit.config.keys import hints
+from sftkit.launch.cli import CLI_USAGE, LABS, main, python_arguments
 
 COMMAND = (sys.executable, "-m", "sftkit")
 
@@ -74,6 +75,10 @@ def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
     ("words", "said"),
     [
         (("sfft", "x"), "sftkit sfft: no such word. Did you mean sftkit sft?"),
+        (
+            ("lora",),
+            "sftkit lora: no such word. an adapter is a setting of a recipe: `sftkit sft recipes/qwen3_8b/lora.y",
+        ),
         (("init",), "usage: sftkit init DIR"),
         (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
         (
@@ -86,6 +91,11 @@ def test_a_mistake_is_told_with_code_2(words: tuple[str, ...], said: str, tmp_pa
     done = sftkit(tmp_path, *words)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_no_word_that_exists_is_said_to_be_none() -> None:
+    typed = {word for words in hints()["no_word"].values() for word in words.split()}
+    assert typed.isdisjoint({"init", "data", *LABS, *SCRIPTS})
 
 
 def test_the_script_of_this_folder_is_taken_unless_it_has_nothing_to_do_with_sftkit(tmp_path: Path) -> None:

@@ -47,13 +47,11 @@ def test_whole_and_plain_files_pass(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "method"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
-        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}, "mxfp4"),
         ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "awq"),
-        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes 4-bit"),
         ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "hqq"),
         ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
     ],
 )

@@ -31,7 +31,57 @@ COMMON = {
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+RECURRENT = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 8,
+}
+SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 16, **MOE}
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+LLAMA4 = {
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 64,
+    "head_dim": 8,
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "no_rope_layers": [1, 0, 1, 0],
+    "moe_layers": [2, 3],
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 12,
+    "llama_4_scaling_beta": 0.1,
+}
+SCAN = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+FALCON = {
+    "mamba_d_ssm": 64,
+    "ssm_multipliers": [0.5, 0.7, 1.3, 0.9, 1.1],
+    "mlp_multipliers": [0.9, 1.2],
+    "lm_head_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+}
+GRANITE = {"logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 32,
+}
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (1, {}),
     "mistral": (1, {"sliding_window": 16}),
@@ -44,6 +94,12 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "phi3": (1, {}),
     "smollm3": (2, {"no_rope_layer_interval": 2}),
     "gpt2": (1, GPT2),
+    "cohere": (1, {"logit_scale": 0.3}),
+    "cohere2": (2, {"logit_scale": 0.3, "sliding_window": 16, "sliding_window_pattern": 2}),
+    "granite": (1, {"logits_scaling": 6.0, "embedding_multiplier": 3.0}),
+    "hyperclovax": (1, {"logits_scaling": 0.3}),
+    "llama4_text": (4, LLAMA4),
+    "ministral3": (1, {"head_dim": 8, "rope_parameters": YARN}),
     "olmo": (1, {}),
     "olmo2": (1, {}),
     "olmo3": (2, {"sliding_window": 16}),
@@ -52,10 +108,36 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
         {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
         | {"num_key_value_heads": 4, **MOE, **LATENT},
     ),
+    "gpt_oss": (2, {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_swa": (2, {"sliding_window": 16}),
+    "granitemoe_swa": (2, {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mimo_v2_flash": (
+        2,
+        {"head_dim": 8, "swa_head_dim": 8, "sliding_window": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | MOE,
+    ),
+    "lfm2": (2, {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": (
+        3,
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 4, **MOE},
+    ),
+    "falcon_h1": (1, {"head_dim": 8, **SCAN, **FALCON}),
+    "nemotron_h": (4, {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], **NEMOTRON, **MOE}),
+    "granitemoehybrid": (
+        2,
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, **SCAN, **GRANITE},
+    ),
+    "bamba": (2, {"attn_layer_indices": [1], **SCAN}),
+    "qwen3_next": (2, {**RECURRENT, **SHARED}),
+    "qwen3_5_text": (2, RECURRENT),
+    "qwen3_5_moe_text": (2, {**RECURRENT, **SHARED}),
+    "olmo_hybrid": (2, RECURRENT),
 }
 "By model_type: the number of distinct blocks, and the fields of a small config."
-QUICK = ("qwen3_moe", "gemma3_text", "gpt2")
-"One with experts, one whose blocks are of two kinds, and one with neither rotary factors nor RMS norms."
+QUICK = ("qwen3_moe", "gemma3_text", "gpt2", "granite", "qwen3_5_text", "lfm2", "falcon_h1")
+"""One with experts, one whose blocks are of two kinds, one with neither rotary factors nor RMS norms, one with scaled
+logits, and one of each kind of recurrent layers."""
 
 
 def build(model_type: str, **fields: Any) -> PreTrainedModel:

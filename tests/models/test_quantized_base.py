@@ -25,7 +25,7 @@ from sftkit.memory.estimate import EstimateInputs, Shape, estimate, held_bytes
 from sftkit.memory.plan import shape_of
 from sftkit.models import joined_adapters
 from sftkit.models.adapters import Adapters, adapted, add_adapters
-from sftkit.models.files import NF4_BYTES, check_unquantized, replica_of, size_of
+from sftkit.models.files import NF4_BYTES, format_of, replica_of, size_of
 from sftkit.models.joined_adapters import JoinedAttention, JoinedMlp, join_layers
 from sftkit.models.load import load_model, model_of_files
 from sftkit.models.structure import Work, count_parameters, train_flops
@@ -323,4 +323,4 @@ def test_models_that_would_stay_large_are_rejected() -> None:
 
 def test_a_base_that_is_quantized_already_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"for QLoRA set adapter.base=nf4, which quantizes it while loading"):
-        check_unquantized({"quantization_config": {"load_in_4bit": True}}, "base: config.json")
+        format_of({"quantization_config": {"load_in_4bit": True}}, "base: config.json")

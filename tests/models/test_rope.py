@@ -1,21 +1,28 @@
-"""Frequencies of longrope by document, in any layout of rows; how long documents may be."""
+"""What follows from positions is that of each document alone, in any layout of rows: frequencies of longrope, chunks and
+temperatures of Llama 4; how long documents may be.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import make_batch, make_examples, make_layout_of
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -26,11 +33,14 @@ from transformers import (
     T5Config,
 )
 
-from sftkit.config.schema import RopeScaling
+from sftkit.config.schema import LossConfig, RopeScaling
 from sftkit.config.topology import Topology
+from sftkit.engine.reference import documents_of
 from sftkit.errors import ConfigError
 from sftkit.models.load import empty_model, full_model
 from sftkit.models.structure import check_rope, document_lengths, max_positions, scale_rope, use_document_lengths
+from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.verify.documents import check_documents, document_checks, limits_of
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
@@ -82,12 +92,94 @@ def test_the_length_of_a_document_is_known_at_each_of_its_positions() -> None:
     assert document_lengths(positions).tolist() == expected
 
 
+def test_dynamic_scaling_asks_no_device_for_the_longest_document() -> None:
+    """Up to max_position_embeddings, the longest document, its frequencies do not change."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)).eval()
+    ids, positions = torch.arange(32)[None], torch.tensor([[*range(20), *range(12)]])
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    use_document_lengths(model)
+    assert torch.equal(model(input_ids=ids, position_ids=positions, use_cache=False).logits, expected)
+    nowhere = torch.zeros(1, 32, dtype=torch.int64, device="meta")  # whose values cannot be read
+    cos, _ = model.model.rotary_emb.to("meta")(torch.zeros(1, device="meta"), nowhere)
+    assert cos.shape == (1, 32, 16)
+
+
 def test_documents_longer_than_the_short_frequencies_are_rejected_where_ranks_share_them() -> None:
     model = longrope_model("phi3")
     check_rope(model, Topology(context=2), 32)
     check_rope(model, Topology(replicas=2), 256)
     with pytest.raises(ConfigError, match=r"data\.max_length: 33: longrope of phi3 .*: set 32 or less"):
         check_rope(model, Topology(context=2), 33)
+
+
+def llama4(**fields: Any) -> PreTrainedModel:
+    """A model whose layers see chunks of 7 positions, or all with a temperature that changes every 5."""
+    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 16, "max_position_embeddings": 64}
+    sizes |= {"attention_chunk_size": 7, "floor_scale": 5, "no_rope_layers": [1, 0], "moe_layers": [1], **fields}
+    torch.manual_seed(0)
+    return Llama4ForCausalLM(Llama4TextConfig(**SIZES | sizes)).eval()
+
+
+@pytest.mark.parametrize("lengths", [(6, 7, 8, 4, 5), (16, 1, 14, 2), (3, 20, 11)])
+def test_chunks_and_temperatures_of_a_document_in_a_row_are_those_that_it_has_alone(lengths: tuple[int, ...]) -> None:
+    """Logits and gradients, with documents on both sides of each limit; no other document changes a bit."""
+    plain = llama4()
+    model = copy.deepcopy(plain)
+    use_document_lengths(model)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    examples = make_examples(list(lengths), target_share=1.0)
+    batch = make_batch(examples, (tuple(range(len(lengths))),), 40)
+    packed = ModelWithLoss(model, "reference", NextToken(LossConfig()))
+    packed(batch).loss.backward()
+    hidden = packed.hidden_states(batch, "reference")[0]
+    start = 0
+    for number, length in enumerate(lengths):
+        document = documents_of(examples, [(number,)], torch.device("cpu"))[0][0]
+        alone = plain(**document.inputs, use_cache=False).logits[0]
+        torch.testing.assert_close(model.lm_head(hidden[start : start + length]), alone, atol=1e-5, rtol=1e-5)
+        F.cross_entropy(alone, document.targets.flatten(), reduction="sum").backward()
+        start += length
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=2e-4, rtol=1e-4, msg=name)
+    changed = replace(batch, inputs={name: value.clone() for name, value in batch.inputs.items()})
+    changed.inputs["input_ids"][0, : lengths[0]] += 1
+    moved = packed.hidden_states(changed, "reference")[0] - hidden
+    assert moved[: lengths[0]].abs().max() > 0.01
+    assert torch.equal(moved[lengths[0] :], torch.zeros_like(moved[lengths[0] :]))
+
+
+def test_the_check_before_a_run_compares_documents_on_both_sides_of_chunk_and_temperature() -> None:
+    model = llama4(max_position_embeddings=64, attention_chunk_size=13, floor_scale=9)
+    assert limits_of(model) == [9, 13]
+    use_document_lengths(model)
+    layout = make_layout_of("packed", [30, 40, 20], row_length=64)
+    wrapped = ModelWithLoss(model, "reference", NextToken(LossConfig()))
+    found = check_documents(wrapped, "reference", torch.device("cpu"), layout)
+    assert found.limits == (9, 13)
+    assert max(found.beyond, found.logits_difference) < 1e-5
+    assert found.leak == 0.0
+
+
+@pytest.mark.parametrize("fault", ["temperatures of the row", "whole documents"])
+def test_the_check_finds_temperatures_of_the_row_and_chunks_that_are_missing(fault: str) -> None:
+    model = llama4(attn_scale=3.0, initializer_range=0.6)
+    if fault == "whole documents":
+        use_document_lengths(model)
+    wrapped = ModelWithLoss(model, "reference", NextToken(LossConfig()))
+    for module in model.modules() if fault == "whole documents" else ():
+        vars(module).pop("sftkit_chunked", None)
+    with suppress(ConfigError):
+        found = check_documents(wrapped, "reference", torch.device("cpu"))
+        failed = [check.name for check in document_checks(found, torch.float32, "reference") if not check.ok]
+        assert "Same logits as the plain model" in failed
+
+
+def test_chunked_attention_is_rejected_where_ranks_share_documents_longer_than_a_chunk() -> None:
+    check_rope(llama4(), Topology(context=2), 7)
+    check_rope(llama4(), Topology(replicas=2), 64)
+    with pytest.raises(ConfigError, match=r"data\.max_length: 8 is longer than the 7 positions that llama4_text"):
+        check_rope(llama4(), Topology(context=2), 8)
 
 
 def rope(rope_type: str, **more: object) -> dict[str, object]:

@@ -31,8 +31,10 @@ KINDS = {
     "olmoe": EXPERTS,
     "flex_olmo": EXPERTS,
     "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 8},
 }
+ROUTERS = ("gate.weight", "router.weight", "router.bias")
 DEEPSEEK = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -58,7 +60,7 @@ def made(model_type: str, **fields) -> PreTrainedModel:
         model.set_experts_implementation("batched_mm")
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "gate.weight" in name:
+            if name.endswith(ROUTERS):
                 p.normal_(std=0.5)
     return model.train()
 
@@ -80,11 +82,11 @@ def test_loss_and_gradients_are_those_of_transformers_for_a_row(model_type: str)
     sums = routed(model, 0.7)(batch)
     (sums.loss / batch.num_targets).backward()
     assert sums.measured["aux_loss"].item() / batch.num_targets == pytest.approx(plain.aux_loss.item(), abs=1e-6)
-    assert sums.loss.item() / batch.num_targets == pytest.approx(plain.loss.item(), abs=1e-6)
+    assert sums.loss.item() / batch.num_targets == pytest.approx(plain.loss.item(), rel=4e-7)  # of fp32
     assert plain.aux_loss.item() > 2.05, "no even shares"
     for name, gradient in gradients.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-5, atol=1e-6)
-    assert any("gate" in name and gradient.abs().max() > 1e-3 for name, gradient in gradients.items())
+    assert any(name.endswith(ROUTERS) and gradient.abs().max() > 1e-3 for name, gradient in gradients.items())
 
 
 def test_each_row_counts_as_much_as_its_targets_and_padding_not_at_all() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from sftkit.data.batches.pack import BatchShape
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import flash
 from sftkit.ops.attention import Documents, attend, document_boundaries, document_mask, plain_attention
-from sftkit.ops.flex import blocks_of
+from sftkit.ops.flex import attend_cached, blocks_of
 
 DOCUMENTS = {
     "one document": [[256]],
@@ -44,7 +46,13 @@ def make_batch(rows: Sequence[Sequence[int]], row_length: int = 256, slots: int 
 
 
 def by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, window: int | None, softcap: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, in the dtype of the inputs, one document at a time: [B, T, H, D]."""
     groups = query.shape[1] // key.shape[1]
@@ -58,7 +66,10 @@ def by_document(
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             distance = torch.arange(len(at))[:, None] - torch.arange(len(at))[None]
             seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            out[row, :, at] = scores.masked_fill(~seen.to(query.device), float("-inf")).softmax(-1) @ v
+            scores = scores.masked_fill(~seen.to(query.device), float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(at), 1)], -1)
+            out[row, :, at] = scores.softmax(-1)[..., : len(at)] @ v
     return out.transpose(1, 2)
 
 
@@ -86,6 +97,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     row_length: int = 256,
+    sinks: bool = False,
     tolerance: float,
 ) -> None:
     """Outputs and gradients at the positions of documents against the definition in float64."""
@@ -93,20 +105,23 @@ def check(
     *qkv, grad = inputs(len(rows), *heads, head_dim, device, row_length)
     real = (batch.doc_ids >= 0).to(device)
     grad = grad.transpose(1, 2) * real[:, :, None, None]
-    exact = [x.to(dtype).double().requires_grad_() for x in qkv]
-    wanted = by_document(*exact, batch, window, softcap)
+    # Between scores that they hardly change and scores that take most of the weight.
+    s_aux = [torch.linspace(-3.0, 6.0, heads[0], device=device)] if sinks else []
+    exact = [x.to(dtype).double().requires_grad_() for x in [*qkv, *s_aux]]
+    wanted = by_document(*exact[:3], batch, window, softcap, *exact[3:])
     wanted.backward(grad.to(dtype).double())
 
-    given = [x.to(dtype).requires_grad_() for x in qkv]
+    given = [x.to(dtype).requires_grad_() for x in [*qkv, *s_aux]]
     documents = document_boundaries(batch.to(torch.device(device)), backend)
     call = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
-    got, _ = call(torch.nn.Module(), *given, None, documents=documents, sliding_window=window, softcap=softcap)
+    named = {"sliding_window": window, "softcap": softcap, "s_aux": given[3] if sinks else None}
+    got, _ = call(torch.nn.Module(), *given[:3], None, documents=documents, **named)
     got.backward(grad.to(dtype))
     assert relative_error(got[real], wanted[real]) < tolerance
     for mine, theirs in zip(given, exact, strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
-        where = real[:, None, :].expand(mine.shape[:3])
+        where = real[:, None, :].expand(mine.shape[:3]) if mine.ndim > 1 else slice(None)
         assert relative_error(mine.grad[where], theirs.grad[where]) < tolerance
 
 
@@ -117,6 +132,59 @@ def test_reference_equals_a_loop_over_documents(
     rows: list[list[int]], head_dim: int, window: int | None, softcap: float | None
 ) -> None:
     check("reference", rows, head_dim=head_dim, window=window, softcap=softcap, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (9, 5.0)])
+def test_reference_with_sinks_equals_a_loop_over_documents(window: int | None, softcap: float | None) -> None:
+    for rows in DOCUMENTS.values():
+        check("reference", rows, window=window, softcap=softcap, sinks=True, tolerance=1e-5)
+
+
+class PlainKernel:
+    """A kernel with the interface of FlashAttention's, without sinks, from the definition."""
+
+    def _weights(self, query: torch.Tensor, key: torch.Tensor, scale: float, **named: Any) -> torch.Tensor:
+        starts, window = named["cu_seqlens_q"], named["window_size_left"]
+        at = torch.arange(len(query))
+        document = torch.searchsorted(starts, at, right=True)
+        distance = at[:, None] - at[None]
+        seen = (document[:, None] == document[None]) & (distance >= 0)
+        seen = seen if window is None else seen & (distance <= window)
+        return (torch.einsum("ihd,jhd->hij", query, key) * scale).masked_fill(~seen, float("-inf"))
+
+    def _flash_attn_fwd(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any) -> Any:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = self._weights(query, key, named["softmax_scale"], **named)
+        return torch.einsum("hij,jhd->ihd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+    def _flash_attn_bwd(
+        self, query: Any, key: Any, value: Any, out: Any, grad: Any, lse: Any, *more: Any, **named: Any
+    ) -> Any:
+        weights = (self._weights(query, key, more[0], **named) - lse[..., None]).exp()
+        gained = torch.einsum("ihd,jhd->hij", grad, value) - (out * grad).sum(-1).t()[..., None]
+        of_scores = weights * gained * more[0]
+        of_value = torch.einsum("hij,ihd->jhd", weights, grad)
+        return torch.einsum("hij,jhd->ihd", of_scores, key), torch.einsum("hij,ihd->jhd", of_scores, query), of_value
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_flash_kernel_without_sinks_gives_the_exact_gradients_of_attention_with_sinks(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "fa4", PlainKernel)
+    for sinks in (True, False):
+        for rows in (DOCUMENTS["many documents"], DOCUMENTS["two rows"]):
+            check("fa4", rows, window=window, dtype=torch.float64, head_dim=16, sinks=sinks, tolerance=1e-12)
+
+
+def test_a_cached_step_with_sinks_is_the_last_position_of_a_row() -> None:
+    query, key, value, _ = inputs(2, 4, 2, 16, "cpu", 32)
+    sinks = torch.linspace(-1.0, 3.0, 4)
+    documents = document_boundaries(make_batch([[32], [32]], 32), "reference")
+    for softcap in (None, 5.0):
+        row, _ = attend(torch.nn.Module(), query, key, value, None, documents=documents, s_aux=sinks, softcap=softcap)
+        step, _ = attend_cached(torch.nn.Module(), query[:, :, -1:], key, value, None, s_aux=sinks, softcap=softcap)
+        torch.testing.assert_close(step, row[:, -1:])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -155,12 +223,13 @@ def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_computes_what_the_reference_does() -> None:
-    for row_length, window, softcap in (
-        (256, None, None),
-        (256, 9, None),
-        (256, None, 5.0),
-        (100, 9, 5.0),
-        (32, None, None),
+    for row_length, window, softcap, sinks in (
+        (256, None, None, None),
+        (256, 9, None, None),
+        (256, None, 5.0, None),
+        (100, 9, 5.0, None),
+        (32, None, None, None),
+        (100, 9, None, torch.linspace(-1.0, 3.0, 4)),
     ):
         batch = make_batch([[row_length // 2, row_length // 3]], row_length)
         query, key, value, _ = inputs(1, 4, 2, 16, "cpu", row_length)
@@ -174,6 +243,7 @@ def test_flex_computes_what_the_reference_does() -> None:
                 documents=document_boundaries(batch, backend),
                 sliding_window=window,
                 softcap=softcap,
+                s_aux=sinks,
             )[0]
             for backend in ("flex", "reference")
         ]
@@ -219,9 +289,19 @@ def test_a_saved_config_does_not_name_our_attention(tmp_path: object) -> None:
 def test_flash_refuses_what_its_kernels_cannot_compute() -> None:
     documents = Documents("varlen", 256, cu_seqlens=torch.tensor([0, 256], dtype=torch.int32))
     query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
-    for bad in ({"softcap": 5.0}, {"dropout": 0.1}, {"s_aux": torch.zeros(4)}):
-        with pytest.raises(RuntimeError, match=r"soft cap or dropout|sinks"):
+    for bad in ({"softcap": 5.0}, {"dropout": 0.1}):
+        with pytest.raises(RuntimeError, match="soft cap or dropout"):
             attend(torch.nn.Module(), query, key, value, None, documents=documents, **bad)  # type: ignore[arg-type]
+
+
+def test_sinks_are_an_error_where_they_are_not_computed() -> None:
+    query, key, value, _ = inputs(1, 4, 2, 16, "cpu")
+    encoder = torch.nn.Module()
+    encoder.is_causal = False  # type: ignore[assignment]
+    for module, backend in ((torch.nn.Module(), "sdpa"), (encoder, "reference")):
+        documents = document_boundaries(make_batch([[256]]), backend)
+        with pytest.raises(RuntimeError, match="sinks"):
+            attend(module, query, key, value, None, documents=documents, s_aux=torch.zeros(4))
 
 
 def test_the_flash_operator_traces_and_counts_its_flops() -> None:
@@ -231,8 +311,11 @@ def test_the_flash_operator_traces_and_counts_its_flops() -> None:
         query = torch.empty(512, 4, 64, dtype=torch.bfloat16, requires_grad=True)
         key, value = (torch.empty(512, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         cu_seqlens = torch.empty(9, dtype=torch.int32)
-        out, lse = flash.document_attention(query, key, value, cu_seqlens, cu_seqlens, 128, 0.125, 0, "varlen")
+        sinks = torch.empty(4, dtype=torch.bfloat16, requires_grad=True)
+        sizes: Any = (128, 0.125, 0, "varlen")
+        out, lse = flash.document_attention(query, key, value, cu_seqlens, cu_seqlens, *sizes, sinks=sinks)
         out.sum().backward()
+        assert (sinks.grad.shape, sinks.grad.dtype) == ((4,), torch.bfloat16)  # type: ignore[union-attr]
         assert (out.shape, lse.shape, lse.dtype) == ((512, 4, 64), (4, 512), torch.float32)
         assert [x.grad.shape for x in (query, key, value)] == [query.shape, key.shape, key.shape]  # type: ignore[union-attr]
     product = 512 * 4 * 64 * 128  # half of the 128 keys are seen, and 2 FLOPs each
@@ -274,6 +357,22 @@ def test_on_a_gpu_every_backend_equals_a_loop_over_documents(
             compiled=backend == "flex",
             tolerance=1e-2,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen", ALONE, "reference"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window"), [((4, 4), 64, None), ((8, 1), 64, 100), ((4, 2), 128, 9), ((4, 2), 64, None)]
+)
+def test_on_a_gpu_every_backend_with_sinks_equals_a_loop_over_documents(
+    backend: str, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    torch._dynamo.reset()
+    gpu: Any = {"device": "cuda", "dtype": torch.bfloat16, "compiled": backend == "flex", "tolerance": 1e-2}
+    for rows in DOCUMENTS.values():
+        check(backend, rows, heads=heads, head_dim=head_dim, window=window, sinks=True, **gpu)
 
 
 @pytest.mark.gpu
@@ -384,3 +483,74 @@ def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
     assert batch.num_targets == 600
     loss = F.cross_entropy(torch.zeros(600, VOCAB_SIZE), batch.targets.flatten())
     assert torch.isfinite(loss)
+
+
+def chunked_layer() -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.sftkit_chunked = True
+    return layer
+
+
+def check_chunks(backend: str, rows: Sequence[Sequence[int]], chunk: int, device: str, dtype: torch.dtype) -> None:
+    """Output and gradients of layers with and without chunks, in one row, against a loop over pieces of documents."""
+    batch = make_batch(rows)
+    pieces = batch.doc_ids * 1000 + batch.inputs["position_ids"].int() // chunk
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
+    documents = document_boundaries(batch.to(torch.device(device)), backend, chunk=chunk)
+    real = (batch.doc_ids >= 0).to(device)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for layer, ids in ((chunked_layer(), pieces), (torch.nn.Module(), batch.doc_ids)):
+        *qkv, grad = inputs(len(rows), 4, 2, 64, device)
+        grad = grad.transpose(1, 2) * real[:, :, None, None]
+        given, exact = (
+            [x.to(dtype).to(kind).detach().clone().requires_grad_() for x in qkv] for kind in (dtype, torch.float64)
+        )
+        wanted = by_document(*exact, replace(batch, doc_ids=ids), None, None)
+        wanted.backward(grad.to(dtype).double())
+        got, _ = call(layer, *given, None, documents=documents)
+        got.backward(grad.to(dtype))
+        assert relative_error(got[real], wanted[real]) < tolerance
+        for mine, theirs in zip(given, exact, strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            where = real[:, None, :].expand(mine.shape[:3])
+            # A chunk of one position has no gradient by query and key.
+            off = (mine.grad[where] - theirs.grad[where]).norm() / (theirs.grad[where].norm() + 1)
+            assert off < tolerance
+
+
+@pytest.mark.parametrize("chunk", [5, 64, 100])
+def test_a_chunk_begins_where_its_document_begins_and_not_where_the_row_does(chunk: int) -> None:
+    check_chunks("reference", [[100, 27, 64], [65, 191], []], chunk, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 255])
+def test_kernels_get_one_boundary_a_chunk_in_as_many_slots_for_any_documents(rows: list[list[int]], chunk: int) -> None:
+    batch = make_batch(rows)
+    found = document_boundaries(batch, "varlen", chunk=chunk).pieces
+    starts = [
+        256 * row + sum(lengths[:number]) + start
+        for row, lengths in enumerate(rows)
+        for number, length in enumerate([*lengths, 256 - sum(lengths)])  # with the padding
+        for start in range(0, length, chunk)
+    ]
+    assert found.cu_seqlens.unique().tolist() == [*starts, 256 * len(rows)]
+    assert found.cu_seqlens.diff().min() >= 0
+    assert len(found.cu_seqlens) == len(batch.cu_seqlens) + 256 * len(rows) // chunk
+    assert found.max_length == chunk
+
+
+def test_documents_within_a_chunk_cost_no_boundaries_of_their_own() -> None:
+    assert document_boundaries(make_batch([[100, 20]]), "reference", chunk=256).pieces is None
+    assert document_boundaries(make_batch([[100, 20]]), "reference").pieces is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa4", "varlen", ALONE, "reference"])
+def test_on_a_gpu_every_backend_attends_within_chunks_of_documents(backend: str) -> None:
+    if not available(backend):
+        pytest.skip(f"{backend} is not installed")
+    torch._dynamo.reset()
+    for chunk in (17, 64):
+        check_chunks(backend, [[100, 27, 64], [65, 191], []], chunk, "cuda", torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE
 from sftkit.ops import linear_cross_entropy
-from sftkit.ops.linear_cross_entropy import Head, LossSums, linear_nll
+from sftkit.ops.linear_cross_entropy import Head, LossSums, linear_nll, loss_as_operator
 
 GIB = 1 << 30
 OPTIONS = {
@@ -117,6 +118,22 @@ def test_without_bias_and_with_fp32_inputs() -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("operator", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scaled_logits_have_the_loss_and_gradients_of_a_scaled_head(dtype: torch.dtype, operator: bool) -> None:
+    hidden, head, bias, targets = inputs(dtype=dtype)
+    scale, softcap = 0.3, 3.0
+    options = LossConfig(chunk_tokens=5, z_loss=0.05)
+    exact = reference(hidden, head.double() * scale, targets, options, bias.double() * scale, softcap)
+    with loss_as_operator() if operator else nullcontext():
+        got = linear_nll(hidden, Head(head, bias, softcap, scale=scale), targets, options)
+        own = gradients(got.loss, hidden, head, bias)
+    error = 1e-10 if dtype == torch.float64 else 1e-2
+    torch.testing.assert_close(got.loss.double(), exact.loss, rtol=error, atol=0)
+    for ours, theirs in zip(own, gradients(exact.loss, hidden, head, bias), strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < error
+
+
 def test_gradcheck_across_chunks_with_every_option() -> None:
     hidden, head, bias, targets = inputs(rows=7, width=3, vocab=5)
     settings, softcap = OPTIONS["all"]
@@ -205,15 +222,16 @@ def test_scaling_does_not_round_the_scale_to_bf16(device: str) -> None:
     ],
 )
 def test_rows_of_their_own_stand_in_for_those_of_a_frozen_head(dtype: torch.dtype, device: str, count: int) -> None:
+    scale = 1.0 if count == 1 else 0.5
     hidden, head, _, targets = inputs(dtype=dtype, device=device)
     ids = torch.tensor([4, 11, 7][:count], device=device)
     targets[:6] = ids.repeat(6)[:6]
     before = head.detach().clone()
     rows = torch.randn(count, 8, dtype=torch.promote_types(dtype, torch.float32), device=device, requires_grad=True)
     options = LossConfig(chunk_tokens=10, z_loss=0.05)
-    found = linear_nll(hidden, Head(head.detach(), own_ids=ids, own_rows=rows), targets, options)
+    found = linear_nll(hidden, Head(head.detach(), own_ids=ids, own_rows=rows, scale=scale), targets, options)
     whole = before.index_copy(0, ids, rows.to(dtype))
-    expected = reference(hidden, whole, targets, options, None, None)
+    expected = reference(hidden, whole * scale, targets, options, None, None)
     error = 1e-10 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.loss.double(), expected.loss, rtol=error, atol=0)
     # As a step: scaled, and with the rows in fp32 whatever the hidden states are.

@@ -31,6 +31,8 @@ from sftkit.train.assemble import make_engine
 SLOW = (
     *("lora context", "frozen ddp", "frozen fsdp2", "frozen tensor", "qlora ddp", "tied_lora fsdp2"),
     *("lora_experts fsdp2", "prefix fsdp2, lean", "llama muon fsdp2", "llama pipeline, checkpointing"),
+    *("qwen3_5 fsdp2", "qwen3_5 muon fsdp2", "falcon_h1 fsdp2", "lfm2 fsdp2"),
+    *("gpt_oss fsdp2", "gpt_oss context"),
 )
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS

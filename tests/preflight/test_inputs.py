@@ -19,12 +19,13 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from sftkit.config.commands import program_path
-from sftkit.config.load import read_config
+from sftkit.config.load import read_config, to_yaml
 from sftkit.config.tables import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.data.demo.builtin import FAMILIES
 from sftkit.data.reading import readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
+from sftkit.models.adapter_files import base_digest
 from sftkit.preflight import inputs
 from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
@@ -209,6 +210,52 @@ def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> No
     assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
 
 
+def checkpoint(folder: Path, *, sources: dict[str, int], base: str | None = None) -> Path:
+    """A step directory that the recipe of this folder has made, by its files of text."""
+    (folder / "training_state").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(to_yaml(read_config("recipe.yaml", ["optim.name=adamw"], 1)))
+    known = {name: {"documents": n, "digest": ""} for name, n in sources.items()}
+    identity = {"rows": {"max_length": 64}, "sources": known}
+    (folder / "training_state" / "state.json").write_text(json.dumps({"step": 1, "identity": identity}))
+    (folder / "manifest.json").write_text(json.dumps({"files": {}, **({"base": {"sha256": base}} if base else {})}))
+    return folder
+
+
+def test_all_that_a_checkpoint_does_not_go_on_with_is_found_before_torch_in_one_report(here: Path) -> None:
+    folder = checkpoint(here / "runs/mine/step-000001", sources={"chats": 1})
+    resumed = ("train.resume=auto",)
+    assert problems(*resumed) == problems(f"train.resume={folder}") == []
+    write(here / "more.jsonl", CHAT)
+    grown = (*resumed, "data.train=[{path: chats.jsonl}, {path: more.jsonl}]")
+    assert "resume_changes=[data.train]" in refused(*grown)
+    assert problems(*grown, "train.resume_changes=[data.train]") == []
+    words = ("optim.lr=0.5", "run.seed=8", "data.layout=fixed", "data.max_length=32", "optim.name=muon")
+    text = refused(*resumed, *words, "data.train=[{path: more.jsonl}]")
+    assert text.startswith("train.resume: runs/mine/step-000001: the recipe differs")
+    for line in (
+        "optim.lr: 2e-05 in the checkpoint, 0.5 in this run",
+        "train.resume_changes=[optim.lr,run.seed,data.train]",
+        "source more is new",
+        'data.layout: "packed" in the checkpoint, "fixed" in this run',
+        "data.max_length: 64 in the checkpoint, 32 in this run",
+        'optim.name: "adamw" in the checkpoint, "muon" in this run',
+        "source chats does not begin with the 1 documents that the checkpoint knows (no source has that name",
+    ):
+        assert line in text
+    (folder / "training_state" / "state.json").write_text("[")
+    assert problems(*resumed, *words) == [], "the start says what is wrong with the checkpoint"
+
+
+def test_a_finished_run_of_an_adapter_is_not_resumed_over_other_frozen_weights(here: Path) -> None:
+    model(here / "start")
+    recipe = RECIPE.replace("{scratch: {model_type: llama}, tokenizer: words}", "{path: start}\nadapter: {}")
+    (here / "recipe.yaml").write_text(recipe)
+    checkpoint(here / "runs/mine/step-000001", sources={"chats": 1}, base=base_digest(here / "start"))
+    assert problems("train.resume=auto") == []
+    (here / "start" / "model.safetensors").write_bytes(b"\x04" + bytes(7) + b"{  }")
+    assert "start: other weights than those under the adapters of the checkpoint" in refused("train.resume=auto")
+
+
 def refused(*words: str, stage: str | None = "sft") -> str:
     (problem,) = problems(*words, stage=stage)
     return problem
@@ -243,6 +290,58 @@ def test_wrong_settings_files_columns_models_and_stages_stand_in_one_report(here
         found
     )
     assert len(found) == len(starts)
+
+
+def test_a_condition_on_a_column_that_no_row_has_names_those_that_are_there(here: Path) -> None:
+    rows = [{**CHAT, "language": "en", "meta": {"score": i}} for i in range(3)]
+    write(here / "chats.jsonl", *rows)
+    told = refused("data.train=[{path: chats.jsonl, where: {lang: en}}]")
+    assert told == (
+        "data.train.0.path: where: none of the first 3 rows has it: chats.jsonl:1: there is no column lang, only "
+        'messages, language, meta, meta.score. Did you mean "language"?'
+    )
+    assert 'Did you mean "meta.score"?' in refused("data.train=[{path: chats.jsonl, where: {meta.scor: 1}}]")
+    assert problems("data.train=[{path: chats.jsonl, where: {meta.score: 1, lang: null}}]") == []
+    write(here / "chats.jsonl", *rows * FIRST_ROWS)
+    assert "first 100 rows" in refused("data.train=[{path: chats.jsonl, where: {lang: en}}]")
+    assert problems("data.train=[{path: chats.jsonl, where: {zzz: en}}]") == [], "a later row may have it"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", """{"messages": "[{'role': 'user'}]"}""", r"messages: not JSON.*how Python shows a value: write it with json\.dumps"),
+        ("a.jsonl", '[\n{"text": "a"}]', r"a\.jsonl:1: not JSON.*if the whole file is one, name it \.json"),
+        ("a.jsonl", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', r"messages\[0\] is text, expected .*a row is one conversation"),
+        ("a.jsonl", '{"messages": [{"author": "user", "content": "a"}]}', "no role among author, content. Name each message's speaker"),
+        ("a.jsonl", '{"messages": [{"role": "user", "text": "a"}]}', "content is missing next to role, text"),
+        ("a.csv", "prompt;completion\na;b\n", r"One column has ';' in its name: cells have commas"),
+        ("a.json", '{"train": [{"text": "a"}], "test": []}', r"If train holds the rows of a \.json file, name it data"),
+        ("a.xlsx", "PK", r"Write tables of other programs as \.csv"),
+    ],
+)  # fmt: skip
+def test_what_people_take_for_data_is_answered_with_what_to_do(here: Path, name: str, content: str, told: str) -> None:
+    (here / name).write_text(content)
+    assert re.search(told, refused(f"data.train=[{{path: {name}}}]"))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{path: chats.jsonl, subset: main}", "subset is of a folder or dataset, and this is a file"),
+        ("{path: chats.jsonl, tokenizer_of: words}", "leave it out, model.tokenizer reads rows"),
+        ("{path: chats.jsonl, where: {min_token: 5}}", 'Did you mean "min_tokens"?'),
+        ("{path: [chats.jsonl]}", "write an entry {path: ...} for each, or path: FOLDER with files"),
+    ],
+)
+def test_settings_of_a_source_that_cannot_be_meant_are_rejected(here: Path, source: str, told: str) -> None:
+    assert told in refused(f"data.train=[{source}]")
+
+
+def test_a_missing_tokenizer_of_tokens_is_named(here: Path) -> None:
+    (here / "a.bin").write_bytes(b"12")
+    told = refused("data.train=[{path: a.bin, tokenizer_of: ./word}]", stage="mid")
+    assert f"tokenizer_of: ./word: no such folder (looked in {here}). Did you mean words?" in told
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "folder"])
@@ -467,7 +566,7 @@ def test_a_model_folder_has_weights_and_a_length_is_inherited_from_runs_alone(he
 
 def test_quantized_and_damaged_models_are_rejected(here: Path) -> None:
     folder = model(here / "small")
-    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    config = {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
     assert refused(*of_model("small")).startswith(
         "model.path: small: config.json: quantization_config: the weights are"

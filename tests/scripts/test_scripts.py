@@ -218,6 +218,61 @@ def test_the_recipe_of_a_mix_logs_the_loss_of_each_source_and_their_weighted_mea
     assert "Loss by source" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_the_recipe_of_weights_holds_its_shares_and_resumes_in_the_middle_bit_for_bit(
+    runs: Path, tmp_path: Path
+) -> None:
+    settings = [
+        "train.max_steps=12",
+        "log.every=1",
+        "checkpoint.every=5",
+        "checkpoint.keep=3",
+        "compile.backend=eager",
+        "eval.tasks=[]",
+    ]
+    settings += [f"model.path={runs}/base", f"data.cache_dir={tmp_path}/cache", "log.wandb=off", "eval.samples=0"]
+
+    def lines(name: str, *words: str) -> list[dict[str, Any]]:
+        own = [f"run.dir={tmp_path}/{name}", *words]
+        done = run("scripts/mid_train.py", "recipes/smoke/mid_weights.yaml", *settings, *own)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        assert ("step-000005: step 5" in done.stdout) == bool(words)
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    whole = lines("whole")
+    assert [line["step"] for line in whole] == list(range(1, 13))
+    for line in whole:
+        losses = {name: line[f"train/{name}/loss"] for name in ("docs", "tasks")}
+        known = [loss * line[f"data/target_share/{name}"] for name, loss in losses.items() if loss is not None]
+        assert sum(known) == pytest.approx(line["train/loss"], rel=1e-5)
+    # Until the stage at step 8, and after it. A step moves by its packing, several by a document of a row at most.
+    tokens = {name: [0, *(line[f"data/tokens/{name}"] for line in whole)] for name in ("docs", "tasks")}
+    resolved = json.loads((tmp_path / "whole" / "preflight.json").read_text())
+    longest = resolved["lengths"]["max"]
+    for first, last, share in ((0, 8, 0.75), (8, 12, 1 / 3)):
+        docs, tasks = (tokens[name][last] - tokens[name][first] for name in ("docs", "tasks"))
+        assert abs(docs - share * (docs + tasks)) <= 2.5 * longest
+    config = (tmp_path / "whole" / "config.yaml").read_text()
+    assert "weight: 0.75" in config
+    assert "weight: null" in (runs / "mid" / "config.yaml").read_text(), "the chain's own mid stage has no weights"
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "step-000012")
+    shutil.rmtree(tmp_path / "cut" / "step-000010")
+    (tmp_path / "cut" / "LATEST").write_text("step-000005\n")
+    again = lines("cut", "train.resume=auto")
+    same = [
+        name
+        for name in whole[-1]
+        if name.startswith(("data/", "train/")) and name.endswith(("loss", "norm", "docs", "tasks"))
+    ]
+    assert {"train/loss", "train/docs/loss", "train/grad_norm", "data/tokens/tasks"} <= {*same}
+    assert [[line.get(name) for name in same] for line in again] == [
+        [line.get(name) for name in same] for line in whole
+    ]
+    there, here = ((tmp_path / name / "step-000012" / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert here == there
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

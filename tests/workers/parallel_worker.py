@@ -16,10 +16,14 @@ from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, 
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
+    GptOssConfig,
+    Lfm2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -71,6 +75,15 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2}
+SINKS = {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,  # no multiple of the ranks
+}
+SCAN = {"mamba_d_ssm": 48, "mamba_n_heads": 3, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 STEPS = 4
 
 
@@ -107,15 +120,19 @@ MODELS = {
     "tied": lambda: small(Qwen3Config(**{**SIZES, "num_hidden_layers": 5}, head_dim=8, tie_word_embeddings=True)),
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
+    "qwen3_5": lambda: small(Qwen3_5TextConfig(**SIZES, **RECURRENT, head_dim=8)),
+    "falcon_h1": lambda: small(FalconH1Config(**SIZES, **SCAN)),
+    "lfm2": lambda: small(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
+    "gpt_oss": lambda: small(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
 }
-GRAPHS = {"frozen": 3, "prefix": 4}
+GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3, "lfm2": 3, "qwen3_5": 3}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
-ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
+ONE_RANK |= {f"{model} muon whole": (model, Topology(), Sharding(), "muon") for model in ("llama", "qwen3_5")}
 TWO_RANKS = {
     "llama ddp": ("llama", Topology(replicas=2), Sharding(), "adamw"),
     "llama fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(), "adamw"),
@@ -128,8 +145,14 @@ TWO_RANKS = {
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lora_experts fsdp2": ("lora_experts", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss fsdp2": ("gpt_oss", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "gpt_oss context": ("gpt_oss", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
+    "qwen3_5 fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "qwen3_5 muon fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "muon"),
+    "falcon_h1 fsdp2": ("falcon_h1", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lfm2 fsdp2": ("lfm2", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
     "llama pipeline, checkpointing": ("llama", Topology(stages=2), Sharding(), "adamw"),  # transformers' own, of layers

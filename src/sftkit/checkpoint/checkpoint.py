@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.resume import ResumeCheckpoint, check_identity, check_recipe, find_checkpoint
+from sftkit.checkpoint.resume import ResumeCheckpoint, check_fit, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
 from sftkit.checkpoint.states import (
     copies_done,
@@ -257,7 +258,9 @@ class Checkpoints:
             return state
         self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
         # Checked before loading: a checkpoint of another run must not change this one.
-        lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
+        optimizer = self.optimizer.kind
+        check = partial(check_fit, checkpoint, self.recipe, changes, self.identity, optimizer=optimizer)
+        lines = self.rt.from_main(check)
         # Weights, then optimizer states, which are named after them. Random states come last, because earlier steps
         # may draw numbers.
         load_checkpoint(self.orig_model, folder)
@@ -274,17 +277,6 @@ class Checkpoints:
         for line in lines:
             self.rt.print(line)
         return state
-
-    def _check_fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str]:
-        """Reject a checkpoint of another run; return lines about changed settings."""
-        prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
-        if checkpoint.state["optimizer"] != here:
-            raise ConfigError(
-                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
-                "resume with its optim.name and train.precision, or start from its weights with model.path"
-            )
-        check_identity(checkpoint.state.get("identity"), self.identity, prefix)
-        return check_recipe((folder / rundir.RECIPE).read_text(), self.recipe, changes, prefix)
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         """Load this rank's random state if processes and topology match the checkpoint; otherwise seed it from

@@ -2,12 +2,10 @@
 two runs.
 """
 
-import difflib
 import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +15,15 @@ import numpy as np
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.keys import key_table
-from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.batches.order import Cursor
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
-from sftkit.errors import CheckpointError, ConfigError, config_error
+from sftkit.errors import CheckpointError, ConfigError, hint
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE, verify
-from sftkit.rundir.names import TRAINING_STATE, step_dirs
+from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
 
 log = logging.getLogger(__name__)
@@ -132,38 +128,6 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
     return None
 
 
-_NO_KEY = object()
-"Placeholder for the value of a key that only one side has."
-_FIXED = (
-    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.dft"),
-    *("loss.router_aux_loss_coef", "model.path", "model.revision", "train.freeze", "train.neftune_alpha"),
-    *("adapters", "adapter.base", "adapter.lr_ratio_b", "adapter.dropout"),
-)
-"Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
-OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
-"""Keys of optim that are not compared: the states show whether optim.name fits; the others only choose how it
-is computed.
-"""
-LENGTH = ("train.max_steps", "train.epochs", "data.tokens")
-_OF_ORDER = re.compile(r"(data\.train)\.\d+\.(?:weight|max_epochs|repeat|order)|(data\.stages|data\.shuffle)")
-"Keys that decide which documents come next; group: the key that allows the change."
-CHANGED = {
-    **dict.fromkeys(
-        ("data.train", "data.stages", "data.shuffle"),
-        "documents that are planned and not taken come first, the others as the recipe now says",
-    ),
-    "train.global_batch_size": "the remaining documents of this epoch make batches of that size, and the learning "
-    "rate follows the schedule for the new number of steps",
-    "run.seed": "the remaining documents of this epoch come in another order",
-    **dict.fromkeys(
-        ("model.path", "model.revision"),
-        "its weights are not loaded: the checkpoint's are, except the frozen ones under an adapter",
-    ),
-    "train.freeze": "newly trained weights start without optimizer states, those of frozen ones are dropped",
-    **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
-}
-"Effects of changing a key, if they are not obvious."
-
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 "Fields of a transformers config that differ between places and versions, or that the run sets itself."
 _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
@@ -235,133 +199,82 @@ def _sources(examples: Examples, sizes: Mapping[str, int] | None = None) -> dict
     return found
 
 
-def check_sources(resume: ResumeCheckpoint, examples: Examples, allowed: Sequence[str]) -> None:
-    """Reject documents that are no continuation of those of the checkpoint, source by source. `allowed`:
-    train.resume_changes; data.train allows more documents, and more sources.
+def source_differences(there: Mapping[str, dict[str, Any]], examples: Examples) -> tuple[list[str], list[str]]:
+    """Compare documents with those of a checkpoint, source by source.
 
-    Raises:
-        ConfigError: names the sources.
+    Args:
+        there: what `run_identity` said of the sources then.
+
+    Returns:
+        (lines about documents and sources that were added, lines about sources that are no continuation)
     """
-    there = (resume.state.get("identity") or {}).get("sources")
-    if there is None:
-        return
     here = _sources(examples, {name: known["documents"] for name, known in there.items()})
     sizes = dict(zip(examples.source_names, np.bincount(examples.source, minlength=len(here)).tolist(), strict=True))
-    more = [f"source {name} is new" for name in here if name not in there]
+    grown = [f"source {name} is new" for name in here if name not in there]
+    gone = []
     for name, known in there.items():
         count = known["documents"]
         why = "" if here.get(name) == known else "others are in their places"
         if name not in here:
-            why = "no source has that name: keep it, with weight 0 if nothing more is to be learned from it"
+            why = hint("no such source")
         elif sizes[name] < count:
             why = f"it has {sizes[name]:,}"
+        elif sizes[name] > count:
+            grown.append(f"source {name} has {sizes[name] - count:,} documents more than the checkpoint knows")
         if why:
-            raise config_error("source that does not go on", name=name, documents=count, why=why)
-        if sizes[name] > count:
-            more.append(f"source {name} has {sizes[name] - count:,} documents more than the checkpoint knows")
-    if more and "data.train" not in allowed:
-        words = {"changes": "; ".join(more), "allowed": ",".join([*allowed, "data.train"])}
-        raise config_error("sources that grew", step=resume.state["step"], **words)
+            gone.append(hint("source that does not go on", name=name, documents=count, why=why))
+    return grown, gone
+
+
+def identity_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return a line for each difference of two identities, without those of sources, which may grow."""
+    from sftkit.rundir.changes import difference_lines, key_differences
+
+    sides = ({key: value for key, value in side.items() if key != "sources"} for side in (there, here))
+    return difference_lines(key_differences(*sides))
+
+
+def check_fit(
+    resume: ResumeCheckpoint,
+    recipe: str,
+    allowed: Sequence[str],
+    identity: Mapping[str, Any],
+    *,
+    examples: Examples | None = None,
+    optimizer: str | None = None,
+) -> list[str]:
+    """Reject a checkpoint of another run, with all differences at once; return lines about changes that are allowed.
+
+    Args:
+        recipe: this run's, resolved. allowed: train.resume_changes; data.train allows more documents and sources.
+        identity: this run's, of run_identity. examples: its documents; None: not compared again.
+        optimizer: its kind of states; None: not known yet.
+
+    Raises:
+        ConfigError: a line for each difference that is not allowed.
+    """
+    if resume.folder is None:
+        return []
+    from sftkit.rundir.changes import compare_recipes, rejection  # most starts resume nothing
+
+    settings, lines = compare_recipes((resume.folder / RECIPE).read_text(), recipe, allowed)
+    there = resume.state.get("identity") or {}
+    fixed: list[str] = []
+    grown: list[str] = []
+    if optimizer not in (None, resume.state["optimizer"]):
+        fixed.append(hint("another optimizer", there=resume.state["optimizer"], here=optimizer))
+    if there:
+        fixed += identity_differences(there, identity)
+    if "sources" in there and examples is not None:
+        grown, gone = source_differences(there["sources"], examples)
+        grown = [] if "data.train" in allowed else grown
+        fixed += gone
+    prefix = f"train.resume={resume.setting}: {resume.folder}"
+    if error := rejection(prefix, settings, allowed, grown=grown, fixed=fixed):
+        raise error
+    return lines
 
 
 def _digest(*parts: bytes) -> str:
     # 64 bits detect a mix-up; the digest is not a signature.
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-def _shortened(value: Any) -> str:
-    """Format a value for a message, leaving out the middle of a long one."""
-    if value is _NO_KEY:
-        return "(none)"
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
-
-
-def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
-    """Map the dotted key of every leaf that differs to (value in the checkpoint, value in this run)."""
-    old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
-    pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
-
-
-def check_identity(there: Any, here: Any, prefix: str) -> None:
-    """Reject a checkpoint of another model, tokenizer, template or rows. Sources are compared by check_sources, because
-    they may grow.
-
-    Raises:
-        ConfigError: has a line for each key that differs.
-    """
-    sides = ({key: value for key, value in (side or {}).items() if key != "sources"} for side in (there, here))
-    different = _differences(*sides)
-    if there and different:
-        raise ConfigError(
-            f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n{_lines(different)}\nResume "
-            "with the original ones, or start a new run from its weights with model.path"
-        )
-
-
-def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> list[str]:
-    """Compare the resolved recipes of the checkpoint and of this run.
-
-    Args:
-        there, here: resolved recipes as YAML. allowed: dotted keys that may differ although a resumed run normally
-            keeps them (train.resume_changes).
-
-    Returns:
-        lines about the changes.
-
-    Raises:
-        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` has a key that no
-            recipe has.
-    """
-    for key in allowed:
-        if key not in key_table():
-            close = difflib.get_close_matches(key, key_table(), n=1)
-            meant = f" Did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{meant}")
-    old, new = (_settings(text) for text in (there, here))
-    # A key that only one side has came or went with a version of sftkit: the recipe did not change.
-    changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
-    optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
-    kept = {key: values for key, values in sorted(changed.items()) if key in optim or _is_kept(key)}
-    refused = {key: values for key, values in kept.items() if _allowing(key) not in allowed}
-    if refused:
-        names = dict.fromkeys([*allowed, *map(_allowing, refused)])
-        raise ConfigError(
-            f"{prefix}: the recipe differs from that of the checkpoint:\n{_lines(refused)}\n"
-            + "".join(f"  ({key}: {CHANGED[_allowing(key)]})\n" for key in refused if _allowing(key) in CHANGED)
-            + f"Set them back, or allow the change with train.resume_changes=[{','.join(names)}]"
-        )
-    # The length may change without permission, but it is reported because the learning rate follows it.
-    kept |= {key: changed[key] for key in LENGTH if key in changed}
-    return [
-        f"{key} is now {_shortened(b)} (was {_shortened(a)})"
-        + (f": {CHANGED[by]}" if (by := _allowing(key)) in CHANGED else "")
-        for key, (a, b) in kept.items()
-    ]
-
-
-def _is_kept(key: str) -> bool:
-    return key in _FIXED or _OF_ORDER.fullmatch(key) is not None
-
-
-def _allowing(key: str) -> str:
-    """Return the key of train.resume_changes that allows another value of a key."""
-    match = _OF_ORDER.fullmatch(key)
-    return key if match is None else match[1] or match[2]
-
-
-def _settings(text: str) -> dict[str, Any]:
-    """Return dotted key -> value of a resolved recipe. The keys of optim.lr_scale are patterns, so it is one value."""
-    recipe = yaml.load(text, Loader=RecipeLoader) or {}
-    if scales := (recipe.get("optim") or {}).get("lr_scale"):
-        recipe["optim"]["lr_scale"] = [[*pair] for pair in scales.items()]
-    if (stages := (recipe.get("data") or {}).get("stages")) is not None:
-        recipe["data"]["stages"] = json.dumps(stages)
-    return dict(flattened(recipe))
-
-
-def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:
-    return "\n".join(
-        f"  {key}: {_shortened(a)} in the checkpoint, {_shortened(b)} in this run" for key, (a, b) in different.items()
-    )

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.models.adapter_files import belongs_to
+from sftkit.models.towers import whole_of
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
@@ -272,6 +273,8 @@ class Writer:
         """Write a checkpoint, step by step on all ranks together, and return the bytes of its files."""
         # Check the space, write weights and states, hash everything; publish only after all ranks are done.
         total = sum(self._together(snapshot.num_bytes))
+        if (whole := whole_of(self.orig_model)) is not None and self.published is None:
+            total += whole.unchanged_bytes
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
         # A collective of torch over the same group.
@@ -323,7 +326,8 @@ class Writer:
         """Write this rank's files, except its optimizer states, and return those whose names are known."""
         random_file = rundir.random_state_file(folder, self.rt.rank)
         torch.save(snapshot.rng, random_file)
-        write_weights(snapshot.weights, self.orig_model, folder)
+        earlier = None if self.published is None else rundir.step_dir(self.run_dir, self.published)
+        write_weights(snapshot.weights, self.orig_model, folder, earlier)
         if self.rt.is_main:
             (folder / rundir.TRAINING_STATE).write_text(snapshot.state)
             for name, content in snapshot.small_files.items():

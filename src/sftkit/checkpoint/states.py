@@ -8,6 +8,7 @@ gathered tensor by tensor.
 
 import copy
 import json
+import math
 import pickle
 import stat
 import warnings
@@ -25,12 +26,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from sftkit.errors import ConfigError
-from sftkit.models.files import INDEX_FILE, SINGLE_FILE
+from sftkit.errors import ConfigError, config_error
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, UNCHANGED
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.towers import Whole, loading_faults, whole_of, write_unchanged, write_whole_config
 from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
@@ -310,21 +313,48 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     if not is_sharded or conversions:
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
     # All ranks plan before gathering: each then gathers a tensor once and keeps it only if the file is its own.
+    writers = {name: stages.writer(name) for name in tensors} if stages else {}
+    if (whole := whole_of(orig_model)) is not None:
+        tensors = {whole.stored(name): tensor for name, tensor in tensors.items()}
+        writers = {whole.stored(name): writer for name, writer in writers.items()}
     sizes = {
         name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
     }
     num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
-    writers = {name: stages.writer(name) for name in tensors} if stages else {}
-    plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)
+    plan = plan_files(num_bytes, MAX_FILE_BYTES, writers, alone=whole is None)
     files = {}
     for position, (file, names) in enumerate(plan.items()):
         writer = writers.get(names[0], position % world_size)
         held = {name: tensors[name] for name in names if not tensors[name].is_meta}
         if (kept := _gathered(held, saved_rows, keep=writer == rank)) is not None:
             files[file] = kept
-    totals = {"total_parameters": sum(sizes.values()), "total_size": sum(num_bytes.values())}
-    index = {"metadata": totals, "weight_map": {name: file for file, names in plan.items() for name in names}}
-    return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
+    index = weights_index(plan, sum(sizes.values()), sum(num_bytes.values()), whole)
+    return WeightSnapshot(None, files, index if rank == 0 and plan.keys() != {SINGLE_FILE} else None)
+
+
+def weights_index(
+    plan: Mapping[str, list[str]], parameters: int, num_bytes: int, whole: Whole | None
+) -> dict[str, object]:
+    """Return model.safetensors.index.json for the files of a plan and the tensors beside a text model."""
+    weight_map = {name: file for file, names in plan.items() for name in names}
+    if whole is not None:
+        weight_map |= dict.fromkeys(whole.unchanged, UNCHANGED)
+        parameters += sum(math.prod(one["shape"]) for _, one in whole.unchanged.values())
+        num_bytes += whole.unchanged_bytes
+    return {"metadata": {"total_parameters": parameters, "total_size": num_bytes}, "weight_map": weight_map}
+
+
+def in_files(
+    orig_model: PreTrainedModel, whole: Whole, tensors: dict[str, torch.Tensor], max_bytes: int
+) -> WeightSnapshot:
+    """Return the files of a text model in a larger one. `tensors`: of the whole text model, by its own names."""
+    # Converts the experts of a mixture to the form of files, as save_pretrained does.
+    found = {whole.stored(name): tensor for name, tensor in revert_weight_conversion(orig_model, tensors).items()}
+    num_bytes = {name: tensor.nbytes for name, tensor in found.items()}
+    plan = plan_files(num_bytes, max_bytes, alone=False)
+    files = {file: {name: found[name].detach().contiguous() for name in names} for file, names in plan.items()}
+    parameters = sum(tensor.numel() for tensor in found.values())
+    return WeightSnapshot(None, files, weights_index(plan, parameters, sum(num_bytes.values()), whole))
 
 
 def _gathered(
@@ -349,9 +379,9 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     A model with adapters saves only its factors, under the names of peft.
     """
     if adapters_of(orig_model) is not None:
-        from sftkit.models.adapters import PEFT_PREFIX
+        from sftkit.models.adapters import peft_name
 
-        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+        return {peft_name(orig_model, name): parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
     # without save_pretrained.
@@ -392,6 +422,12 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
         for key, tensor in saved_tensors(orig_model).items()
     }
     expected = {key: tuple(tensor.shape) for key, tensor in saved_tensors(fresh).items()}
+    if (whole := whole_of(orig_model)) is not None and saved == expected:
+        held = {key: torch.zeros(shape, device="meta") for key, shape in saved.items()}
+        files = in_files(fresh, whole, held, MAX_FILE_BYTES).files
+        faults = loading_faults(orig_model, whole, {name: t for one in files.values() for name, t in one.items()})
+        if found := [f"{verb} {first_of(names)}" for verb, names in faults.items()]:
+            raise config_error("whole model of other tensors", whole=whole, faults="; ".join(found))
     problems = {
         "hold what it does not have,": sorted(saved.keys() - expected.keys()),
         "lack": sorted(expected.keys() - saved.keys()),
@@ -405,13 +441,14 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
 
 
 def plan_files(
-    num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
+    num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None, *, alone: bool = True
 ) -> dict[str, list[str]]:
     """Map each file name to the names of its tensors, in order. A file exceeds `max_bytes` only if a single
     tensor does.
 
     Args:
         writers: rank that writes each tensor, the same for all tensors of a file; empty or None: any rank.
+        alone: whether no other file of weights is beside them.
     """
     groups: list[list[str]] = [[]]
     size, writers = 0, writers or {}
@@ -422,7 +459,7 @@ def plan_files(
             size = 0
         groups[-1].append(name)
         size += count
-    if len(groups) == 1:
+    if len(groups) == 1 and alone:
         return {SINGLE_FILE: groups[0]}
     # The names of transformers, under which from_pretrained and servers find the files.
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
@@ -445,18 +482,32 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
             (own / ADAPTER_CONFIG).write_text(peft_config_text(orig_model, one))
             if orig_model.generation_config is not None:
                 orig_model.generation_config.save_pretrained(own)
+    elif (whole := whole_of(orig_model)) is not None:
+        write_whole_config(orig_model, whole, folder)
     else:
         orig_model.save_pretrained(folder, state_dict={})
 
 
-def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
-    """Write this rank's files; the main rank also writes the index, and the configuration of a whole model."""
+def write_weights(
+    snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path, earlier: Path | None = None
+) -> None:
+    """Write this rank's files; the main rank also writes the index, and the configuration of a whole model.
+
+    Args:
+        earlier: checkpoint that this run published, with the same tensors beside a text model.
+    """
+    whole = whole_of(orig_model)
+    if snapshot.full is not None and whole is not None:
+        write_config(orig_model, folder)
+        snapshot = in_files(orig_model, whole, snapshot.full, MAX_FILE_BYTES)
     written = [folder / name for name in snapshot.files]
     if snapshot.full is not None:
         orig_model.save_pretrained(folder, state_dict=snapshot.full, max_shard_size=MAX_FILE_BYTES)
         written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})
+    if snapshot.index is not None and whole is not None:
+        write_unchanged(whole, folder, earlier)
     # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the
     # other files.
     for path in written:

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -156,6 +156,11 @@ def own_names(name: str) -> tuple[str, ...]:
     return (joined,) if joined in key_table() else ()
 
 
+def instead_of(table: str, name: str) -> str | None:
+    """Return what hints.yaml says to do instead of a name, such as a setting that sftkit has not."""
+    return next((text for text, names in hints()[table].items() if name in names.split()), None)
+
+
 def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what is wrong in words, and the keys that were probably meant."""
     kind = error["type"]
@@ -192,6 +197,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
         return f": write {{path: {value}}}"
+    if row_of(keys) in ("data.train.N.path", "data.val.N.path") and isinstance(value, list):
+        return ": write an entry {path: ...} for each, or path: FOLDER with files: [...]"
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
         return ""
     listed = f"[{value}]"
@@ -212,9 +219,16 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     if instead := hints()["removed"].get(row_of(keys)):
         return f"was removed: {instead}", []
+    # Of the items of lists only sources have settings of other trainers.
+    of_source = parent.endswith(("data.train.N", "data.val.N", ".data.N", ".sources.N"))
+    names = hints()["of_sources"].items() if of_source else ()
+    others: Sequence[str] = [f"{prefix}{key}" for key, theirs in names if name in theirs.split()]
+    if (len(keys) <= 2 or of_source) and not others:
+        if name not in section_classes() and (instead := instead_of("no_key", name)):
+            return f"is no setting of sftkit: {instead}", []
+        others = own_names(name) if len(keys) <= 2 else ()
     # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
-    # similar name anywhere. No other trainer has the settings of an item of a list or of a module.
-    others = own_names(name) if len(keys) <= 2 else ()
+    # similar name anywhere.
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     section = [name] if name in section_classes() else []
     near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in key_table()}, n=1, cutoff=0.75)

@@ -425,9 +425,6 @@ def _sources(get: Get) -> Iterator[Problem]:
             label = source_label(source)
             if (first := first_with.setdefault(label, i)) != i:
                 yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first}: set another name'
-            if source.sample is not None and source.tree == "all":
-                why = "an answer of several paths is learned in the first of them, which may not be drawn"
-                yield f"{part}.{i}.sample", f"does not go with tree: all: {why}. Take tree: best, or max_rows"
             for name, limit in where_counts(source).items():
                 if type(limit) is not int or limit < 1:
                     yield f"{part}.{i}.where.{name}", f"is {limit!r}, not a whole number above 0"

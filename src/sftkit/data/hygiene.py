@@ -7,6 +7,7 @@ Rows are hashed when they are tokenized, so that documents are chosen without th
 import json
 import logging
 import math
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text
 from sftkit.data.reading.origin import find_source
-from sftkit.data.types import Examples, Finding, Row
+from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.script import counted, working
@@ -264,6 +265,7 @@ VERSION = 1
 "Of what is found in texts: raised whenever the same documents lead to other findings."
 COPY = "copy of an earlier or a validation row"
 QUESTION = "evaluation question or answer (data.decontaminate)"
+REPEATED = "answers that an earlier path of the tree has (tree: all)"
 
 
 def choose_documents(
@@ -297,15 +299,24 @@ def choose_documents(
         left_out[reason] = left_out.get(reason, False) | (used & which)
         used[which] = False
 
+    stored = training.tokens
+    sizes = training.lengths[docs] + 1
+    if isinstance(stored, StoredTokens) and any(map(where_counts, data.train)):
+        sizes = stored.sizes(docs)
     for i, source in enumerate(data.train):
         own = owner == i
         for name, limit in where_counts(source).items():
-            values = training.lengths[docs] + 1 if name.endswith("tokens") else turns
+            values = sizes if name.endswith("tokens") else turns
             outside = values < limit if name.startswith("min") else values > limit
             leave_out(f"where.{name}: {limit}", own & outside)
         if (sample := source.sample) is not None and (own & used).any():
             numbers = drawn(row, sample.seed)
             in_order = np.unique(numbers[own & used])
+            if len(in_order) < sample.rows:
+                said = f"sample: only {counted(len(in_order), 'row')} to draw from; all are taken"
+                name = source_label(source)
+                log.info("%s: %s", name, said)
+                training.files[name] = "; ".join(filter(None, (training.files.get(name), said)))
             leave_out(f"not among {sample.rows:,} rows", own & (numbers > in_order[: sample.rows][-1]))
     if data.dedup:
         copies = Copies()
@@ -322,6 +333,16 @@ def choose_documents(
             leave_out(QUESTION, np.isin(docs, [one["document"] for one in facts["found"]]))
     if data.dedup == "near":
         leave_out(f"near {COPY}", np.isin(docs, _near(training, docs[used], validation, data, decode)))
+
+    # Each answer of a tree is learned in the first path that is used, and a path without another one is not used.
+    repeated: dict[int, list[tuple[int, int]]] = {}
+    for i, source in enumerate(data.train):
+        if source.tree == "all":
+            its, nothing_new = repeated_answers(training, docs[(owner == i) & used])
+            leave_out(REPEATED, np.isin(docs, nothing_new))
+            repeated |= its
+    if repeated:
+        training = _learn_once(training, passes, repeated, decode)
 
     # What is left of each source, on its side, and counts of the rest.
     aside = used & held_out(head, data.val_fraction or 0.0)
@@ -341,6 +362,13 @@ def choose_documents(
         kept.append(passes[i][:, (used & ~aside)[own]].ravel())
         sizes = {"left_out": int((own & ~used).sum()), "held_out": int((own & aside).sum())}
         counts[name] = counts[name] | sizes | {"documents": round(kept[-1].size / len(passes[i]) * source.repeat)}
+        if before := counts[name].get("answers_learned"):
+            its = docs[own & used & ~aside]
+            assert isinstance(stored, StoredTokens)
+            whole = stored.learned_answers(its)
+            again = (past <= training.lengths[doc] + 1 for doc in its.tolist() for _, past in repeated.get(doc, ()))
+            learned = round((whole - sum(again)) * source.repeat)
+            counts[name] |= {"answers_learned": learned, ANSWERS_LEFT_OUT: before - learned}
         if sizes["held_out"]:
             own &= aside
             its_counts = {"rows": len(np.unique(row[own])), "documents": sizes["held_out"]}
@@ -352,6 +380,54 @@ def choose_documents(
         there = counted(int(used.sum()), "document")
         raise DataError(f"data.val_fraction: {data.val_fraction} holds out none of {there}: raise it, or set data.val")
     return training.take(np.concatenate(kept), counts=counts, findings=findings), validation
+
+
+def repeated_answers(examples: Examples, documents: np.ndarray) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
+    """Find the answers of a tree's paths that an earlier one of these documents has, after the same tokens.
+
+    Args:
+        documents: of the first pass over the source, ascending.
+
+    Returns:
+        document -> first token and one past the last of each such answer; documents without any other answer
+    """
+    assert isinstance(examples.tokens, StoredTokens)
+    assert examples.columns is not None
+    answers = examples.tokens.answers(documents)
+    found: dict[int, list[tuple[int, int]]] = {}
+    nothing_new = []
+    known: set[bytes] = set()
+    head = None
+    for some, offsets, ids, _ in examples.pieces(documents):
+        for i, (begin, end) in zip(some.tolist(), pairwise(offsets.tolist()), strict=True):
+            if head != examples.columns.head[i]:  # another tree
+                known = set()
+                head = examples.columns.head[i]
+            own = [(first, past) for first, past in next(answers) if begin + first < end]
+            keys = [blake2b(ids[begin : min(begin + past, end)].tobytes(), digest_size=16).digest() for _, past in own]
+            if again := [span for span, key in zip(own, keys, strict=True) if key in known]:
+                found[i] = again
+            if own and len(again) == len(own):
+                nothing_new.append(i)
+            known.update(keys)
+    return found, nothing_new
+
+
+def _learn_once(
+    training: Examples, passes: Sequence[np.ndarray], found: Mapping[int, list[tuple[int, int]]], decode: Decode
+) -> Examples:
+    """Return the documents with these answers as context, in each pass over their source."""
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for each in passes:
+        at = [k for k, i in enumerate(each[0].tolist()) if i in found]
+        parts |= {int(one[k]): found[int(each[0][k])] for one in each for k in at}
+    training = replace(training, tokens=Unlearned(training.tokens, training.lengths, parts))
+    num_targets, num_bytes = np.array(training.num_targets), np.array(training.num_bytes)
+    for some, offsets, ids, is_target in training.pieces(sorted(parts)):
+        learned = [ids[a:b][is_target[a:b]].tolist() for a, b in pairwise(offsets.tolist())]
+        num_targets[some] = list(map(len, learned))
+        num_bytes[some] = [len(text.encode("utf-8", errors="replace")) for text in decode(learned)]
+    return replace(training, num_targets=num_targets, num_bytes=num_bytes)
 
 
 def contamination(
@@ -428,6 +504,8 @@ def _kept(data: DataConfig, follows_from: Sequence[object], compute: Callable[[]
     digest = blake2b(json.dumps([VERSION, *follows_from]).encode(), digest_size=16).hexdigest()
     path = Path(data.cache_dir) / f"chosen-{digest}.json"
     if found := all(follows_from) and read_object(path):
+        with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+            os.utime(path)
         return found
     found = compute()
     with suppress(OSError):  # then it is computed again at the next start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -86,6 +86,9 @@ TOO_LONG = "not_learned_too_long"
 "Count of answers that are not learned because their document was dropped, or cut before their first target."
 CUT = "answers_cut"
 "Count of answers of which only the beginning is learned, as data.max_length cuts their document."
+ANSWERS_LEFT_OUT = "answers_left_out"
+"""Count of answers that are not learned because their document is not used, or an earlier path of their tree has
+them."""
 SPLIT_TOKENS = "split_tokens"
 "Count of the tokens of documents that are there because of split_turns."
 
@@ -152,6 +155,20 @@ class Tokens(Protocol):
 
     def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [n], is_target bool [n]) of documents, one after the other."""
+
+
+@runtime_checkable
+class StoredTokens(Tokens, Protocol):
+    """Tokens of documents whose whole length and answers are known. Arguments: ascending."""
+
+    def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
+        """Yield the first token and one past the last of each answer of documents, also where they are cut off."""
+
+    def learned_answers(self, documents: np.ndarray) -> int:
+        """Return how many answers are learned whole in documents."""
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """Return the tokens of documents before anything was cut off, of a text in pieces those of the whole text."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +288,25 @@ class _Taken(NamedTuple):
 
     def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens.gather(self.documents[documents])
+
+
+class Unlearned(NamedTuple):
+    """Tokens of documents of which some parts are context only."""
+
+    tokens: Tokens
+    lengths: np.ndarray
+    "int [D], as in Examples"
+    parts: Mapping[int, Sequence[tuple[int, int]]]
+    "document -> first token and one past the last of each part"
+
+    def gather(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, is_target) of documents, one after the other."""
+        ids, is_target = self.tokens.gather(documents)
+        sizes = self.lengths[documents].astype(np.int64) + 1
+        for i, start, size in zip(documents.tolist(), np.cumsum(sizes) - sizes, sizes, strict=True):
+            for first, past in self.parts.get(i, ()):
+                is_target[start + first : start + min(past, size)] = False
+        return ids, is_target
 
 
 @dataclass(frozen=True)

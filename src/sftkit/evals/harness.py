@@ -28,7 +28,7 @@ from sftkit.generation import decode, kv_cache
 from sftkit.models import kind, load, structure
 from sftkit.models.files import adapter_at
 from sftkit.objectives.objective import ModelWithLoss, NextToken
-from sftkit.ops.attention import windows
+from sftkit.ops.attention import has_sinks, windows
 from sftkit.parallel.wrap import Sharding, distribute
 from sftkit.rundir.names import TRAINING_STATE, resolve
 from sftkit.runtime.hub import hub_answers
@@ -47,9 +47,9 @@ def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase,
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     # Empty if it will be sharded: every rank then reads its own part, and no rank holds the whole.
     orig_model = load.load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
-    # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
+    # sdpa is plain causal attention: no windows, no soft-capping, no sinks, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
-    special = windows(orig_model.config) or softcap or rt.topology.context > 1
+    special = windows(orig_model.config) or softcap or has_sinks(orig_model) or rt.topology.context > 1
     model = ModelWithLoss(orig_model, "reference" if special else "sdpa", NextToken(LossConfig()))
     if not rt.topology.sharded:
         return model.to(rt.device)

@@ -22,8 +22,8 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals.results import Choices, Likelihoods, Message, Question, Result, example_record, interval
 from sftkit.generation.decode import ALONE, Batching, gathered, generate, longest_input, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.structure import longrope_limit, output_projection, positions
-from sftkit.ops.attention import mixes_tokens
 from sftkit.runtime.start import Runtime
 
 MAX_TARGETS = 1024
@@ -146,7 +146,7 @@ def score(
     inputs: dict[tuple[int, bytes], ScoredInput] = {}
     for i, pairs in enumerate(encoded):
         # No group if tokens are mixed other than by attention: a cache of keys and values does not hold that state.
-        group = "" if mixes_tokens(orig_model) else examples[i].group
+        group = "" if state_besides_keys(orig_model) else examples[i].group
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")

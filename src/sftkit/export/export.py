@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.checkpoint import make_tokenizer_portable
 from sftkit.checkpoint.save import entries, write_manifest
+from sftkit.checkpoint.states import in_files, saved_tensors, write_config, write_weights
 from sftkit.config.commands import install
 from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import visible
@@ -29,6 +30,7 @@ from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, local_folder, start_config
 from sftkit.models.tokenizer import PRE_TOKENIZER_PATTERN, load_tokenizer
+from sftkit.models.towers import whole_of
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, trained_length
@@ -98,7 +100,7 @@ def export(
             _write_adapter(files, temporary, per_expert=per_expert)
         else:
             with working(f"writing {out}"):
-                orig_model.save_pretrained(temporary, max_shard_size=max_shard)
+                _write_model(orig_model, temporary, max_shard)
         tokenizer.save_pretrained(temporary)
         make_tokenizer_portable(temporary / "tokenizer_config.json")
         lines = _compared(temporary, orig_model, tokenizer, precision)
@@ -144,6 +146,16 @@ def _round(orig_model: PreTrainedModel, dtype: torch.dtype) -> None:
         if float(weight.data.abs().max()) > largest:
             raise ConfigError(f"--dtype fp16: {name} has numbers above {largest:,.0f}: take bf16 or fp32")
         weight.data = weight.data.to(dtype)
+
+
+def _write_model(orig_model: PreTrainedModel, folder: Path, max_shard: str) -> None:
+    """Write a model, or the larger model that it belongs to. `max_shard`: a number and KB, MB, GB or TB."""
+    if (whole := whole_of(orig_model)) is None:
+        orig_model.save_pretrained(folder, max_shard_size=max_shard)
+        return
+    max_bytes = int(float(max_shard[:-2]) * 1000 ** ("KMGT".index(max_shard[-2]) + 1))
+    write_config(orig_model, folder)
+    write_weights(in_files(orig_model, whole, saved_tensors(orig_model), max_bytes), orig_model, folder)
 
 
 def _write_adapter(files: AdapterFiles, folder: Path, *, per_expert: bool) -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from sftkit.config.terminal import print_text
+from sftkit.models.files import auto_class_in
 from sftkit.rundir.names import ADAPTER_CONFIG
 
 QUESTIONS = (
@@ -99,7 +101,7 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = Path(folder, ADAPTER_CONFIG)
-    opened: Any = AutoModelForCausalLM
+    opened: Any = getattr(transformers, auto_class_in(Path(folder)))
     if config.is_file() and json.loads(config.read_text()).get("trainable_token_indices"):
         from peft import AutoPeftModelForCausalLM as opened  # makes room for the tokens in the model
     model = opened.from_pretrained(folder)

@@ -5,6 +5,7 @@ number of ranks. `Decoding` holds the rows of a batch during decoding: their tok
 their next tokens.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 from transformers.cache_utils import Cache
 
 from sftkit.data.tokens import chat
-from sftkit.data.tokens.template import template_of
+from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
 from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
 from sftkit.generation.repl import Answer, Sampling
 from sftkit.models import load, structure
+from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.kind import Continuation, kind_of
-from sftkit.ops.attention import mixes_tokens, windows
+from sftkit.ops.attention import windows
 from sftkit.rundir.names import RECIPE
 from sftkit.runtime.start import Runtime
 
@@ -233,8 +235,33 @@ class DecodedSequence:
 
 
 def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of an answer, without special tokens."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    """Return the text of an answer, without special tokens and channels."""
+    channels = has_channels(tokenizer)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=not channels))
+    return without_channels(text, tokenizer) if channels else text
+
+
+def has_channels(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether answers name a channel before each of their parts (harmony, the format of gpt-oss)."""
+    return "<|channel|>" in str(tokenizer.chat_template)
+
+
+def without_channels(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return an answer in harmony as other models write it: the analysis in a thinking block, then the other channels.
+
+    Args:
+        text: with special tokens; what is made of its beginning is the beginning of what is made of all of it.
+    """
+    # The names of role and channel are no text, so one that is not complete is not shown.
+    text = re.sub(r"<\|(channel|start)\|>[^<]*\Z", "", text)
+    text = _ANALYSIS.sub(lambda found: f"<think>\n{found[1]}" + ("\n</think>\n\n" if found[2] else ""), text)
+    text = re.sub(r"<\|channel\|>[^<]*<\|message\|>", "", text)
+    for token in special_tokens_of(tokenizer):
+        text = text.replace(token, "") if token else text
+    return text
+
+
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(<\|end\|>(?:<\|start\|>assistant)?|\Z)", re.DOTALL)
 
 
 def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
@@ -386,7 +413,7 @@ def generate(
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # Padding lies between a prefix and its rows, and windows count it.
-    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
+    if groups is None or state_besides_keys(orig_model) or windows(orig_model.config):
         groups = [""] * len(prompts)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     stops = stop_texts or [()] * len(prompts)
@@ -466,7 +493,8 @@ def stream(
     orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], sampling: Sampling
 ) -> Iterator[str]:
     """Yield one answer in parts as it is decoded. Closing the generator early waits for the token being computed."""
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    channels = has_channels(tokenizer)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=not channels)
     prompt = torch.tensor([chat.render_prompt(Row("prompt", messages=messages), tokenizer)], device=orig_model.device)
     # transformers' generate runs in a thread and passes its text through the streamer. `closed` ends it early; its
     # exceptions are raised again here.
@@ -500,7 +528,12 @@ def stream(
     worker = Thread(target=work, daemon=True)
     worker.start()
     try:
-        yield from streamer
+        raw = shown = ""
+        for piece in streamer:
+            raw += piece
+            text = without_channels(raw, tokenizer) if channels else raw
+            yield text[len(shown) :]
+            shown = text
     finally:
         closed.set()
         worker.join()

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from sftkit.models.adapter_files import EXPERT_COUNTS
+from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import decoder, inference
-from sftkit.ops.attention import head_sizes, implementation, mixes_tokens, plain_attention, relative_positions
+from sftkit.ops.attention import head_sizes, implementation, plain_attention, relative_positions
 from sftkit.ops.flex import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel
 
@@ -99,7 +100,7 @@ def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
 
     Keys and values of an encoder's output are stored next to it, computed once with the first tokens.
     """
-    if mixes_tokens(orig_model):
+    if state_besides_keys(orig_model):
         return DynamicCache(config=orig_model.config)
     # Cache calls this to create each layer at its first update; transformers expects a class
     own = Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
     """Return the reason why this model's step cannot be replayed; None if it can."""
     # A decision of the host in a step would be recorded once and then repeated.
     config = orig_model.config.get_text_config()
-    if mixed := mixes_tokens(orig_model):
+    if mixed := state_besides_keys(orig_model):
         return f"{mixed} keeps a state of its own"
     if any(getattr(config, name, None) for name in EXPERT_COUNTS):
         return "the host decides which experts are visited"

@@ -6,6 +6,7 @@ left out.
 import importlib
 import inspect
 import logging
+import math
 import operator
 import re
 import sys
@@ -88,9 +89,9 @@ def compile_joint(
     return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)
 
 
-def flex_operator(call: flex.Call) -> Tensor:
-    """Return FlexAttention's output, [B, H, T, Dv], by the operator behind torch's function, which would start Dynamo.
-    Document ids are an input of the operator, so that a graph has none of them in it."""
+def flex_operator(call: flex.Call) -> tuple[Tensor, Tensor]:
+    """Return FlexAttention's output, [B, H, T, Dv], and its log-sum-exp, [B, H, T], by the operator behind torch's
+    function, which would start Dynamo. Document ids are an input of the operator, so that a graph has none in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
     attend = private("torch._higher_order_ops.flex_attention", "flex_attention")
@@ -102,8 +103,8 @@ def flex_operator(call: flex.Call) -> Tensor:
     # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
     # tensor would be a constant of the graph.
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
-    out, *_ = attend(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
-    return out
+    out, lse, *_ = attend(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
+    return out, lse * math.log(2.0)  # the operator's logarithm is to base 2
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:

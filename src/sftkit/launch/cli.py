@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from sftkit.config import commands, load, tables, terminal
+from sftkit.config import commands, keys, load, tables, terminal
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import ENDING
 
@@ -71,7 +71,7 @@ def python_arguments(word: str) -> list[str]:
     if word not in commands.SCRIPTS:
         near = difflib.get_close_matches(word, ["init", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
-        load.fail(f"sftkit {word}: no such word. {hint}")
+        load.fail(f"sftkit {word}: no such word. {keys.instead_of('no_word', word) or hint}")
     script = f"scripts/{commands.SCRIPTS[word]}"
     # Stages alone go through the launcher: all others are one process.
     launcher = ["-m", "sftkit.launch"] if word in tables.STAGE_SCRIPTS else []

@@ -36,7 +36,7 @@ from sftkit.memory.estimate import (
     gib,
     held_bytes,
 )
-from sftkit.models import kind, structure
+from sftkit.models import hybrids, kind, structure
 from sftkit.models.trained import adapters_of, factors, logical_elements
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
@@ -276,10 +276,21 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
     # all experts.
     if isinstance(experts := size("num_experts_per_tok"), int):
         inner = size("moe_intermediate_size", default=inner)
-        inner = inner * experts if isinstance(inner, int) else None
+        names = ("shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        inner = inner * experts + (size(*names) or 0) if isinstance(inner, int) else None
+    if config.model_type == "lfm2":  # its width follows from that of the config
+        inner = structure.decoder_blocks(orig_model)[0].feed_forward.w1.out_features  # type: ignore[union-attr, assignment]
     # A list with one size for each layer is not a size that the estimate can use.
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
+    # The mean of all blocks. The estimate counts three elements for each; a recurrent layer says what it keeps.
+    query, key = heads * head_dim, key_heads * head_dim
+    if kept := [mixer.kept(layer) for _, layer, mixer in hybrids.mixers(part)]:
+        share = sum((structure.attention_windows(orig_model) or {}).values()) / blocks
+        query, key = round(share * query + sum(kept) / 3 / blocks), round(share * key)
+        # Nemotron-H's feed-forward layers are blocks of their own.
+        alone = sum(kind in ("mlp", "moe") for kind in config.layer_types)
+        inner = round(inner * alone / blocks) if alone else inner
     parameters = sum(logical_elements(p) for p in orig_model.parameters())
     in_blocks = [p for b in structure.decoder_blocks(orig_model) for p in b.parameters()]
     frozen = sum(logical_elements(p) for p in orig_model.parameters() if not p.requires_grad)
@@ -293,8 +304,8 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
         matrices=sum(logical_elements(p) for p in in_blocks if p.ndim == 2),
         blocks=blocks,
         hidden=hidden,
-        query=heads * head_dim,
-        key=key_heads * head_dim,
+        query=query,
+        key=key,
         inner=inner,
         head_dim=head_dim,
         vocab=structure.vocab_size(orig_model),

@@ -15,21 +15,35 @@ from sftkit.models.files import (
     COPY_AGAIN,
     GATED,
     fields_of,
-    files_of_weights,
     folder_of,
     header_of,
     json_object,
     of_fields,
+    shapes_in,
+    text_name,
     weight_files,
 )
 from sftkit.rundir.files import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
 PEFT_PREFIX = "base_model.model."
+
+
+def name_in_model(key: str) -> str:
+    """Return what the model that is trained calls a tensor of an adapter's files: without the prefixes of peft and, for
+    the text model of a larger model, of that.
+    """
+    name = key.removeprefix(PEFT_PREFIX)
+    return text_name(name) or name
+
+
 "What peft puts in front of the name of a parameter."
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 "What peft puts behind the name of a table that has trained rows."
-_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
+_ATTENTION = re.compile(
+    r"(^|\.)(\w*(attn|attention|mamba)\w*|conv|mixer(?=\.(q|k|v|o|in|out)_proj))(\.|$)", re.IGNORECASE
+)
+"Layers that mix tokens, recurrent ones and short convolutions among them; NemotronH calls any part of a block mixer."
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
 _NOT_LOADED = (
@@ -118,10 +132,9 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     folder = folder_of(resolve(model.path or ""), model.revision)
     if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
         return None
-    headers = {file: header_of(file) for file in {*files_of_weights(folder).values()}}
-    if not headers and of_fields(fields) is not None:
+    shapes = shapes_in(folder)
+    if not shapes and of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
-    shapes = {name: tensor["shape"] for header in headers.values() for name, tensor in header.items()}
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
     for name, shape in shapes.items():
@@ -253,10 +266,14 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
     if not given:
         return {}
     header = header_of(file)
-    names = {n: n.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
+    names = {n: name_in_model(n).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
     found = {}
     for key, name in names.items():
-        lists = [ids for last, ids in given.items() if name.endswith(last)] if isinstance(given, dict) else [given]
+        lists = (
+            [ids for last, ids in given.items() if name.endswith(name_in_model(last))]
+            if isinstance(given, dict)
+            else [given]
+        )
         ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
         if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
             raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
@@ -308,7 +325,7 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
             f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
             "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
         )
-    names = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"

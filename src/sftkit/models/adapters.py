@@ -32,12 +32,14 @@ from sftkit.models.adapter_files import (
     TRAINED_ROWS,
     AdapterFiles,
     merge_command,
+    name_in_model,
     scale_of,
     target_layers,
 )
 from sftkit.models.files import COPY_AGAIN, reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
+from sftkit.models.towers import whole_of
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
 from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
@@ -381,7 +383,15 @@ def load_factors(orig_model: PreTrainedModel, folder: Path, *, with_rows: bool =
         ConfigError: the files hold other adapters than the model has.
     """
     named = {name: p for name, p in factors(orig_model).items() if with_rows or TOKEN_ADAPTER not in name}
-    read_factors({f"{PEFT_PREFIX}{name}": parameter for name, parameter in named.items()}, folder)
+    read_factors({peft_name(orig_model, name): parameter for name, parameter in named.items()}, folder)
+
+
+def peft_name(orig_model: torch.nn.Module, name: str) -> str:
+    """Return what the files of an adapter call a parameter: peft gives names to the whole model, of which a text model
+    may be a part.
+    """
+    whole = whole_of(orig_model)
+    return f"{PEFT_PREFIX}{name if whole is None else whole.live_name(name)}"
 
 
 @torch.no_grad()
@@ -435,7 +445,7 @@ def adapters_in(files: AdapterFiles) -> Adapters:
     """Return the adapters that a model gets which computes with those of a folder, not merged."""
     path = files.folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = [key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
+        keys = [name_in_model(key).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
@@ -481,15 +491,16 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     for layer in () if nf4_of is None else _layers_in_nf4(orig_model):
         layer.weight.data = dequantize(quantize(layer.weight.to(nf4_of)), layer.weight.dtype)
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        keys = {name_in_model(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
         for name, ids in files.tokens.items():
             make_room_for(orig_model, ids)
-            merge_token_rows(orig_model, name, ids, file.get_tensor(f"{PEFT_PREFIX}{name}{TRAINED_ROWS}"))
+            merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{TRAINED_ROWS}"]))
             set_new_rows(orig_model, None)
         there: dict[str, set[str]] = {}
-        for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
-            if key.removeprefix(PEFT_PREFIX).removesuffix(TRAINED_ROWS) in files.tokens:
+        for own, key in keys.items():
+            if own.removesuffix(TRAINED_ROWS) in files.tokens:
                 continue
-            name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            name, _, factor = own.rpartition(".lora_")
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
                 raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
             there.setdefault(name, set()).add(factor)
@@ -506,13 +517,13 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
                     f"{path}: {name} shares its weight with the embedding, which the adapter would change too: merge "
                     "it with peft into a copy of the model that has tie_word_embeddings false, and name that folder"
                 )
-            own = {one: file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}") for one in wanted}
-            factors_of = own["A.weight"], own["B.weight"]
+            held = {one: file.get_tensor(keys[f"{name}.lora_{one}"]) for one in wanted}
+            factors_of = held["A.weight"], held["B.weight"]
             if name in of_experts:
                 transposed = owners[name.removesuffix(".base_layer")].is_transposed
                 merged = merged_experts(weight, *factors_of, files.scale, transposed=bool(transposed))
             else:
-                merged = merged_weight(weight, *factors_of, files.scale, own.get("magnitude_vector"))
+                merged = merged_weight(weight, *factors_of, files.scale, held.get("magnitude_vector"))
             if isinstance(weight, DTensor):
                 weight.to_local().copy_(merged)
             else:  # not in place: the weights of files that are mapped into memory stay as they are
@@ -543,7 +554,8 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
         "use_dora": config.method == "dora",
         "target_modules": _suffixes(orig_model, {*adapters.modules} - {*experts, *mistaken}),
         "target_parameters": parameters or None,
-        "trainable_token_indices": {name: list(ids) for name, ids in adapters.tokens.items()} or None,
+        "trainable_token_indices": {_in_whole(orig_model, name): list(ids) for name, ids in adapters.tokens.items()}
+        or None,
         "lora_dropout": 0.0 if parameters else config.dropout,  # peft has none for parameters
         "bias": "none",
         "fan_in_fan_out": False,
@@ -554,9 +566,15 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
     }
 
 
+def _in_whole(orig_model: PreTrainedModel, name: str) -> str:
+    return peft_name(orig_model, name).removeprefix(PEFT_PREFIX)
+
+
 def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str]:
     """Return the last parts of names, if they name these modules and no others with weights; else the names
     themselves."""
+    if whole_of(orig_model) is not None:  # other parts of the whole model have layers of the same names
+        return sorted(_in_whole(orig_model, name) for name in modules)
     last = {name.rpartition(".")[2] for name in modules}
     named = {
         n for n, m in orig_model.named_modules() if n.rpartition(".")[2] in last and [*m.parameters(recurse=False)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from sftkit.runtime.hub import find_model, hub_answers
 
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
+    from sftkit.models.quantized import Format, Weight
 
 CAUSAL = "AutoModelForCausalLM"
 CAPTIONS = "AutoModelForImageTextToText"
@@ -42,9 +43,19 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 def auto_class_in(folder: Path) -> str:
     """Return the auto class of the model in a folder, such as a checkpoint; only causal models have adapters."""
-    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_FOLDERS).is_dir():
+    if (folder / ADAPTER_FOLDERS).is_dir():
         return CAUSAL
-    return auto_class(json.loads((folder / "config.json").read_text()))
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = folder_of(str(folder), None)
+        return CAUSAL if base is None else whole_class(json_object(base / "config.json"))
+    return whole_class(json.loads((folder / "config.json").read_text()))
+
+
+def whole_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the auto class that loads a model with this config and all parts beside its text model."""
+    if "text_config" not in config or config.get("is_encoder_decoder"):
+        return auto_class(config)
+    return CAPTIONS if "vision_config" in config else "AutoModelForMultimodalLM"
 
 
 def not_causal(model_type: str, what: str) -> str:
@@ -52,8 +63,30 @@ def not_causal(model_type: str, what: str) -> str:
     return hint("model with an encoder", model_type=model_type, what=what)
 
 
+TEXT_NAMES = {
+    r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
+}
+"Map the names of weights in the files of a model with several parts to the names of its text model."
+
+
+def text_name(name: str) -> str | None:
+    """Return the name in the text model of a weight in the files of a model with several parts; None: it belongs to
+    another part, such as a vision tower.
+    """
+    for pattern, inside in TEXT_NAMES.items():
+        found = re.sub(pattern, inside, name)
+        if found != name:
+            return found
+    return name if name.startswith("lm_head.") else None
+
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+UNCHANGED = "model-unchanged.safetensors"
+"File of a checkpoint with the tensors beside a text model, which no run changes (models/towers.py)."
+HEADER_BYTES = 8
+"A safetensors file begins with the length of its header in so many bytes."
 LARGEST_HEADER = 100 * 2**20
 "Largest valid size of a safetensors header in bytes; a longer header means a damaged file."
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -111,51 +144,98 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Reject a model folder that has a damaged file or quantized weights.
+    """Reject a model folder that has a damaged file, or weights in a format that is not de-quantized.
 
     Raises:
         ConfigError: names the file, the reason, and the fix.
     """
-    config = json_object(folder / "config.json")
-    check_unquantized(config, f"{folder}: config.json")
+    stored = format_in(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         raise config_error("two models in a folder", folder=folder, file=ADAPTER_CONFIG)
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
             found = json_object(folder / name)
-            raise ConfigError(_quantized(f"{folder}: {name}", _method(found.get("quantization") or found)))
+            from sftkit.models.quantized import method_of
+
+            method = method_of(found.get("quantization") or found)
+            raise config_error("quantized weights", place=f"{folder}: {name}", method=method)
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             json_object(folder / name)
+    tensors = _tensors_in(folder)
+    if stored is None:
+        plain: Collection[str] = tensors
+    else:
+        from sftkit.models.quantized import packed_weights
+
+        plain = {weight.data for weight in packed_weights(stored, tensors, folder).values() if weight.scale is None}
     for path in weight_files(folder):
-        check_weights(path)
+        check_weights(path, plain)
 
 
-def check_unquantized(config: Mapping[str, Any], where: str) -> None:
-    """Reject the contents of a config.json that declares quantized weights, for the whole model or for a part of it.
-
-    Raises:
-        ConfigError: names the quantization method.
+def quantizations(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return (field, its settings) where the contents of a config.json say how weights are stored, for the whole model
+    or a part of it; [] for plain weights.
     """
     parts = {"": config, **{f"{key}.": value for key, value in config.items() if isinstance(value, Mapping)}}
-    for place, fields in parts.items():
-        for key in _QUANTIZED:
-            if found := fields.get(key):
-                raise ConfigError(_quantized(f"{where}: {place}{key}", _method(found)))
+    return [(f"{place}{key}", fields[key]) for place, fields in parts.items() for key in _QUANTIZED if fields.get(key)]
 
 
-def _method(found: Any) -> str:
-    """Return the name of the quantization method that its settings give."""
-    if not isinstance(found, Mapping):
-        return "an unknown method"
-    named = found.get("quant_method") or found.get("quant_algo") or found.get("format")
-    if named is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        named = "bitsandbytes"
-    return str(named or ("gptq" if "desc_act" in found else "an unknown method"))
+def format_of(config: Mapping[str, Any], where: str) -> Format | None:
+    """Return the format that the contents of a config.json declare; None: plain.
+
+    Raises:
+        ConfigError: a method that is not de-quantized, by name.
+    """
+    if not quantizations(config):
+        return None
+    from sftkit.models.quantized import supported  # most models are plain
+
+    return supported(quantizations(config)[0], where)
 
 
-def _quantized(where: str, method: str) -> str:
-    return hint("quantized weights", place=where, method=method)
+def format_in(folder: Path) -> Format | None:
+    """Return the format of the weights in a folder by its config.json; None: plain.
+
+    Raises:
+        ConfigError: a format that is not de-quantized.
+    """
+    return format_of(json_object(folder / "config.json"), f"{folder}: config.json")
+
+
+def dequantized_in(folder: Path) -> dict[str, Weight] | None:
+    """Return name -> the weight in the quantized files of a folder, de-quantized when it is read; None: plain files.
+
+    Raises:
+        ConfigError: a damaged file, or a weight that does not fit its scales.
+    """
+    if (stored := format_in(folder)) is None:
+        return None
+    from sftkit.models.quantized import Weight, packed_weights
+
+    files = files_of_weights(folder)
+    return {name: Weight(one, files) for name, one in packed_weights(stored, _tensors_in(folder), folder).items()}
+
+
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    """Return name -> shape of each weight of the model that is trained, in the safetensors files of a folder."""
+    weights = dequantized_in(folder)
+    if weights is not None:
+        shapes = {name: weight.get_shape() for name, weight in weights.items()}
+    else:
+        shapes = {name: tensor["shape"] for name, tensor in _tensors_in(folder).items()}
+    return {own: shapes[stored] for own, stored in trained_names(shapes).items()}
+
+
+def _tensors_in(folder: Path) -> dict[str, Any]:
+    """Return the tensors of all safetensors files of a folder, as header_of does."""
+    return {name: tensor for path in weight_files(folder) for name, tensor in header_of(path).items()}
+
+
+def stored_format(model: ModelConfig) -> str | None:
+    """Return the quantized format of the start model's weights in words; None: plain, or unknown before loading."""
+    stored = None if model.path is None else _read(model, format_in)
+    return None if stored is None else stored.describe()
 
 
 def files_of_weights(folder: Path) -> dict[str, Path]:
@@ -168,6 +248,27 @@ def files_of_weights(folder: Path) -> dict[str, Path]:
     if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         return {name: folder / file for name, file in index_of(folder).items()}
     return {name: path for path in weight_files(folder) for name in header_of(path)}
+
+
+def text_weights(folder: Path) -> dict[str, tuple[str, Path]]:
+    """Map each weight name of the model that is trained to its name in the files and its file: of a model with several
+    parts the weights of its text model, of any other model all weights.
+
+    Raises:
+        ConfigError: a damaged index or file.
+    """
+    files = files_of_weights(folder)
+    return {own: (stored, files[stored]) for own, stored in trained_names(files).items()}
+
+
+def trained_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map the names of weights of the model that is trained to their names in files; a model that is no part of a
+    larger one has the same in both.
+    """
+    inside = {name: text_name(name) for name in stored}
+    if not any(found not in (None, name) for name, found in inside.items()):
+        return {name: name for name in inside}
+    return {found: name for name, found in inside.items() if found is not None}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -203,18 +304,24 @@ def index_of(folder: Path) -> dict[str, str]:
     return names
 
 
-def check_weights(path: Path) -> None:
-    """Reject a safetensors file that is incomplete, or whose weights need a scale.
+def check_weights(path: Path, plain: Collection[str]) -> None:
+    """Reject a safetensors file that is incomplete, or in which a weight that should be plain needs a scale.
+
+    Args:
+        plain: names of all tensors but quantized weights and their scales.
 
     Raises:
         ConfigError: names the file and the fault.
     """
     tensors = header_of(path)
     for name, tensor in tensors.items():
+        if name not in plain:
+            continue
         if found := _LEFTOVER.search(name):
             raise config_error("leftovers of a wrapper", path=path, weight=name, part=found[1])
         if name.endswith(".weight") and tensor["dtype"] not in (*FLOATS, "I64", "BOOL"):
-            raise ConfigError(_quantized(f"{path}: {name}", f"stored as {tensor['dtype']}"))
+            stored = f"stored as {tensor['dtype']}"
+            raise config_error("quantized weights", place=f"{path}: {name}", method=stored)
 
 
 def header_of(path: Path) -> dict[str, Any]:
@@ -226,13 +333,12 @@ def header_of(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            # A file begins with the length of its header (8 bytes), then the header as JSON.
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            length = int.from_bytes(file.read(HEADER_BYTES), "little")
+            if size < HEADER_BYTES or length > min(LARGEST_HEADER, size - HEADER_BYTES):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = json.loads(file.read(length))
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+        end = HEADER_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
         if not all(
             isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list) for tensor in tensors.values()
         ):
@@ -284,7 +390,13 @@ GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo",
 """
 TIED = ("gemma3_text", "smollm3")
 "The architectures among them that tie head and embedding if their fields do not say."
-NAMED = {"qwen3": ("head_dim",), "gemma3_text": ("head_dim", "num_key_value_heads")}
+SPARSE = "gpt_oss"
+"An architecture with as many attention matrices, and feed-forward matrices and biases for each expert."
+NAMED = {
+    "qwen3": ("head_dim",),
+    "gemma3_text": ("head_dim", "num_key_value_heads"),
+    SPARSE: ("head_dim", "num_local_experts"),
+}
 "Their fields whose defaults do not depend on other fields: the model's size is known once these are set."
 
 
@@ -443,6 +555,11 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the model's size from the index or weights of a folder, otherwise from its config."""
     text = _text_fields(folder)
+    files = files_of_weights(folder)
+    has_parts = "text_config" in json_object(folder / "config.json") and all(path.is_file() for path in files.values())
+    if (files and has_parts) or format_in(folder) is not None:  # an index gives the bytes of all
+        sizes = stored_sizes(folder)[0] if files else {}
+        return ModelSize(sum(sizes.values()), _ends(text, tied=True)) if sizes else of_fields(text)
     if (folder / INDEX_FILE).is_file():
         metadata = json_object(folder / INDEX_FILE)["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
@@ -481,8 +598,7 @@ def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     Raises:
         ConfigError: a file is missing or damaged.
     """
-    headers = [header_of(path) for path in weight_files(folder)]
-    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes_in(folder).items()}
     embedding = next((name for name in sizes if END_NAMES.search(name)), None)
     return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
 
@@ -504,18 +620,21 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases; None if they
-    give no sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases outside of experts; None
+    if they give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     needed = names + NAMED.get(model_type, ())
-    if model_type not in GATED or any(not isinstance(fields.get(name), int) for name in needed):
+    if model_type not in (*GATED, SPARSE) or any(not isinstance(fields.get(name), int) for name in needed):
         return None
     _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
     # Projections of queries and output, of keys and values; then gate, up and down of the feed-forward layer.
-    block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
+    layer = 3 * hidden * inner
+    if model_type == SPARSE:  # the router too
+        layer = fields["num_local_experts"] * (layer + 2 * inner + 2 * hidden)
+    block = 2 * hidden * head_dim * (heads + key_heads) + layer
     ends = _ends(fields, tied=model_type in TIED)
     return ModelSize(blocks * block + ends, ends)

@@ -111,13 +111,14 @@ class ModelKind(Protocol):
         """
 
     def head(self, orig_model: PreTrainedModel) -> linear_cross_entropy.Head:
-        """Return the output projection and the soft cap of its logits; the sharding code gathers its weights."""
+        """Return the output projection, the scale and the soft cap of its logits; the sharding code gathers its
+        weights."""
         projection = structure.output_projection(orig_model)
         # Trained rows of a frozen head (models/token_rows.py).
-        own: Any = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
-        return linear_cross_entropy.Head(
-            projection.weight, projection.bias, structure.logit_softcap(orig_model), None, *own
-        )
+        ids, rows = projection.own_rows() if hasattr(projection, "own_rows") else (None, None)  # type: ignore[operator]
+        softcap = structure.logit_softcap(orig_model)
+        scale = structure.logit_scale(orig_model)
+        return linear_cross_entropy.Head(projection.weight, projection.bias, softcap, None, ids, rows, scale)
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return a function that generates texts token by token, one text for each encoder input.
@@ -141,9 +142,13 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {"vocab_size": len(tokenizer), **special}
 
 
-def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
+def _model_inputs(
+    module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None
+) -> dict[str, Any]:
     """Return the arguments of a decoder: its inputs and the boundaries of the batch's documents."""
-    return {**inputs, "use_cache": False, "documents": attention.document_boundaries(batch, backend, context_group)}
+    chunk = attention.attention_chunk(getattr(module, "config", None))
+    documents = attention.document_boundaries(batch, backend, context_group, chunk)
+    return {**inputs, "use_cache": False, "documents": documents}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
@@ -166,7 +171,8 @@ def decoded(
     """
     # transformers never collects router logits, whatever the config asks: models.routing reads them with hooks.
     with attention.kernel_order(backend):
-        outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
+        given = _model_inputs(module, inputs, batch, backend, context_group)
+        outputs = module(**given, **without_router_logits(module))
     return outputs.last_hidden_state
 
 
@@ -200,7 +206,7 @@ class CausalLM(ModelKind):
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
         """Return the tokens, their positions, and the boundaries of their documents."""
-        return _model_inputs(batch.inputs, batch, backend, context_group)
+        return _model_inputs(orig_model, batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

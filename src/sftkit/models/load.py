@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
+from sftkit.models.towers import belongs_to_whole, register_text_model, tied_by_whole
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -45,6 +45,7 @@ from sftkit.runtime.script import first_of, working
 if TYPE_CHECKING:
     from sftkit.models.adapter_files import AdapterFiles
     from sftkit.models.adapters import Adapters
+    from sftkit.models.quantized import Weight
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,6 @@ _REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
 "Errors that transformers raises for an invalid config; AttributeError for a field of the wrong type."
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
-"Map the weight names in a multimodal model's files to the names of its text model."
 
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
@@ -215,9 +213,6 @@ def _adapt(
     base = model if files is None else files.base
     path = resolve(str(base.path))
     options = load_options(path, base)
-    whole = start_config(path, options)
-    if trained_config(whole) is not whole:
-        raise config_error("adapter of a model with images", path=path)
     with nullcontext() if os.path.isdir(path) else working(f"hashing {path}"):
         folder = local_folder(path, options)
         digest = base_digest(folder)
@@ -241,23 +236,34 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
-    parts are neither loaded nor saved. For any other model it is the whole config.
+    parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
+    register_text_model(config)
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is config or config.is_encoder_decoder or type(text) not in causal:
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
+            raise config_error("no text model alone", model_type=config.model_type)
         return config
-    log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
+    if tied_by_whole(config):
+        text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
 def full_model(
-    path: str, precision: str, options: dict[str, object], rope: RopeScaling | None = None
+    path: str,
+    precision: str,
+    options: dict[str, object],
+    rope: RopeScaling | None = None,
+    *,
+    independent: bool = False,
 ) -> PreTrainedModel:
     """Load the model with from_pretrained; a missing weight or a wrong shape is an error, never filled at random.
 
     Args:
         precision: bf16, fp32, or "auto": the precision of the files, which are then mapped into memory, not copied.
         rope: model.rope_scaling.
+        independent: whether transformers de-quantizes quantized files, if it can, instead of this package.
 
     Raises:
         ConfigError: a weight is missing or has another shape.
@@ -270,14 +276,30 @@ def full_model(
     reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     attention = plain_implementation(trained)
     made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
-    renamed = None if trained is config else TEXT_NAMES
-    orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
-        path, key_mapping=renamed, **made, **reporting, **options
-    )
+    renamed = None if trained is config else model_files.TEXT_NAMES
+    weights = dequantized(path, options)
+    if weights is not None and independent:
+        from sftkit.models.quantized import settings_for_transformers
+
+        if (settings := settings_for_transformers(local_folder(path, options))) is not None:
+            trained.quantization_config = settings
+            weights = None
+    if weights is None:
+        orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
+            path, key_mapping=renamed, **made, **reporting, **options
+        )
+    else:
+        # transformers takes weights that it does not read itself without a path, which its auto classes need.
+        cls: Any = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
+        orig_model, loading_info = cls.from_pretrained(
+            None, state_dict=weights, key_mapping=renamed, **made, **reporting
+        )
+        name_start(orig_model, path, options)
     if trained is not config:
         # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
         # model (huggingface/transformers#42396).
         orig_model._weight_conversions = None
+        belongs_to_whole(orig_model, config, local_folder(path, options))
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     if not os.path.isdir(path):
         # Files of the hub are downloaded by now; those of a folder were checked before.
@@ -296,14 +318,30 @@ def full_model(
 
 
 def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
-    """Return the config of the model at this path.
+    """Return the config of the model at this path, without the format that its weights are de-quantized from.
 
     Raises:
-        ConfigError: its weights are quantized.
+        ConfigError: its weights are quantized in a format that is not de-quantized.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    model_files.check_unquantized(config.to_dict(), f"{path}: config.json")
+    if model_files.format_of(config.to_dict(), f"{path}: config.json") is not None:
+        for holder in {id(one): one for one in (config, config.get_text_config())}.values():
+            vars(holder).pop("quantization_config", None)
     return config
+
+
+def dequantized(path: str, options: dict[str, object]) -> dict[str, Weight] | None:
+    """Return name -> the weight in the quantized files of a model, de-quantized when it is read; None: plain files."""
+    if not model_files.quantizations(AutoConfig.from_pretrained(path, **options).to_dict()):
+        return None
+    return model_files.dequantized_in(local_folder(path, options))
+
+
+def name_start(orig_model: PreTrainedModel, path: str, options: dict[str, object]) -> None:
+    """Give a model that transformers did not read from this path its name and generation config."""
+    orig_model.name_or_path = path
+    if (generation := start_generation_config(path, options)) is not None:
+        orig_model.generation_config = generation
 
 
 def start_generation_config(path: str, options: dict[str, object]) -> GenerationConfig | None:
@@ -376,8 +414,9 @@ def model_of_files(
     source = adapters.base if adapters is not None else model if files is None else files.base
     path = resolve(str(source.path))
     with loading(path):
-        own = adapters is None and files is None
-        orig_model = full_model(path, "auto" if own else precision, load_options(path, source), model.rope_scaling)
+        options = load_options(path, source)
+        own = adapters is None and files is None and dequantized(path, options) is None
+        orig_model = full_model(path, "auto" if own else precision, options, model.rope_scaling, independent=True)
     if adapters is None and files is None:
         return orig_model
     from sftkit.models.adapters import add_adapters, merge_files
@@ -420,14 +459,15 @@ def empty_model(
     remote = bool(options["trust_remote_code"])
     orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     if orig_model.get_expanded_tied_weights_keys(all_submodels=True):
-        own = differing_ties(orig_model, local_folder(path, options), dtype, renamed=config is not whole)
+        own = differing_ties(orig_model, local_folder(path, options), dtype)
         untie(orig_model, own, path)
         if own:
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
-    orig_model.name_or_path = path
-    if (generation := start_generation_config(path, options)) is not None:
-        orig_model.generation_config = generation
+    name_start(orig_model, path, options)
+    # A preview may have the config alone.
+    if config is not whole and model_files.files_of_weights(folder := local_folder(path, options)):
+        belongs_to_whole(orig_model, whole, folder)
     return orig_model
 
 
@@ -437,19 +477,11 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code:
         return from_config(config, dtype, trust_remote_code=trust_remote_code)
 
 
-def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, renamed: bool) -> set[str]:
+def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
     """Return the tied weights whose values in a folder's files differ from the weight they are tied to. Values are
     compared in the run's precision, as from_pretrained compares them.
-
-    Args:
-        renamed: whether the files are those of a multimodal model (TEXT_NAMES).
     """
-    files = {}
-    for name, path in model_files.files_of_weights(folder).items():
-        inside = name
-        for pattern, replacement in TEXT_NAMES.items() if renamed else ():
-            inside = re.sub(pattern, replacement, inside)
-        files[inside] = (name, path)
+    files = model_files.text_weights(folder)
     differing = set()
     for target, source in orig_model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if target not in files or source not in files:
@@ -548,6 +580,8 @@ def resolve_max_length(
     if positions is not None and length > positions:
         raise config_error("more than the positions", length=length, positions=positions)
     start = f"from {resolve(model.path)}" if model.path else "new model"
+    if (stored := model_files.stored_format(model)) is not None:
+        start += f", whose weights were {stored}, de-quantized while loading"
     source = tokenizer.chat_template
     template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
     if added := added_tokens(tokenizer):

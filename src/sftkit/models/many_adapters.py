@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import (
-    PEFT_PREFIX,
     Adapters,
     Factor,
     LoraLinear,
     adapted,
     first_factor,
+    peft_name,
     read_factors,
     target_modules,
 )
@@ -262,7 +262,9 @@ def member_files(orig_model: torch.nn.Module) -> dict[Path, dict[str, torch.nn.P
     adapters = adapters_of(orig_model)
     assert adapters is not None
     return {
-        adapter_dir(Path(), member.name): {f"{PEFT_PREFIX}{n}": p for n, p in member_factors(orig_model, k).items()}
+        adapter_dir(Path(), member.name): {
+            peft_name(orig_model, name): p for name, p in member_factors(orig_model, k).items()
+        }
         for k, member in enumerate(adapters.members)
     }
 

@@ -10,6 +10,7 @@ In a pipeline a rank holds some of the parameters; the others are on the meta de
 import copy
 import inspect
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import hybrids
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
+from sftkit.ops.attention import attend, attention_chunk
 
 ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
@@ -111,24 +114,33 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
-    """Reject longrope with context parallelism, where each rank has only chunks of a document and cannot know
-    its length.
+    """Reject longrope and chunked attention with context parallelism, where each rank has only chunks of a document and
+    cannot know its length.
 
     Raises:
-        ConfigError: a document may exceed the length of longrope's short frequencies.
+        ConfigError: a document may exceed the length of longrope's short frequencies, or an attention chunk.
     """
+    model_type = orig_model.config.model_type
+    chunk = attention_chunk(orig_model.config)
+    if chunk is not None and topology.context > 1 and max_length > chunk:
+        raise config_error("attention chunks in chunks", length=max_length, model=model_type, limit=chunk)
     limit = longrope_limit(orig_model.config)
     if limit is not None and topology.context > 1 and max_length > limit:
-        raise config_error("longrope in chunks", length=max_length, model=orig_model.config.model_type, limit=limit)
+        raise config_error("longrope in chunks", length=max_length, model=model_type, limit=limit)
 
 
 def use_document_lengths(orig_model: PreTrainedModel) -> None:
-    """Make every longrope of the model choose its frequencies for each document separately."""
-    if longrope_limit(orig_model.config) is None:
-        return
+    """Make every longrope and every temperature of the model follow the positions of each document separately."""
+    for module in orig_model.modules():
+        if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
+            module.forward = MethodType(_tempered, module)
     for module in [*orig_model.modules()]:
         types = getattr(module, "rope_type", None)
         kinds = types if isinstance(types, dict) else {None: types}
+        if types == "dynamic":
+            # No document is longer than max_positions, up to which factors do not change. transformers asks the device
+            # in each step how long the longest is.
+            module.forward = MethodType(torch.no_grad()(inspect.unwrap(type(module).forward)), module)
         # Without transformers' decorator the class itself chooses the frequencies (Phi-3.5-MoE, which is rejected).
         if "longrope" in kinds.values() and hasattr(type(module).forward, "__wrapped__"):
             long = copy.deepcopy(module)
@@ -164,6 +176,22 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
     if isinstance(short, Tensor):
         return torch.where(is_long, long, short)
     return tuple(torch.where(is_long, there, here) for there, here in zip(long, short, strict=True))
+
+
+def _tempered(self: Any, hidden_states: Tensor, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
+    """Return what an attention layer of Llama 4 without rotary positions computes: queries grow with the position in
+    their document. transformers counts positions in the row.
+    """
+    if documents is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (project(hidden_states).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+    steps = torch.floor((documents.positions.float() + 1.0) / self.floor_scale)
+    query = (query * (torch.log1p(steps) * self.attn_scale + 1.0)[..., None, None]).to(query.dtype)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    dropout = self.attention_dropout if self.training else 0.0
+    out, _ = attend(self, query, key, value, None, scaling=self.scaling, dropout=dropout, documents=documents)
+    return self.o_proj(out.flatten(2)), None
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
@@ -241,7 +269,8 @@ def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
     found = orig_model.get_decoder()
     while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
         found = inner  # a decoder that has a head of its own
-    return found
+    # Llama 4 names as its base a module that only the model with images has, so transformers returns the whole model.
+    return getattr(found, "model", found) if found is orig_model else found
 
 
 def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
@@ -272,6 +301,19 @@ def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
 def logit_softcap(orig_model: PreTrainedModel) -> float | None:
     """Return c of logits = c * tanh(logits / c); None if the model has no soft cap."""
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+LOGIT_SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+"By field of a config: the power of the field by which the model multiplies its logits."
+
+
+def logit_scale(orig_model: PreTrainedModel) -> float:
+    """Return the factor of the model's logits, applied before the soft cap."""
+    config = orig_model.config.get_text_config()
+    if config.model_type == "hyperclovax":  # multiplies by the field by which Granite divides
+        return float(config.logits_scaling)
+    fields = {name: getattr(config, name, None) for name in LOGIT_SCALES}
+    return math.prod(value ** LOGIT_SCALES[name] for name, value in fields.items() if value is not None)
 
 
 def plain_class(module: torch.nn.Module) -> type:
@@ -457,15 +499,19 @@ class AttentionWindow(NamedTuple):
 
 
 def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] | None:
-    """Count the layers by what their queries see; None if a layer's kind is unknown here, and so its work."""
+    """Count the layers with queries by what these see; None if a layer's kind is unknown here, and so its work."""
     config = orig_model.config.get_text_config()
     window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs write 0 for no window
     kinds = getattr(config, "layer_types", None)
-    if any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules()):
+    if hybrids.stray_convolution(orig_model) is not None:
         return None  # state space models have such layers under any name in their config
+    if kinds is not None:
+        without = {"mlp", "moe", *(mixer.layer_type for *_, mixer in hybrids.mixers(orig_model))}
+        kinds = [kind for kind in kinds if kind not in without]
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
-    known = {"full_attention": AttentionWindow(None), "sliding_attention": window}
+    full = AttentionWindow(None)
+    known = {"full_attention": full, hybrids.BESIDE_ATTENTION: full, "sliding_attention": window}
     if chunk := getattr(config, "attention_chunk_size", None):
         known["chunked_attention"] = AttentionWindow(chunk, chunked=True)
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
@@ -490,9 +536,10 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
 
     The count is 6 per parameter of the blocks and token, 6 per parameter of the head and target, and 6 x heads x
     (query head + value head size) per (query, key) pair of a layer (PaLM, appendix B, counted per document and window
-    instead of per row). An encoder is counted by its own positions, and so are the decoder's keys and values of them;
-    places without an input are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer
-    without a backward pass counts a third of its pairs.
+    instead of per row). A recurrent layer costs 6 for each product with its state and token (models/hybrids.py). An
+    encoder is counted by its own positions, and so are the decoder's keys and values of them; places without an input
+    are not counted. A frozen parameter costs 4 if its input needs a gradient, else 2; a layer without a backward pass
+    counts a third of its pairs and of its products with the state.
     """
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -505,6 +552,8 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     less = counted.unneeded
     flops -= 2.0 * (less.body * work.tokens + less.head * work.targets)
     flops -= 2 / 3 * less.layers * per_pair * work.layer_pairs
+    states = sum(mixer.products(layer) for _, layer, mixer in hybrids.mixers(orig_model))
+    flops += (6.0 - 4.0 * less.layers) * states * work.tokens
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)

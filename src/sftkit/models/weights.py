@@ -1,7 +1,9 @@
 """Load weights from safetensors into a live model: each rank reads only its own shards."""
 
+import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +115,12 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     """
     # In the order of transformers: if a single file and an index exist, one process and several must read the
     # same weights.
-    files = model_files.files_of_weights(folder)
+    files = model_files.text_weights(folder)
     if not files:
         raise config_error("no safetensors", folder=folder, one=model_files.SINGLE_FILE, other=model_files.INDEX_FILE)
+    quantized = model_files.dequantized_in(folder)
+    if quantized is not None:
+        quantized = {own: quantized[stored] for own, stored in model_files.trained_names(quantized).items()}
     # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
     # meta device.
     own = factors(orig_model)
@@ -141,17 +146,19 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     # If the files lack a name, all weights take the slow path: a converted weight may need several of them.
-    others = [name for name in wanted if name not in files]
+    others = [name for name in wanted if name not in (quantized or files)]
     if others:
         _load_full(orig_model, wanted, others, folder, fill_one)
         return
-    # By file, so that each is opened once.
-    for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
-        with model_files.reading_files(path, "its weights"), safe_open(path, "pt") as file:
+    # By file, so that each is opened once; a quantized weight opens the files that hold its parts.
+    places = {name: folder if quantized is not None else files[name][1] for name in wanted}
+    for path, names in itertools.groupby(sorted(wanted, key=places.__getitem__), places.__getitem__):
+        opened: Any = nullcontext() if quantized is not None else safe_open(path, "pt")
+        with model_files.reading_files(path, "its weights"), opened as file:
             for name in names:
                 tensor = wanted[name]
                 rows = grown.get(id(tensor))
-                source = file.get_slice(name)
+                source = file.get_slice(files[name][0]) if quantized is None else quantized[name]
                 shape = list(source.get_shape())
                 there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
                 if (layer := layers.get(id(tensor))) is not None:
@@ -173,9 +180,13 @@ def _load_full(
     plain: Any = structure.plain_class(orig_model)
     found_type = model_files.json_object(folder / "config.json").get("model_type")
     with model_files.reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        renamed = None if found_type == orig_model.config.model_type else load.TEXT_NAMES
+        renamed = None if found_type == orig_model.config.model_type else model_files.TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
+        given: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+        if (weights := model_files.dequantized_in(folder)) is not None:
+            given = {"pretrained_model_name_or_path": None, "state_dict": weights}
+            given["config"] = copy.deepcopy(orig_model.config)
+        whole, loading_info = plain.from_pretrained(**given, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
     # The config could not express that these weights are untied (models.load.differing_ties), and names
     # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()

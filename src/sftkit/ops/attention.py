@@ -13,10 +13,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,8 +39,12 @@ _NAME = "sftkit"
 DENSE_KERNELS = [
     getattr(SDPBackend, name) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 ]
+CHUNKED = "chunked_attention"
+"Type of a layer whose queries see their own chunk of the document (Llama 4)."
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 "Fields of configs with the dropout of attention weights."
+SINKS = "sinks"
+"Name that architectures give the parameter with the sinks of a layer's heads (ops.flex.Scores)."
 
 
 class Documents(NamedTuple):
@@ -47,31 +53,70 @@ class Documents(NamedTuple):
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
+    positions: Tensor | None = None
+    "int64 [B, T], distance of each position from the first of its document"
     cu_seqlens: Tensor | None = None
-    "fa4, varlen: int32 [D + 1], where documents start in the flattened B * T positions"
+    "fa4, varlen, recurrent layers: int32 [D + 1], where documents start in the flattened B * T positions"
     doc_ids: Tensor | None = None
     "flex: int32 [B, T], T padded to a multiple of 128"
     blocks: flex.BlockTensors | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
+    columns: Tensor | None = None
+    "reference, of chunks of rows: int64 [C], where the queries lie in their rows"
     group: str | None = None
     "context parallel: name of the group of ranks whose chunks make whole rows"
     chunks: tuple[Tensor, Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
+    pieces: Any = None
+    "Documents: what layers of chunked attention see, where every chunk of a document is one of its own; None: the same"
 
 
-def document_boundaries(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
+def document_boundaries(
+    batch: Batch, backend: str, context_group: str | None = None, chunk: int | None = None
+) -> Documents:
     """Return the boundaries of a batch's documents, the attention mask of a backend, which every layer passes to
     `attend`. No host sync; only the reference backend takes quadratic memory.
 
     Args:
         backend: one of attention.backend, never auto.
         context_group: with context parallelism, name of the group of ranks whose chunks make whole rows.
+        chunk: positions of a document that layers of chunked attention see together (attention_chunk).
     """
     assert batch.columns is None or context_group is not None, "batches of chunks need the group of their ranks"
     group = None if batch.columns is None else context_group
-    return Documents(backend, batch.max_doc_length, group=group, **BACKENDS[backend].boundaries(batch))
+    pieces = None
+    if chunk is not None and chunk < batch.max_doc_length:
+        assert group is None, "structure.check_rope rejects chunks of documents in chunks of rows"
+        pieces = document_boundaries(_cut(batch, chunk), backend)
+    found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens, "pieces": pieces}
+    return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))
+
+
+def _cut(batch: Batch, chunk: int) -> Batch:
+    """Return a batch in which each chunk of a document, counted from its first position, is a document. No host sync:
+    a chunk that begins inside a document follows a full one, so there are at most B T / chunk of these.
+    """
+    rows, row_length = batch.doc_ids.shape
+    first = torch.ones_like(batch.doc_ids, dtype=torch.bool)
+    first[:, 1:] = batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]
+    columns = torch.arange(row_length, device=first.device)
+    starts = (columns - torch.where(first, columns, 0).cummax(1).values) % chunk == 0
+    number = starts.flatten().cumsum(0) - 1
+    size = rows * row_length
+    slots = len(batch.cu_seqlens) + size // chunk
+    cu_seqlens = torch.full((slots,), size, dtype=torch.int32, device=first.device)
+    places = torch.arange(size, dtype=torch.int32, device=first.device)
+    cu_seqlens = cu_seqlens.scatter_reduce(0, number, places, "amin")
+    doc_ids = number.view(rows, row_length).to(torch.int32)
+    return replace(batch, doc_ids=doc_ids, cu_seqlens=cu_seqlens, max_doc_length=chunk)
+
+
+def attention_chunk(config: PreTrainedConfig | None) -> int | None:
+    """Return the positions of a document that a layer of chunked attention sees together; None: no layer is so."""
+    text: Any = None if config is None else config.get_text_config()
+    return text.attention_chunk_size if CHUNKED in (getattr(text, "layer_types", None) or ()) else None
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -83,6 +128,12 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     # The registry is the process's: registered again it is the same function, whatever the model.
     AttentionInterface.register(_NAME, attend)
     _set_implementation(orig_model, _NAME)
+    for module in orig_model.modules():
+        kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+        at = getattr(module, "layer_idx", None)
+        # A mark, not the index, which compiled code would read as another constant for each layer.
+        if CHUNKED in kinds and at is not None and kinds[at] == CHUNKED:
+            module.sftkit_chunked = True  # type: ignore[assignment]
 
 
 @contextmanager
@@ -104,30 +155,28 @@ def plain_attention(orig_model: PreTrainedModel) -> AbstractContextManager[None]
 
 
 def plain_implementation(config: PreTrainedConfig) -> str:
-    """Return the name of transformers' own attention for this model: sdpa, or eager where sdpa is wrong.
+    """Return the name of transformers' own attention for this model: sdpa, or eager where sdpa is wrong or missing.
 
-    sdpa leaves a soft cap of the scores out, before transformers 5.23 without a word; and relative positions are
-    part of the scores, too.
+    sdpa leaves a soft cap of the scores out, before transformers 5.23 without a word; relative positions are part of
+    the scores, too; and it has no sinks.
     """
     text = config.get_text_config()
-    return "eager" if getattr(text, "attn_logit_softcapping", None) or relative_positions(config) else "sdpa"
+    if getattr(text, "attn_logit_softcapping", None) or relative_positions(config):
+        return "eager"
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    # Private: transformers has no public name for what an architecture supports (huggingface/transformers#38974).
+    return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
+
+
+def has_sinks(orig_model: PreTrainedModel) -> bool:
+    """Return whether any layer has sinks: scores that join the sum of the weights and have no value."""
+    return any(name.rpartition(".")[2] == SINKS for name, _ in orig_model.named_parameters())
 
 
 def relative_positions(config: PreTrainedConfig) -> bool:
     """Return whether positions are numbers added to the scores (T5), which kernels that know
     boundaries do not support."""
     return bool(getattr(config.get_text_config(), "relative_attention_num_buckets", None))
-
-
-def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
-    """Return what in the model lets tokens see each other besides attention, which no document
-    boundary stops; None: nothing."""
-    kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    odd = kinds - {"full_attention", "sliding_attention"}
-    if odd:
-        return f"a layer of type {', '.join(sorted(map(str, odd)))}"
-    convolutions = [name for name, module in orig_model.named_modules() if isinstance(module, torch.nn.Conv1d)]
-    return f"the convolution {convolutions[0]}" if convolutions else None
 
 
 def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -167,6 +216,7 @@ def attend(
     softcap: float | None = None,
     documents: Documents | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: causal and within documents; for modules that are not causal, as
@@ -179,7 +229,7 @@ def attend(
         scaling: factor of the scores; None: D ** -0.5.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
         documents: from document_boundaries; used by causal modules.
-        position_bias: [1, H, T, keys], added to the scores: relative positions.
+        position_bias: [1, H, T, keys], added to the scores: relative positions. s_aux: [H], sinks (has_sinks).
 
     Returns:
         ([B, T, H, Dv], None)
@@ -189,14 +239,18 @@ def attend(
             backend does not compute.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
+    scores = Scores(scale, sliding_window, softcap, dropout, position_bias, s_aux)
     if not getattr(module, "is_causal", True):
+        if s_aux is not None:
+            raise RuntimeError("attention that is not causal does not support sinks (s_aux)")
         return bidirectional_attention(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
+    if documents.pieces is not None and getattr(module, "sftkit_chunked", False):
+        documents = documents.pieces
     # Whatever the backend cannot compute is an error, never silently ignored.
-    if kwargs.get("s_aux") is not None:
-        raise RuntimeError("attention sinks (s_aux) are not supported")
+    if s_aux is not None and not BACKENDS[documents.backend].sinks:
+        raise RuntimeError(f"attention backend {documents.backend} does not support sinks (s_aux)")
     if position_bias is not None and not BACKENDS[documents.backend].relative_positions:
         raise RuntimeError(f"attention backend {documents.backend} does not support relative positions")
     if documents.group is not None:
@@ -225,12 +279,13 @@ class Backend(NamedTuple):
     "whether it attends from chunks of rows (context parallelism)"
     dropout: bool = False
     relative_positions: bool = False
+    sinks: bool = True
 
 
 def _flash_boundaries(batch: Batch) -> dict[str, Any]:
     chunked = batch.cu_seqlens_q is not None and batch.cu_seqlens_k is not None
     chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k) if chunked else None
-    return {"cu_seqlens": batch.cu_seqlens, "chunks": chunks}
+    return {"chunks": chunks}
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
@@ -248,6 +303,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scor
         out, _ = flash.document_attention(
             *(query, key, value, starts, starts_k),
             *(documents.max_length, scores.scale, scores.window or 0, documents.backend),
+            sinks=scores.sinks,
         )
         return out.unflatten(0, (rows, row_length))
 
@@ -311,21 +367,24 @@ def _sdpa_unsupported(orig_model: PreTrainedModel, layout: Layout, *_: Any, **__
 
 def _reference_boundaries(batch: Batch) -> dict[str, Any]:
     mask = document_mask(batch.doc_ids)
-    return {"mask": mask if batch.columns is None else mask.index_select(2, batch.columns)}
+    if batch.columns is None:
+        return {"mask": mask}
+    return {"mask": mask.index_select(2, batch.columns), "columns": batch.columns}
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
     """Return attention by a dense mask, [B, T, H, D]."""
-    scale, window, softcap, dropout, bias = scores
+    scale, window, softcap, dropout, bias, sinks = scores
     mask = documents.mask
     assert mask is not None
     if window is not None:
         # A query always sees itself, one of padding too, so no row of the mask gets empty.
         positions = torch.arange(mask.shape[-1], device=mask.device)
-        mask = mask & (positions[:, None] - positions < window)
+        queries = positions if documents.columns is None else documents.columns
+        mask = mask & (queries[:, None] - positions < window)
     grouped = key.shape[1] < query.shape[1]
-    # torch's function has no soft cap, so with one the scores are computed here.
-    if softcap is None:
+    # torch's function has no soft cap and no sinks, so with one of them the scores are computed here.
+    if softcap is None and sinks is None:
         added = mask if bias is None else bias.masked_fill(~mask, float("-inf"))
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=added, dropout_p=dropout, scale=scale, enable_gqa=grouped
@@ -334,8 +393,7 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, 1)
     value = value.repeat_interleave(groups, 1)
-    capped = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
-    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    weights = flex.weights_of(query, key, mask, scores).to(query.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
@@ -353,7 +411,7 @@ def document_mask(doc_ids: Tensor) -> Tensor:
 BACKENDS = {
     "fa4": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "fa4"), timed=True),
     "varlen": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "varlen"), timed=True),
-    "sdpa": Backend(lambda _: {}, _sdpa, _sdpa_unsupported, timed=True, in_chunks=False, dropout=True),
+    "sdpa": Backend(lambda _: {}, _sdpa, _sdpa_unsupported, timed=True, in_chunks=False, dropout=True, sinks=False),
     "flex": Backend(_flex_boundaries, _flex, _flex_unsupported, eager=False, in_chunks=False),
     "reference": Backend(
         _reference_boundaries, _reference, lambda *_, **__: None, dropout=True, relative_positions=True
@@ -370,22 +428,23 @@ def kernel_order(backend: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Make every sliding window of the model three positions long within the context, in its config and
-    in its layers."""
+    """Make every sliding window and attention chunk of the model three positions long within the context, in its config
+    and in its layers, and likewise the positions between two temperatures (models.structure)."""
     with ExitStack() as stack:
         for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
-            size = getattr(owner, "sliding_window", None)
-            if type(size) is int and size > 0:
-                stack.enter_context(replaced(owner, "sliding_window", 3))
+            for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+                size = getattr(owner, name, None)
+                if type(size) is int and size > 0:
+                    stack.enter_context(replaced(owner, name, 3))
         yield
 
 
 def windows(config: PreTrainedConfig) -> bool:
-    """Return whether any layer of the model has a sliding window."""
+    """Return whether any layer of the model has a sliding window or sees chunks."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
-        return "sliding_attention" in kinds
+        return "sliding_attention" in kinds or CHUNKED in kinds
     return bool(getattr(text, "sliding_window", None))  # some configs say 0 for none
 
 
@@ -467,6 +526,8 @@ def unsupported_reason(
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
     if relative_positions(orig_model.config) and not spec.relative_positions:
         return "has no relative positions, which this model adds to the scores"
+    if not spec.sinks and has_sinks(orig_model):
+        return "has no attention sinks, which this model has"
     if in_chunks and not spec.in_chunks:
         return "attends within whole rows, and context parallelism cuts them"
     if dropout and not spec.dropout:

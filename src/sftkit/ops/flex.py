@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from sftkit.ops.flash import document_attention
 from sftkit.runtime.start import replaced
@@ -35,6 +35,8 @@ class Scores(NamedTuple):
     "of the weights"
     bias: Tensor | None = None
     "[1, H, T, keys], added: relative positions"
+    sinks: Tensor | None = None
+    "[H], a score for each head that joins the sum of the weights and has no value; None: weights add up to 1"
 
 
 FLEX_BLOCK = 128
@@ -60,13 +62,13 @@ class Call(NamedTuple):
     scale: float
 
 
-_operator: Callable[[Call], Tensor] | None = None
+_operator: Callable[[Call], tuple[Tensor, Tensor]] | None = None
 "Called in place of torch's function; None: torch's own."
 
 
-def attention_as_operator(operator: Callable[[Call], Tensor]) -> AbstractContextManager[None]:
+def attention_as_operator(operator: Callable[[Call], tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
     """Call this function for attention within the context, for tracers other than torch.compile;
-    it returns [B, H, T, Dv]."""
+    it returns [B, H, T, Dv] and the log-sum-exp of the scores, fp32 [B, H, T]."""
     return replaced(sys.modules[__name__], "_operator", operator)
 
 
@@ -119,7 +121,7 @@ def attend_flex(
         [B, T, H, Dv]
     """
     doc_ids, blocks = documents
-    scale, window, softcap, *_ = scores
+    scale, window, softcap, *_, sinks = scores
     row_length = query.shape[2]
     whole = doc_ids.shape[1]
     if whole > row_length:  # flex's backward pass reads past the end of rows that are not multiples of its blocks
@@ -151,11 +153,36 @@ def attend_flex(
     )
     score_mod = None if softcap is None else capped
     if _operator is not None:
-        out = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
+        out, lse = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
     else:
-        named: Any = {"scale": scale, "enable_gqa": key.shape[1] < query.shape[1]}
-        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, **named)
+        named: Any = {"scale": scale, "enable_gqa": key.shape[1] < query.shape[1], "block_mask": block_mask}
+        # Asked for only where it is read: a CPU cannot return it from compiled code.
+        wanted = AuxRequest(lse=sinks is not None)
+        out, (lse, _) = flex_attention(query, key, value, score_mod=score_mod, return_aux=wanted, **named)
+    if sinks is not None:
+        out = (out * (lse - sinks[:, None]).sigmoid()[..., None]).to(out.dtype)
     return out[:, :, :row_length].transpose(1, 2)
+
+
+def weights_of(query: Tensor, key: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Return the weights of keys, [B, H, T, keys] in fp32 or fp64, from all scores in memory, without window and
+    dropout.
+
+    Args:
+        query: [B, H, T, D]. key: [B, H, keys, D]. mask: bool, False at keys that are not seen; None: all are.
+        scores: sinks of [1, H, T], or [H].
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    found = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scores.scale
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    if mask is not None:
+        found = found.masked_fill(~mask, -torch.inf)
+    if scores.sinks is None:
+        return found.softmax(-1)
+    sinks = scores.sinks if scores.sinks.ndim > 1 else scores.sinks[None, :, None]
+    column = sinks.to(dtype)[..., None].expand(*found.shape[:-1], 1)
+    return torch.cat([found, column], -1).softmax(-1)[..., :-1]
 
 
 IMPLEMENTATION = "sftkit_cached"
@@ -172,6 +199,7 @@ def attend_cached(
     sliding_window: int | None = None,
     softcap: float | None = None,
     at: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from one position, as transformers calls it.
@@ -183,6 +211,7 @@ def attend_cached(
         attention_mask: bool [B, 1, 1, N], False at padding and at places not written yet; None: all is seen.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
         at: int64 [1], index of the new position in the memory; read by layers with a sliding window.
+        s_aux: [H], sinks (Scores).
 
     Returns:
         ([B, 1, H, Dv], None)
@@ -196,13 +225,11 @@ def attend_cached(
         mask = mask & (torch.arange(key.shape[2], device=key.device) > at - sliding_window)
     # No keys are repeated: a step of decoding is bound by reading them.
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
-    if softcap is None:
+    if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
-        scores = softcap * torch.tanh(grouped.float() @ key.float().transpose(2, 3) * scale / softcap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        out = scores.softmax(-1).to(value.dtype) @ value
+        sinks = None if s_aux is None else s_aux.view(1, *grouped.shape[1:3])
+        out = weights_of(grouped, key, mask, Scores(scale, softcap=softcap, sinks=sinks)).to(value.dtype) @ value
     return out.reshape(batch, 1, heads, value.shape[-1]), None
 
 

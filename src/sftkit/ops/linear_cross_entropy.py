@@ -20,7 +20,7 @@ from sftkit.runtime.start import replaced
 
 
 class Head(NamedTuple):
-    """The head, which turns hidden states into logits: softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+    """The head, which turns hidden states into logits: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)."""
 
     weight: Tensor
     "[V, H]"
@@ -35,6 +35,8 @@ class Head(NamedTuple):
     "[n]: tokens whose rows of a frozen weight are not used, but `own_rows`"
     own_rows: Tensor | None = None
     "fp32 [n, H], trained"
+    scale: float = 1.0
+    "factor of the logits (Cohere, Granite), which the product applies before it rounds"
 
 
 class LossSums(NamedTuple):
@@ -126,11 +128,11 @@ class _LinearNLL(torch.autograd.Function):
         scaled = (_scaled(gradient, scale, ctx.dtype, traced=ctx.traced) for gradient in whole)
         # Of rows in fp32, whatever the hidden states are.
         of_rows = None if own is None else _scaled(own, scale, own.dtype, traced=ctx.traced)
-        return *scaled, None, None, None, of_rows, None, None
+        return *scaled, None, None, None, of_rows, None, None, None
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
-def _linear_nll(
+def _linear_nll(  # noqa: PLR0913 - an operator takes tensors and numbers
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
@@ -142,13 +144,15 @@ def _linear_nll(
     token_metrics: bool,  # noqa: FBT001
     softcap: float | None,
     tokens: int | None,
+    scale: float,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Return the sums, [4], the nll of each row, and the gradients that are wanted."""
     options = LossConfig(
         chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, dft=dft, token_metrics=token_metrics
     )
-    (*sums, each), *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, wanted)
+    whole = Head(head, bias, softcap, tokens, scale=scale)
+    (*sums, each), *gradients = _sums_and_gradients(hidden, whole, targets, options, wanted)
     return [torch.stack(sums), each, *(gradient for gradient in gradients if gradient is not None)]
 
 
@@ -168,7 +172,7 @@ def _called_as_operator(
     """Compute `_sums_and_gradients` as one node of a graph; a head there has no separate rows."""
     wanted = wanted[:3]
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.dft, options.token_metrics)
-    given = (hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, wanted)
+    given = (hidden, head.weight, head.bias, targets, *numbers, head.softcap, head.tokens, head.scale, wanted)
     sums, each, *found = _linear_nll(*given)
     gradients = iter(found)
     d_hidden, d_head, d_bias = (next(gradients) if is_wanted else None for is_wanted in wanted)
@@ -197,7 +201,7 @@ def _sums_and_gradients(
 
     The gradients of head, bias and rows add up over chunks, so they are at least fp32; that of hidden has its dtype.
     """
-    weight, bias, softcap, tokens, own_ids, own_rows = head
+    weight, bias, softcap, tokens, own_ids, own_rows, scale = head
     # Where sums and gradients go.
     num_rows = len(hidden)
     chunk = options.chunk_tokens
@@ -214,19 +218,19 @@ def _sums_and_gradients(
         rows = slice(start, start + chunk)
         logits = buffer[: len(hidden[rows])]
         if bias is None:
-            torch.mm(hidden[rows], weight.t(), out=logits)
+            _product_(logits, hidden[rows], weight.t(), scale)
         else:
-            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+            torch.addmm(bias, hidden[rows], weight.t(), beta=scale, alpha=scale, out=logits)
         _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, gradients=any(wanted))
         logits[:, len(weight) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
-            torch.mm(logits, weight, out=d_hidden[rows])
+            _product_(d_hidden[rows], logits, weight, scale)
         if d_head is not None:
-            _add_product_(d_head, logits.t(), hidden[rows], first=start == 0)
+            _add_product_(d_head, logits.t(), hidden[rows], scale, first=start == 0)
         if d_bias is not None:
-            d_bias += logits.sum(0, dtype=exact)
+            d_bias.add_(logits.sum(0, dtype=exact), alpha=scale)
         if d_rows is not None:
-            _add_product_(d_rows, logits[:, own_ids].t(), hidden[rows], first=start == 0)
+            _add_product_(d_rows, logits[:, own_ids].t(), hidden[rows], scale, first=start == 0)
     return (*(row.sum() for row in sums), sums[1]), d_hidden, d_head, d_bias, d_rows
 
 
@@ -243,18 +247,26 @@ def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     return buffer[:, :vocab]
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Add left @ right to total (or set it if `first`, whatever total held), in total's precision
+def _product_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """Write scale * (left @ right) to out, rounded once."""
+    if scale == 1.0:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(out, left, right, beta=0.0, alpha=scale, out=out)  # beta 0: whatever out held
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, scale: float, *, first: bool) -> None:
+    """Add scale * (left @ right) to total (or set it if `first`, whatever total held), in total's precision
     however narrow the factors are."""
     # With beta 0 the total is not read, so it need not be cleared. On a GPU the product itself is stored in fp32; on a
     # CPU the factors are widened for it.
     beta = 0.0 if first else 1.0
     if total.dtype == right.dtype:
-        total.addmm_(left, right, beta=beta)
+        total.addmm_(left, right, beta=beta, alpha=scale)
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, alpha=scale, out=total)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta, alpha=scale)
 
 
 def _cross_entropy_(

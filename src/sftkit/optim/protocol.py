@@ -296,6 +296,8 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings |= {id(p) for name, p in model.named_parameters() if is_table(p) or TOKEN_ADAPTER in name}
+    # The biases of the experts of a block are one parameter of two dimensions.
+    embeddings |= {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
     trained = [p for p in model.parameters() if p.requires_grad]
     # Embeddings are matrices too, but their rows are looked up: decay would shrink the rows of rare tokens.
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]

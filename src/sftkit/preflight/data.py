@@ -15,7 +15,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
-from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Examples
+from sftkit.data.types import ANSWERS_LEFT_OUT, CUT, SPLIT_TOKENS, TOO_LONG, Examples
 from sftkit.errors import hint
 from sftkit.runtime.script import counted
 
@@ -26,6 +26,7 @@ _WORDS = {
     HISTORY: "rendered differently once they are history",
     chat.BORDER: "share a token with their prompt",
     TOO_LONG: "in documents that are too long",
+    ANSWERS_LEFT_OUT: "in documents that are not used, or in an earlier path of their tree",
 }
 "Why an answer is context only."
 MOST_LISTED = 1000
@@ -97,7 +98,11 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
         counts = examples.counts.get(name, {})
         numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
-        answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
+        answers = (
+            {key: int(counts.get(key, 0)) for key in (*chat.ANSWER_COUNTS, ANSWERS_LEFT_OUT)}
+            if counts.get("answers")
+            else {}
+        )
         # A part of a pass (repeat: 2.5) is stored as a whole one.
         share = counts.get("documents", stored[i]) / max(stored[i], 1)
         learned_of = {"tokens": round(tokens[i] * share), "targets": round(targets[i] * share)}

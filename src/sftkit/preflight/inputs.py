@@ -21,25 +21,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import try_to_load_from_cache
 
 from sftkit.config import rules as recipe_rules
 from sftkit.config import schema
 from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
-from sftkit.config.load import read_command_line
+from sftkit.config.keys import adapter, section_classes
+from sftkit.config.load import read_command_line, to_yaml
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
+from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.columns import advised
+from sftkit.data.reading.columns import NO_COLUMN, advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
-from sftkit.errors import ConfigError, DataError, LeftOut
+from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
-from sftkit.rundir.files import WEIGHTS, read_manifest
-from sftkit.rundir.names import ADAPTER_FOLDERS, latest_checkpoint, resolve, trained_length, unresolved_reason
+from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
+from sftkit.rundir.names import (
+    ADAPTER_FOLDERS,
+    RECIPE,
+    TRAINING_STATE,
+    latest_checkpoint,
+    resolve,
+    step_dirs,
+    trained_length,
+    unresolved_reason,
+)
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import first_of
@@ -129,7 +141,12 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
             known.
     """
     first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _patterns)]
-    last = _resume, _eval_data, partial(best, stage=stage), partial(_adapter, stage=stage, made=made)
+    last = (
+        partial(_resume, made=made),
+        _eval_data,
+        partial(best, stage=stage),
+        partial(_adapter, stage=stage, made=made),
+    )
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
 
@@ -207,6 +224,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         hub.check_dataset(source)
         return
     errors: list[DataError] = []
+    left_out: list[LeftOut] = []
     seen = 0
     most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
     for raw in itertools.islice(origin.beginning(), most):
@@ -214,7 +232,8 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
             row = rows.parse(raw)
             if require is not None:
                 require(row)
-        except LeftOut:
+        except LeftOut as out:
+            left_out.append(out)
             continue
         except DataError as error:
             if not skips:
@@ -222,6 +241,9 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
                 raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
         seen += 1
+    unknown = left_out and not seen and all(out.reason.endswith(NO_COLUMN) for out in left_out)
+    if unknown and (len(left_out) < most or "Did you mean" in str(left_out[0])):
+        raise DataError(f"where: none of the first {len(left_out)} rows has it: {left_out[0]}")
     # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.part(), None) is None:
@@ -249,7 +271,7 @@ def _check_model(path: str, revision: str | None) -> str | None:
     folder = Path(find_model(path, revision))
     if not folder.is_dir():
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
-            model_files.check_unquantized(model_files.json_object(Path(cached)), f"{path}: config.json")
+            model_files.format_of(model_files.json_object(Path(cached)), f"{path}: config.json")
         return None
     if (adapter := model_files.adapter_at(schema.ModelConfig(path=path, revision=revision))) is not None:
         find_model(str(adapter.base.path), adapter.base.revision)
@@ -399,10 +421,61 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 # ---- runs and evaluation ---------------------------------------------------------------------------------------------
 
 
-def _resume(get: Get) -> Iterator[Problem]:
-    path = get("train.resume")
-    if path not in (None, "auto") and recipe_rules.STEP_PATH.search(path):  # other words have a rule of their own
-        yield from _as_problem("train.resume", _check_checkpoint, path)
+def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
+    setting = get("train.resume")
+    if setting not in (None, "auto") and recipe_rules.STEP_PATH.search(setting):  # other words have a rule of their own
+        found = [*_as_problem("train.resume", _check_checkpoint, setting)]
+        yield from found
+        folders = [] if found else [Path(setting)]
+    else:
+        folders = step_dirs(Path(get("run.dir"))) if setting == "auto" else []
+    if folders and isinstance(read_manifest(folders[-1]), dict):
+        sections = {name: value for name in section_classes() if (value := get(name)) is not None}
+        cfg = adapter().validate_json(json.dumps(sections), strict=True)
+        for key, problem in _as_problem("train.resume", _resume_problem, cfg, folders[-1], made):
+            yield key, problem.replace("\n", "\n  ")  # one problem of several lines
+
+
+def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | None) -> str | None:
+    """Return all that files tell of the differences between a recipe and the checkpoint that it resumes from."""
+    from sftkit.rundir.changes import compare_recipes, difference_lines, rejection
+
+    recipe = to_yaml(cfg)
+    allowed = cfg.train.resume_changes
+    try:
+        text = (folder / RECIPE).read_text()
+        there, here = (dict(flattened(yaml.load(one, Loader=RecipeLoader))) for one in (text, recipe))
+        known = json.loads((folder / TRAINING_STATE).read_text()).get("identity") or {}
+        settings, _ = compare_recipes(text, recipe, allowed)
+        keys = ["data.layout"] if cfg.adapter else ["data.layout", "optim.name", "train.precision"]
+        pairs = {key: (there[key], here[key]) for key in keys if "auto" not in (there[key], here[key])}
+        if (length := cfg.data.max_length) is not None:
+            pairs["data.max_length"] = known.get("rows", {}).get("max_length", length), length
+        sources = {} if cfg.adapters else {name: one["documents"] for name, one in known.get("sources", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return None  # the start itself reports what is wrong with these files
+    fixed = difference_lines({key: (a, b) for key, (a, b) in pairs.items() if a != b})
+    names = [schema.source_label(source) for source in cfg.data.train] if sources else []
+    grown = [f"source {name} is new" for name in names if name not in sources and "data.train" not in allowed]
+    for name in sorted(sources.keys() - names):
+        words = {"name": name, "documents": sources[name], "why": hint("no such source")}
+        fixed.append(hint("source that does not go on", **words))
+    if cfg.adapter is not None and made is not None and cfg.model.path and not _is_made(cfg.model.path, made):
+        fixed += _other_base(cfg.model, read_base_digest(folder))
+    error = rejection(str(folder), settings, allowed, grown=grown, fixed=fixed)
+    return None if error is None else str(error)
+
+
+def _other_base(model: schema.ModelConfig, known: str | None) -> list[str]:
+    """Return a line if the frozen weights at model.path are not those under the adapter of a checkpoint."""
+    from sftkit.models.adapter_files import base_digest
+
+    with suppress(ConfigError):  # that the model is not there, or damaged, is told without this
+        files = model_files.adapter_at(model)
+        folder = Path(find_model(str((model if files is None else files.base).path)))
+        if known is not None and folder.is_dir() and base_digest(folder) != known:
+            return [f"model.path: {folder}: other weights than those under the adapters of the checkpoint"]
+    return []
 
 
 def _check_checkpoint(path: str) -> str | None:

@@ -76,6 +76,7 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
         header=_header(report, kept),
         limit=drawable_number(report["preflight"].get("max_length")),
         captions=CAPTIONS,
+        seq2seq=TEXT_TO_TEXT,
         training=training,
         data=data,
         settings=[[code(row[key]) for key in ("key", "value", "default")] for row in report["config_changed"]],
@@ -124,7 +125,9 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
     is_adapter = bool(report["run"]["adapter"] or report["run"]["adapters"])
     data = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag=PIPELINES.get(report["run"]["auto_class"], "text-generation"),
+        pipeline_tag="image-text-to-text"
+        if report["run"].get("unchanged_parameters")
+        else PIPELINES.get(report["run"]["auto_class"], "text-generation"),
         base_model=report["run"]["base_model"],
         base_model_relation=("adapter" if is_adapter else "finetune") if report["run"]["base_model"] else None,
         datasets=report["run"]["datasets"] or None,

@@ -17,7 +17,7 @@ from sftkit.config.keys import key_table
 from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import adapter_words
-from sftkit.models.files import auto_class
+from sftkit.models.files import whole_class
 from sftkit.reports import values
 from sftkit.reports.values import Rows, checkpoint, dicts, drawable_number, mapping, read_json, read_rows
 from sftkit.rundir import names
@@ -495,7 +495,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "adapter_base_parameters": values.base_parameters(folder) if folder else None,
             "auto_class": None
             if adapters or not folder
-            else auto_class(mapping(read_json(folder / "config.json", []))),
+            else whole_class(mapping(read_json(folder / "config.json", []))),
+            "unchanged_parameters": values.unchanged_parameters(folder) if folder else 0,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,
         },

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
-from sftkit.models.files import frozen_in_files, num_elements
+from sftkit.models.files import UNCHANGED, frozen_in_files, num_elements
 from sftkit.rundir.files import clean, read_object
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_FOLDERS, DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
@@ -112,12 +112,22 @@ def stored_parameters(folder: Path) -> int | None:
 
 
 def trained_parameters(folder: Path, settings: Mapping[str, Any]) -> int | None:
-    """Return the parameters of a step directory that train.freeze left to train; None: all were, or it is unknown."""
+    """Return the parameters of a step directory that train.freeze and the text model left to train; None: all were, or
+    it is unknown."""
     freeze = mapping(settings.get("train")).get("freeze")
     total = stored_parameters(folder)
+    beside = unchanged_parameters(folder)
     with suppress(ConfigError, OSError, TypeError):
-        return total - sum(frozen_in_files(folder, freeze).values()) if freeze and total else None
+        if total and (freeze or beside):
+            return total - beside - (sum(frozen_in_files(folder, freeze).values()) if freeze else 0)
     return None
+
+
+def unchanged_parameters(folder: Path) -> int:
+    """Return the parameters beside the text model of a step directory; 0: there are none, or they are damaged."""
+    with suppress(ConfigError):
+        return num_elements(folder / UNCHANGED) if (folder / UNCHANGED).is_file() else 0
+    return 0
 
 
 def base_parameters(folder: Path) -> int | None:

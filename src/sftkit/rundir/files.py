@@ -374,7 +374,7 @@ def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
     files are kept too."""
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
-    with _alone(kept.with_suffix(".json.lock")):
+    with alone(kept.with_suffix(".json.lock")):
         known = _read(kept)
         stamps = {path: _stamp(path) for path in paths}
         unknown = [path for path in paths if stamps[path] not in known]
@@ -403,7 +403,7 @@ def _read(kept: Path) -> dict[Stamp, str]:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Keep other processes of this machine out, as far as the file system can lock."""
     with ExitStack() as opened:
         with suppress(OSError):  # a cache that cannot be written: each process reads the files itself
@@ -480,13 +480,13 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     parent = _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
     # Data may be large, so size and time identify it; small files below have a hash, which a copy keeps.
-    inputs: Stamps = {str(path): _input_stamp(path) for source in sources for path in _files(Path(source.path))}
+    inputs: Stamps = {str(path): stamp_of(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
         # Without the folder's name: a later step of a run may have the same files.
         inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if model.chat_template is not None and Path(model.chat_template).is_file():
         inputs["model.chat_template"] = hash_of(Path(model.chat_template))
-    return Provenance(inputs, {str(path): _input_stamp(path) for path in _matching(parent, WEIGHTS)})
+    return Provenance(inputs, {str(path): stamp_of(path) for path in _matching(parent, WEIGHTS)})
 
 
 def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
@@ -540,7 +540,8 @@ def _files(path: Path) -> list[Path]:
     return sorted(found for found in (path, *path.rglob("*")) if found.is_file())
 
 
-def _input_stamp(path: Path) -> list[int] | None:
+def stamp_of(path: Path) -> list[int] | None:
+    """Return size of a file and time of its content in ns; None: it cannot be read."""
     try:
         found = path.stat()
     except OSError:

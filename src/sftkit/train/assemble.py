@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources, find_checkpoint, run_identity
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_fit, find_checkpoint, run_identity
 from sftkit.config import tables
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
@@ -22,8 +22,10 @@ from sftkit.data.batches import epoch, loader, pack
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
+from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import files as model_files
 from sftkit.models import kind, load, routing, vocabulary
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
@@ -50,6 +52,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
     resolved = {
         "stage": run.stage,
         "model_type": orig_model.config.model_type,
+        "start_format": model_files.stored_format(run.cfg.model),
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
         "trained_parameters": parameters.trained,
@@ -132,6 +135,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
+    from sftkit.models.hybrids import check_topology
     from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -166,6 +170,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     longest = positions(orig_model)
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
+    check_topology(orig_model, rt.topology)
     rt.print(resolved)
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
@@ -207,10 +212,16 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
     from sftkit.evals.suite import sample_rows
 
     cfg = run.cfg
+    recipe = to_yaml(cfg)
+
+    def check_data(examples: Examples, layout: pack.Layout) -> None:
+        identity = run_identity(loaded.orig_model, loaded.tokenizer, examples, layout)
+        check_fit(run.resume, recipe, cfg.train.resume_changes, identity, examples=examples)
+
     if cfg.adapters:
         from sftkit.train.several import load_several
 
-        batches, validation = load_several(cfg, tokenize, objective, run.resume)
+        batches, validation = load_several(cfg, tokenize, objective, run.resume, check_data)
     else:
         with run.rt.main_first():  # it may download
             compared = tasks.benchmarks(cfg.data, cfg.eval)
@@ -221,7 +232,7 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: sources.RowTokenizer, obj
             examples = encode(examples, loaded.max_length, cfg.data)
             validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
         documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
-        batches = lay_out(cfg, run.rt, documents, objective, run.resume)
+        batches = lay_out(cfg, run.rt, documents, objective, run.resume, check_data)
     prompted = chat.check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder, the evaluation chooses the samples itself
     shown = 0 if batches.examples.encoder_inputs is not None else cfg.eval.samples
@@ -234,17 +245,21 @@ def lay_out(
     documents: EncodedDocuments,
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
+    check_data: Callable[[Examples, pack.Layout], None] = lambda *_: None,
 ) -> Batches:
     """Return this rank's batches of the documents in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost.
+
+    Args:
+        check_data: function that rejects documents and rows which the checkpoint does not fit.
     """
     examples, earlier = documents.examples, resume.segments
     lengths = examples.lengths, documents.max_length
     layout = pack.make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
+    check_data(examples, layout)
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
-    check_sources(resume, examples, cfg.train.resume_changes)
     batches = Batches(
         dataset,
         cfg.run.seed,

@@ -1,12 +1,12 @@
 """A run with several adapters: their data, and an evaluation of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_sources
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.batches import many, pack
 from sftkit.data.batches.loader import Batches, load_examples
@@ -22,7 +22,11 @@ from sftkit.train.parts import EncodedDocuments
 
 
 def load_several(
-    cfg: Config, tokenize: RowTokenizer, objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
+    cfg: Config,
+    tokenize: RowTokenizer,
+    objective: Objective,
+    resume: ResumeCheckpoint = NO_CHECKPOINT,
+    check_data: Callable[[Examples, pack.Layout], None] = lambda *_: None,
 ) -> tuple[Batches, dict[str, Examples]]:
     """Load the documents of all adapters, those that several share once; return batches and validation documents.
 
@@ -39,13 +43,21 @@ def load_several(
             validation |= held_out
     pad_id = int(tokenize.tokenizer.pad_token_id or 0)
     documents = [EncodedDocuments(found[repr(one.train)], tokenize.max_length, pad_id) for one in data]
-    return lay_out_several(cfg, documents, objective, resume), validation
+    return lay_out_several(cfg, documents, objective, resume, check_data), validation
 
 
 def lay_out_several(
-    cfg: Config, documents: Sequence[EncodedDocuments], objective: Objective, resume: ResumeCheckpoint = NO_CHECKPOINT
+    cfg: Config,
+    documents: Sequence[EncodedDocuments],
+    objective: Objective,
+    resume: ResumeCheckpoint = NO_CHECKPOINT,
+    check_data: Callable[[Examples, pack.Layout], None] = lambda *_: None,
 ) -> Batches:
-    """Return the batches of several adapters. `documents`: of each adapter; several may have the same."""
+    """Return the batches of several adapters.
+
+    Args:
+        documents: of each adapter; several may have the same. check_data: see `assemble.lay_out`.
+    """
     entries = cfg.adapters or ()
     # The rows of a step are the same in micro-batches of any size.
     train = replace(cfg.train, micro_batch_size=cfg.train.global_batch_size)
@@ -68,8 +80,8 @@ def lay_out_several(
         for entry, one in zip(entries, documents, strict=True)
     ]
     examples = many.joined([*parts.values()])
-    check_sources(resume, examples, cfg.train.resume_changes)
     layout = many.joint_layout([source.layout for source in sources], cfg.train)
+    check_data(examples, layout)
     dataset = many.ManyDataset(examples, layout, pad_id=documents[0].pad_id, divisors=objective.divisors(examples))
     resumed = {"earlier": resume.segments, "first_step": resume.state["step"]}
     return many.ManyBatches(dataset, sources, cfg.train, num_workers=cfg.data.num_workers, **resumed)

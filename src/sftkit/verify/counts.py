@@ -21,6 +21,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.evals.suite import validate
+from sftkit.models import hybrids
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, decoder_blocks, inference, positions, train_flops
 from sftkit.models.trained import adapters_of
@@ -166,8 +167,12 @@ def flops_check(model: ModelWithLoss) -> Check:
     orig_model = model.orig_model
     kinds = attention_windows(orig_model)
     # Routers choose experts by computed values, which the meta device does not have.
-    if kinds is None or model.routing is not None or orig_model.config.is_encoder_decoder:
-        return Check(name, None, "not counted for models with experts, an encoder, or other layers", expected, how)
+    # In recurrent layers torch computes further products, over chunks of positions.
+    recurrent = any(hybrids.mixers(orig_model))
+    experts = any(type(module).__name__.endswith("Experts") for module in orig_model.modules())
+    if kinds is None or recurrent or experts or orig_model.config.is_encoder_decoder:
+        words = "not counted for models with experts, an encoder, recurrent or other layers"
+        return Check(name, None, words, expected, how)
     adapters = adapters_of(orig_model)
     if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
         return Check(name, None, "not counted for adapters of the method dora", expected, how)

@@ -15,9 +15,10 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.errors import ConfigError
-from sftkit.models.structure import from_last, inference, logit_softcap, output_projection, vocab_size
+from sftkit.models.hybrids import mixes_tokens
+from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention import mixes_tokens, short_windows, windows
+from sftkit.ops.attention import attention_chunk, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole
 from sftkit.runtime.script import first_of
@@ -209,15 +210,16 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def limits_of(orig_model: PreTrainedModel) -> list[int]:
     """Return the numbers of positions beyond which the model computes differently: its sliding window, its attention
-    chunk, and the length at which rotary factors change (longrope, dynamic).
+    chunk, the positions with one temperature, and the length at which rotary factors change (longrope, dynamic).
     """
     config = orig_model.config.get_text_config()
     found = [getattr(config, "sliding_window", None)] if windows(orig_model.config) else []
-    found.append(getattr(config, "attention_chunk_size", None))
+    found.append(attention_chunk(config))
+    found.append(getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", None) else None)
     rope = getattr(config, "rope_parameters", None) or {}
     # One value for all layers, or one for each type of layer.
     for one in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
-        if one.get("rope_type") in ("longrope", "dynamic"):
+        if one.get("rope_type") in ("longrope", "dynamic") or one.get("llama_4_scaling_beta"):
             longest = getattr(config, "max_position_embeddings", None)
             found.append(one.get("original_max_position_embeddings") or longest)
     return sorted({limit for limit in found if isinstance(limit, int) and limit > 0})
@@ -313,7 +315,7 @@ def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of hidden states [B, T, H] by the run's head: fp32 [B, T, V]."""
     projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
-    logits = projection(hidden).float()
+    logits = logit_scale(model.orig_model) * projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

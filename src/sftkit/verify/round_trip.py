@@ -35,8 +35,9 @@ from sftkit.config.schema import ModelConfig
 from sftkit.config.terminal import print_text
 from sftkit.models import files
 from sftkit.models.kind import kind_of
-from sftkit.models.load import from_config
+from sftkit.models.load import from_config, full_model, load_options
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
+from sftkit.models.towers import skeleton, whole_of
 from sftkit.models.trained import adapters_of, logical_elements
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
@@ -127,7 +128,8 @@ def open_plainly(
 
     Args:
         dtype: precision of the model under an adapter; that of a whole model is the one of its files.
-        base: adapter.base; peft knows no NF4 of ours, so sftkit computes such an adapter.
+        base: adapter.base; peft knows no NF4 of ours, and would keep a quantized start quantized, so sftkit computes
+            such an adapter.
         trusted: model.trust_remote_code.
         peft: whether peft loads an adapter, if it is installed.
 
@@ -140,22 +142,34 @@ def open_plainly(
     adapter = files.adapter_at(ModelConfig(path=str(folder)))
     if adapter is None:
         model, info = auto_class.from_pretrained(folder, **given)
+        if (folder / files.UNCHANGED).is_file():  # the start had them
+            info["unexpected_keys"] -= files.header_of(folder / files.UNCHANGED).keys()
         how = f"{name}.from_pretrained"
-    elif peft and base != "nf4" and find_spec("peft") is not None:
-        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+    elif peft and base != "nf4" and find_spec("peft") is not None and not files.stored_format(adapter.base):
+        from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
 
-        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
+        if name == files.CAUSAL:
+            model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted)
+        else:
+            under = {"dtype": dtype, "revision": adapter.base.revision or "main"}
+            model = PeftModel.from_pretrained(auto_class.from_pretrained(str(adapter.base.path), **under), folder)
         # peft only warns of names that it does not find, and B = 0 hides that they are not loaded.
         held = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             info = {"missing": held - {*file.keys()}, "unexpected": {*file.keys()} - held}
         model = model.get_base_model()
-        how = "AutoPeftModelForCausalLM.from_pretrained"
+        how = f"{'AutoPeftModelForCausalLM' if name == files.CAUSAL else 'PeftModel'}.from_pretrained"
     else:
         from sftkit.models.adapters import adapters_in, add_adapters
 
         path, revision = str(adapter.base.path), adapter.base.revision or "main"
-        model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
+        if name != files.CAUSAL or files.stored_format(
+            adapter.base
+        ):  # of a larger model, its text model has the layers
+            precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+            model, info = full_model(path, precision, load_options(path, adapter.base), independent=True), {}
+        else:
+            model, info = auto_class.from_pretrained(path, dtype=dtype, revision=revision, **given)
         adapters = adapters_in(adapter)
         config = replace(adapters.config, base=base)  # type: ignore[arg-type]
         add_adapters(model, replace(adapters, config=config), torch.device(device))
@@ -328,6 +342,8 @@ class RoundTrip:
         if adapters_of(self._orig_model) is not None:
             return self._orig_model
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._trusted)
+        if whole_of(self._orig_model) is not None:
+            return skeleton(config)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = from_config(config, config.dtype, trust_remote_code=self._trusted)
         model.tie_weights()
@@ -338,6 +354,9 @@ class RoundTrip:
         dtype = str(model.dtype).removeprefix("torch.")
         base = "bf16" if adapters is None else adapters.config.base
         facts = facts_of(model, model.generation_config, self._tokenizer)
+        if (whole := whole_of(model)) is not None:
+            facts["class"] = whole.model_class.__name__
+            facts["tied weights"] = sorted(map(whole.live_name, facts["tied weights"]))
         limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
         return Expected(facts, ids, dtype, base, self._trusted, limit, logits)
 

@@ -106,8 +106,9 @@ class FirstUpdate:
             # a parameter of another stage, or of another adapter, which a separate update changes
             if p.is_meta or (self._of_members and p.requires_grad and id(p) not in own):
                 continue
-            # Decoupled decay on matrices; none on norms, biases and tables, a tied head included.
-            decays = p.ndim >= 2 and id(p) not in tables and not (p.ndim == 3 and p.shape[0] == 1)
+            # Decoupled decay on matrices; none on norms, biases (of experts too) and tables, a tied head included.
+            of_vectors = id(p) in tables or name.endswith("bias") or (p.ndim == 3 and p.shape[0] == 1)
+            decays = p.ndim >= 2 and not of_vectors
             size = local(p).numel()
             at = torch.arange(0, size, -(-size // UPDATE_SAMPLE) | 1 if size else 1, device=p.device)
             one = _Sampled(p, at, decays, p.requires_grad)
@@ -149,7 +150,8 @@ class FirstUpdate:
             tables = {
                 id(m.weight) for m in self._engine.model.orig_model.modules() if isinstance(m, torch.nn.Embedding)
             }
-            self._in_blocks = {id(q) for block in blocks for q in block.parameters()} - tables
+            matrices = [q for block in blocks for name, q in block.named_parameters() if not name.endswith("bias")]
+            self._in_blocks = {id(q) for q in matrices} - tables
         return id(p) in self._in_blocks
 
     @torch.no_grad()

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from sftkit.config.schema import LARGEST
 from sftkit.data.batches.epoch import GlobalBatch, global_batches, plan_rows
-from sftkit.data.batches.order import BLOCK, Cursor, Order, Step
+from sftkit.data.batches.order import BLOCK, Cursor, Order, Step, Steps
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.errors import config_error, hint
 
@@ -33,6 +33,8 @@ SPARE_ROWS = 2**-10
 before all are planned. How full the rows of such blocks are differs by 0.01 to 0.02 %."""
 _FEWEST = 256
 "Documents of a block with weights if all data has less."
+_CHUNK = 64
+"Steps of bucketed rows that are planned ahead together."
 _ROUNDS = 4
 _U = np.uint64
 
@@ -612,6 +614,93 @@ class BlockOrder(Order):
         parts = self._parts[first : last + 1]
         ends = [*(part.first for part in parts[1:]), step]
         return [_last(p.cursors, (end - p.first) * self._rows(p)) for p, end in zip(parts, ends, strict=True)]
+
+
+class BucketOrder(Order):
+    """The global batches of bucketed rows where an epoch is larger than a block. Each bucket has its own permutation,
+    and so have the batches of all, so any step is planned alone and the number of steps is exact."""
+
+    def _plan_epoch(self, part: Steps) -> "_Bucketed":
+        """Return the batches of an epoch, or of its rest, each planned when it is asked for."""
+        layout = self._layouts[part.segment]
+        documents = None if part.left is None and len(self._segments) == 1 else self._documents_of(part)
+        in_order, counts = self._sorted(layout, documents)
+        return _Bucketed(self._lengths, layout, in_order, counts, self._seed(part), part.epoch)
+
+    def _sorted(self, layout: Layout, documents: np.ndarray | None) -> tuple[np.ndarray, list[int]]:
+        """Return documents by their bucket, int32 [D], and the number in each; those of whole epochs are kept."""
+        if documents is None and self._every is not None:
+            return self._every
+        lengths = self._lengths if documents is None else self._lengths[documents]
+        bucket = np.searchsorted(layout.row_lengths, lengths).astype(np.uint8)
+        found = np.argsort(bucket, kind="stable").astype(np.int32)
+        found = found if documents is None else documents[found].astype(np.int32)
+        result = found, np.bincount(bucket, minlength=len(layout.row_lengths)).tolist()
+        if documents is None:
+            self._every = result
+        return result
+
+    _every: tuple[np.ndarray, list[int]] | None = None
+
+    def _chunks_of(self, part: Steps, step: int, end: int) -> Iterator[list[Step]]:
+        planned = self._planned(part)
+        for first in range(step, end, _CHUNK):
+            batches = planned[first - part.first : min(first + _CHUNK, end) - part.first]
+            yield [(number, part.epoch, batch) for number, batch in enumerate(batches, first + 1)]
+
+    def first_batches(self) -> tuple[list[GlobalBatch], int]:
+        """See Order."""
+        planned = self._planned(self._first_part())
+        documents = len(self._lengths) // len(planned)
+        return list(planned[: max(1, BLOCK // max(documents, 1))]), len(planned)
+
+
+class _Bucketed(Sequence[GlobalBatch]):
+    """The batches of an epoch of bucketed rows."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        layout: Layout,
+        documents: np.ndarray,
+        counts: Sequence[int],
+        seed: int | None,
+        epoch: int,
+    ) -> None:
+        """Plan nothing yet. `documents`: by their bucket. counts: of each bucket."""
+        self._lengths = lengths
+        self._layout = layout
+        self._documents = documents
+        self._seed = seed
+        self._epoch = epoch
+        self._rows = [layout.rows(length) for length in layout.row_lengths]
+        self._first = np.cumsum([0, *counts])
+        self._ends = np.cumsum([-(-count // rows) for count, rows in zip(counts, self._rows, strict=True)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, at: int) -> GlobalBatch: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[GlobalBatch]: ...
+    def __getitem__(self, at: int | slice) -> GlobalBatch | list[GlobalBatch]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        number = int(self._moved(np.array([at]), len(self), 0)[0])
+        k = int(np.searchsorted(self._ends, number, "right"))
+        rows = self._rows[k]
+        first, past = self._first[k : k + 2]
+        start = (number - (self._ends[k - 1] if k else 0)) * rows
+        places = self._moved(np.arange(start, min(start + rows, past - first)), int(past - first), k + 1)
+        counts = np.repeat((1, 0), (len(places), rows - len(places)))
+        documents = self._documents[first + places].astype(np.int64)
+        return global_batches(self._lengths, self._layout, self._layout.row_lengths[k], documents, counts)[0]
+
+    def _moved(self, places: np.ndarray, size: int, number: int) -> np.ndarray:
+        if self._seed is None:
+            return places
+        return permuted(places, size, key_of(self._seed, number, self._epoch))
 
 
 def _number(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from sftkit.runtime.start import Runtime
 
 if TYPE_CHECKING:
     from sftkit.data.hygiene import Benchmarks
+
+log = logging.getLogger(__name__)
 
 
 class AdapterStep(NamedTuple):
@@ -276,11 +279,14 @@ def load_examples(
         rt: None: this process loads them for itself.
         benchmarks: evaluation texts that training documents are compared with.
     """
+    if tokenize.writes_day:
+        log.warning(hint("day in template"))
     with nullcontext(lambda: False) if rt is None else rt.main_first(at_once=True) as look:
         peers = Peers() if rt is None else Peers(rt.leads, alone=rt.world_size == 1, look=look)
         training = load_sources(data.train, data, tokenize, peers)
         validation = {source_label(source): load_sources((source,), data, tokenize, peers) for source in data.val}
-    limited = [source for source in (*data.train, *data.val) if source.sample or where_counts(source)]
+    every = (*data.train, *data.val)
+    limited = [source for source in every if source.sample or where_counts(source) or source.tree == "all"]
     if not (limited or data.val_fraction or data.dedup or benchmarks):
         return training, validation
     from sftkit.data.hygiene import choose_documents  # most runs take all of them

@@ -136,11 +136,12 @@ def order_of(
     """Return the order of documents of a run, see Order. block: documents that are planned together."""
     every = [source for segment in segments for source in segment.sources]
     whole = all(source.weight is None and source.repeat % 1 == 0 for source in every)
-    # Each bucket is filled for itself, and without packing a whole epoch is planned quickly.
-    if whole and (layout.kind == "bucketed" or len(lengths) <= block):
+    if whole and len(lengths) <= block:
         return Order(lengths, layout, segments, known)
-    from sftkit.data.batches.blocks import BlockOrder
+    from sftkit.data.batches.blocks import BlockOrder, BucketOrder
 
+    if whole and layout.kind == "bucketed":
+        return BucketOrder(lengths, layout, segments, known)
     return BlockOrder(lengths, layout, segments, known, block)
 
 
@@ -237,7 +238,7 @@ class Order:
         segment = self._segments[part.segment]
         return None if segment.sources[0].order == "given" else segment.seed
 
-    def _plan_epoch(self, part: Any) -> list[GlobalBatch]:
+    def _plan_epoch(self, part: Any) -> Sequence[GlobalBatch]:
         """Return all batches of an epoch, or of its rest."""
         layout = self._layouts[part.segment]
         return plan_epoch(self._lengths, layout, self._seed(part), part.epoch, self._documents_of(part))
@@ -290,7 +291,7 @@ class Order:
         """Return the batches of the first epoch, or of its first block, and the steps of an epoch: with weights those
         that would take each document once."""
         planned = self._planned(self._first_part())
-        return planned, len(planned)
+        return list(planned), len(planned)
 
     def forecast(self, steps: int) -> list[tuple[float, int | None]]:
         """Return for each source its passes in a run of `steps` steps, and after which step it has reached its

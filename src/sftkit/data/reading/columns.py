@@ -3,6 +3,7 @@
 Known names are honoured or rejected, metadata is ignored, and all other names are counted as unused.
 """
 
+import difflib
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from sftkit.config.schema import SourceConfig, where_columns
+from sftkit.config.schema import COUNTED, SourceConfig, where_columns
 from sftkit.data.types import Finding, JsonObject, Kind
 from sftkit.errors import DataError, LeftOut, fault
-from sftkit.runtime.script import counted
+from sftkit.runtime.script import counted, first_of
 
 MAX_EXAMPLE = 500
 "The most characters of an example: the names of a row's columns may be its whole text."
@@ -355,8 +356,24 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
     """
     for name, wanted in where_columns(source).items():
         found, _ = _take(row, name)
+        wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
+        if found is None and not wants_none and name not in (there := _columns(row)):
+            near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
+            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
+            raise LeftOut(text, reason=f"where: {name}{NO_COLUMN}")
         if not any(_same(found, one) for one in (wanted if isinstance(wanted, list) else [wanted])):
             raise LeftOut(f"{where}: {name} is {found!r}", reason=f"where: {name}")
+
+
+NO_COLUMN = ", which they do not have"
+"End of the reason of rows that have no column of a condition."
+
+
+def _columns(row: JsonObject) -> list[str]:
+    """Return the columns of a row, and those of the objects in them, as settings of a source name them."""
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
+    return [*row, *inner]
 
 
 def _same(found: object, wanted: object) -> bool:

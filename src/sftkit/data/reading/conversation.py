@@ -116,10 +116,13 @@ def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
     message = current_message(message, where)
     if not isinstance(message, dict):
-        raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
+        wanted = "an object with role and content (a row is one conversation)"
+        raise wrong_kind(where, message, wanted, reason="message is not an object")
     # A key with null is one that Arrow has filled in, except for content, where null means that there is none.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
+    if role is None:
+        raise fault(where, "unknown role / none", keys=", ".join(message), roles=", ".join(ROLES))
     if role not in ROLES:
         raise fault(where, "unknown role / message", role=json.dumps(role, default=str), roles=", ".join(ROLES))
     check_keys(message, where)
@@ -144,7 +147,7 @@ def _content(message: Message, where: str) -> str:
     if content is None:
         if message["role"] == "assistant" and "tool_calls" in message:
             return ""
-        state = "null" if "content" in message else "missing"
+        state = "null" if "content" in message else f"missing next to {', '.join(message)}"
         raise fault(where, "no content", state=state)
     if not isinstance(content, list):
         raise wrong_kind(f"{where}: content", content, "text or a list of text parts", reason="content is not text")

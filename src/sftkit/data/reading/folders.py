@@ -38,6 +38,8 @@ def load(folder: Path, names: Iterable[str], build: Callable[[dict[str, Any]], T
     if not folder.exists():
         return None
     try:
+        with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+            os.utime(folder)
         compare_hashes(folder / HASHED, [folder / name for name in json.loads((folder / HASHED).read_text())])
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         return build({name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names})

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, islice
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar
 
 from sftkit.config.commands import WILDCARD, similar_paths
@@ -103,6 +103,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 "Word that begins a name -> its split: the words of datasets."
+LIBRARIES = {"mds files": re.compile(r"^shard\.\d+\.mds"), "litdata files": re.compile(r"^chunk-\d+-\d+\.(.+\.)?bin$")}
+"Message -> names of files that only a library of its own reads."
 NAMES_SHOWN = 5
 "Names of files in a message."
 REHASHED_BYTES = 2**26
@@ -123,6 +125,9 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
         ConfigError, DataError: there are none, or some cannot be read.
     """
     split = base_split(source.split)
+    of_library = {pattern.search(path.name) and name for name, pattern in LIBRARIES.items() for path in present}
+    if name := next(filter(None, of_library), None):
+        raise config_error(name, path=source.path)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
     folders = {path.parent for path in present}
@@ -166,8 +171,11 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
 def _check_alone(source: SourceConfig, path: PurePath) -> None:
     """Reject a source of one file if it holds no rows, or neither the split train nor the requested one by its name."""
     split = base_split(source.split)
-    if source.files:
-        raise ConfigError(f"data source {source.path}: files are those of a folder, and this is a file")
+    if only := "files are" if source.files else "subset is" if source.subset is not None else "":
+        raise ConfigError(f"data source {source.path}: {only} of a folder or dataset, and this is a file: leave it out")
+    if source.tokenizer_of is not None and not _is_of_kind(source, path):
+        problem = f"tokenizer_of is for files of tokens ({_kinds(source)}): leave it out, model.tokenizer reads rows"
+        raise ConfigError(f"data source {source.path}: {problem}")
     if not _is_of_kind(source, path):
         raise config_error("no file of this kind", path=source.path, kinds=_kinds(source))
     if split not in ("train", split_of(PurePath(path.name))):
@@ -513,6 +521,8 @@ class Origin:
     max_rows: int | None = None
     files: Sequence[Path] = ()
     "here, with its rows or tokens"
+    fetch: Callable[[], Sequence[Path]] = lambda: ()
+    "copies files of tokens at a URL here, for as long as this process lives, and returns the copies"
 
     def span(self) -> tuple[int, int | None]:
         """Return the first row that is asked for, and one past the last; None: to the end."""
@@ -577,6 +587,7 @@ def _joined(source: SourceConfig, find: Callable[[SourceConfig], Origin | None])
         found[0].beginning,
         sum(sizes) if len(sizes) == len(found) else None,
         "; ".join(dict.fromkeys(part.said for part in found if part.said)),
+        files=[] if source.tokenizer_of else list(chain.from_iterable(part.files for part in found)),
     )
 
 
@@ -605,6 +616,10 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
         of_rows["where"] = where_columns(source)
         if wrong := [name for name, value in of_rows.items() if value]:
             raise ConfigError(f"data source {source.path}: {wrong[0]} is of rows, and with tokenizer_of it is tokens")
+        made_by = str(source.tokenizer_of)
+        if readers.looks_local(made_by) and not Path(made_by).exists():
+            why = f"no such folder (looked in {Path.cwd()}){similar_paths(made_by)}"
+            raise ConfigError(f"data source {source.path}: tokenizer_of: {made_by}: {why}")
         if not path.exists():  # Megatron names both of its files by what they have in common
             path = Path(f"{source.path}.bin")
     is_url = "://" in source.path
@@ -613,7 +628,7 @@ def find_here(source: SourceConfig, data: DataConfig | None = None) -> Origin | 
         raise ConfigError(f"data source {source.path}: revision is of datasets of the hub, which this is not")
     if source.path.startswith("builtin:"):
         return _with_settings(_builtin(source), source)
-    if is_url and source.tokenizer_of is None:
+    if is_url:
         return _with_settings(_remote(source, data), source)
     if path.exists():
         return _with_settings(_local(source, path), source)
@@ -689,12 +704,18 @@ def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
     from sftkit.data.reading import remote
 
     root, listed = remote.list_files(source)
-    files, said = list(listed), ""
-    if files == [root]:
+    files, said = [root], ""
+    if root in listed:
         _check_alone(source, root)
     else:
         files, said = files_of(source, root, sorted(listed))
     chosen = [listed[path] for path in files]
+    if source.tokenizer_of is not None:
+        groups = [
+            [*(listed[p] for p in map(PurePosixPath, remote.beside(str(f))) if p in listed), listed[f]] for f in files
+        ]
+        fetch = partial(remote.mapped_copies, groups, data)
+        return Origin(lambda: iter(()), list, said=said, slice=partial(slice_of, source), fetch=fetch)
 
     def raw_rows() -> Iterator[RawRow]:
         return (row for copy in remote.local_copies(chosen, data) for row in readers.rows_of(copy))

@@ -69,10 +69,10 @@ def _joined(flat: list[tuple[str, JsonObject]], tree: Literal["best", "all"]) ->
 
 
 def _paths(where: str, root: JsonObject, about: JsonObject, tree: Literal["best", "all"]) -> Iterator[RawRow]:
-    """Yield a tree's conversations up to an answer: the best one, or all of them. An answer that an earlier one has is
-    marked as not to be learned there."""
+    """Yield a tree's conversations up to an answer: the best one, or all of them. Those that share an answer all learn
+    it here; hygiene.repeated_answers knows which of them are used."""
     about = {key: root[key] for key in _OF_TREES if key in root} | about
-    seen: set[int] = set()
+    ends: set[int] = set()
     number = 0
     waiting = [[root]]
     while waiting:
@@ -87,16 +87,16 @@ def _paths(where: str, root: JsonObject, about: JsonObject, tree: Literal["best"
         if replies:
             continue
         last = max((i for i, node in enumerate(path) if node.get("role") == "assistant"), default=0)
-        if last and id(path[last]) in seen:
-            continue  # it ends with a question, and the conversation up to there is known
+        if last and id(path[last]) in ends:
+            continue  # two questions without an answer follow it
         messages = []
         for node in path[: last + 1]:
             message = {key: value for key, value in node.items() if key not in _OF_NODES}
             message["content"] = node.get("text")
-            if node.get("role") == "assistant" and (id(node) in seen or node.get("deleted")):
+            if node.get("role") == "assistant" and node.get("deleted"):
                 message["train"] = False
             messages.append(message)
-        seen.update(map(id, path))
+        ends.add(id(path[last]))
         number += 1
         yield (where if number == 1 else f"{where}, path {number}"), {**about, TREE: messages}
 

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -146,16 +147,22 @@ def parse_json(content: bytes | str, where: str) -> object:
     try:
         return loads(content)
     except (ValueError, RecursionError) as error:
-        raise json_error(where, error) from error
+        text = (content if isinstance(content, str) else content.decode(errors="replace")).strip()
+        advice = ""
+        if re.match(r"[\[{]\s*(?:[\[{]\s*)?'", text):
+            advice = ". This is how Python shows a value: write it with json.dumps"
+        elif isinstance(content, bytes) and text[:1] in ("[", "{") and text[-1] not in "]}":
+            advice = ". A line holds a whole value: if the whole file is one, name it .json"
+        raise json_error(where, error, advice) from error
 
 
-def json_error(where: str, error: Exception) -> DataError:
-    """Return the DataError for what `loads` raised, or for nesting that is too deep for it."""
+def json_error(where: str, error: Exception, advice: str = "") -> DataError:
+    """Return the DataError for what `loads` raised, or for nesting that is too deep for it. advice: what to do."""
     if isinstance(error, DuplicateKey):
         return DataError(f"{where}: {error}. Keep the one that is meant", reason="duplicate JSON key")
     if isinstance(error, UnicodeDecodeError):
         return not_utf8(where, error)
-    return DataError(f"{where}: not JSON: {error}", reason="not JSON")
+    return DataError(f"{where}: not JSON: {error}{advice}", reason="not JSON")
 
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:

@@ -14,15 +14,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from sftkit.config.commands import WILDCARD
 from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.reading.readers import suffix_of
 from sftkit.errors import ConfigError, DataError, config_error
-from sftkit.rundir.files import own_name
+from sftkit.rundir.files import alone, own_name
 from sftkit.runtime.hub import hub_answers, unreachable
 
 DIGESTS = ("sha256", "ETag", "etag", "e_tag", "Content-MD5", "content_md5", "md5Hash", "md5", "Digest", "blob_id")
@@ -31,8 +32,13 @@ TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "
 FILES_AHEAD = 2
 "Files that are fetched before they are asked for."
 TRIES = 3
+WHAT_NEXT = "Start again when it can be read (what was fetched stays), or copy the files here and name their folder"
 FOLDER = "remote"
 "In data.cache_dir."
+SIDECARS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.loss", ".ds.metadata")}
+"Suffix of a file of tokens -> endings in its place, of files that are read with it."
+MAPPED: list[IO[bytes]] = []
+"Hold the locks of copies that this process reads as long as it lives."
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,30 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
                 described |= (found := fs.glob(f"{path.rstrip('/')}/{one}", detail=True))
                 if not found:
                     raise FileNotFoundError(one)
+        elif protocol.startswith("http") and path.endswith("/"):
+            described = fs.glob(f"{path}*", detail=True)  # the links of the page
         else:
             info = fs.info(path)
             described = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+        if source.tokenizer_of is not None:
+            for sibling in {sibling for path in described for sibling in beside(path)} - described.keys():
+                with suppress(FileNotFoundError):
+                    described[sibling] = fs.info(sibling)
+        # The links of a page say nothing of their files, which would be read again as they were.
+        bare = [path for path, info in described.items() if info["type"] == "file" and info.get("size") is None]
+        described |= {path: fs.info(path) for path in bare}
     except ImportError as error:
         raise config_error("no library of a protocol", path=source.path, protocol=protocol, reason=error) from error
     except ConfigError:
         raise
     except Exception as error:  # every file system raises errors of its own
-        reason = str(error.__cause__ or error).strip() or type(error).__name__
-        missing = "no such file or folder" if isinstance(error, FileNotFoundError) else "cannot be read"
-        raise ConfigError(f"data source {source.path}: {missing}: {reason}") from error
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        # fsspec's own error of any answer of a web server is that there is no file.
+        status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
+        absent = status == 404 or (isinstance(error, FileNotFoundError) and not error.__cause__)
+        why = "no such file or folder" if absent else "not allowed" if status in (401, 403) else "cannot be read"
+        raise ConfigError(f"data source {source.path}: {why}: {reason}") from error
     files = {}
     for path, info in described.items():
         marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
@@ -97,9 +116,41 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
         identity = (size, str(digest)) if digest else (path, size, str(time))
         if info["type"] == "file":
             files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity)
+    if protocol.startswith("http") and files.keys() == {at := PurePosixPath(name(root))} and suffix_of(at) is None:
+        raise config_error("web address of no file", path=source.path)
     if not files:
         raise ConfigError(f"data source {source.path}: no files are there")
     return PurePosixPath(name(root)), files
+
+
+def beside(path: str) -> list[str]:
+    """Return the files that may be read with a file of tokens."""
+    stem, dot, suffix = path.rpartition(".")
+    return [stem + end for end in SIDECARS.get(dot + suffix, ())]
+
+
+def mapped_copies(groups: Sequence[Sequence[RemoteFile]], data: DataConfig | None) -> list[Path]:
+    """Return a local copy of the last file of each group, next to which its others are. They stay while this process
+    lives: tokens are read in place. One process of this machine fetches, the others wait.
+
+    Raises:
+        ConfigError: they have more bytes than may stay. DataError: a file cannot be fetched, or breaks off.
+    """
+    data = data or DataConfig(train=())
+    folder = Path(data.cache_dir) / FOLDER
+    most = int(data.local_gb * 1e9)
+    total = sum(one.size for group in groups for one in group)
+    if total > most:
+        raise config_error("tokens beyond local_gb", total=f"{total / 1e9:.1f}", most=f"{most / 1e9:g}")
+    found = []
+    with alone(folder / ".mapped.lock"):
+        for group in groups:
+            together = tuple(one.identity for one in group)
+            for one in group:
+                path, lock = _fetch(replace(one, identity=together), folder, most, threading.Event())
+                MAPPED.append(lock)
+            found.append(path)
+    return found
 
 
 def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterator[Path]:
@@ -111,9 +162,9 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
     Raises:
         DataError: a file cannot be fetched, or breaks off.
     """
-    fields = DataConfig.__dataclass_fields__
-    folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
-    most = int((data.local_gb if data else fields["local_gb"].default) * 1e9)
+    data = data or DataConfig(train=())
+    folder = Path(data.cache_dir) / FOLDER
+    most = int(data.local_gb * 1e9)
     todo = deque(files)
     ahead: deque[tuple[int, Future[tuple[Path, IO[bytes]]]]] = deque()
     stop = threading.Event()
@@ -151,7 +202,7 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
     reason = "stopped"
     while (lock := _locked(path)) is None:
         if failed >= TRIES or stop.wait(failed):  # seconds
-            raise DataError(f"{one.fs.unstrip_protocol(one.path)}: cannot be fetched: {reason}")
+            raise DataError(f"{one.fs.unstrip_protocol(one.path)}: cannot be fetched: {reason}. {WHAT_NEXT}")
         temporary = own_name(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

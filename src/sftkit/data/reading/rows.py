@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import product
@@ -80,8 +81,14 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
         empty = f"; null: {', '.join(null)}" if null else ""
         absent = [path for name, path in ((source and source.columns) or {}).items() if name not in present]
         empty += f"; not in this row: {', '.join(absent)}" if absent else ""
+        advice = ""
+        if len(present) == 1 and (mark := re.search(r"[;,\t|]", next(iter(present)))):
+            advice = f" One column has {mark[0]!r} in its name: cells have commas between them in .csv, tabs in .tsv."
+        if where.endswith("[0]") and (lists := [key for key, value in present.items() if isinstance(value, list)]):
+            advice = f" If {lists[0]} holds the rows of a .json file, name it data."
         shapes = " ".join(ACCEPTED.split())
-        raise fault(where, "unknown columns", columns=", ".join(present) or "(none)", empty=empty, shapes=shapes)
+        words = {"columns": ", ".join(present) or "(none)", "empty": empty, "shapes": shapes, "advice": advice}
+        raise fault(where, "unknown columns", **words)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     of_tokens = shape.name == ELSEWHERE

@@ -1,4 +1,4 @@
-"""Tokens that other programs wrote, read in place as the shards of a store.
+"""Tokens that other programs wrote, read in place as the shards of a store; those at a URL from local copies.
 
 | format | files | documents |
 |---|---|---|
@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import repeat
@@ -26,13 +28,14 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.origin import Origin, content_identity
 from sftkit.data.store.shards import DOCS, HERE, Shard
 from sftkit.data.store.view import CountBytes
-from sftkit.errors import ConfigError, DataError, fault
-from sftkit.rundir.files import own_name
+from sftkit.errors import ConfigError, DataError, config_error, fault
+from sftkit.rundir.files import flush, own_name
 from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.script import first_of
 
@@ -250,7 +253,45 @@ def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.n
             return found
         finally:
             temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # `sftkit data prune` removes what was not used for long
+        os.utime(path)
     return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
+
+
+def write_megatron(prefix: Path, shards: Sequence[Shard], vocabulary: int) -> tuple[int, int]:
+    """Write documents whole as PREFIX.bin and PREFIX.idx of Megatron, a sequence each. Return (documents, tokens).
+
+    Raises:
+        ConfigError: some tokens are not learned, which these files cannot say; or there is such a file.
+    """
+    ends = (".bin", ".idx")  # the index last: without it the tokens are no data set
+    if found := [f"{prefix}{end}" for end in ends if Path(f"{prefix}{end}").exists()]:
+        raise ConfigError(f"{found[0]} is there already: name another --out, or move it away")
+    code = 8 if vocabulary <= 2**16 else 4
+    temporary = [own_name(Path(f"{prefix}{end}")) for end in ends]
+    lengths: list[int] = []
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with temporary[0].open("wb") as file:
+            for shard in shards:
+                docs = shard.docs
+                if (masked := np.flatnonzero(docs["targets"] + np.uint32(1) < docs["length"])).size:
+                    raise config_error("mask in megatron", name=prefix.name, row=int(docs["row"][masked[0]]) + 1)
+                for start, length in zip(shard.starts.tolist(), docs["length"].tolist(), strict=True):
+                    file.write(shard.tokens(start, length)[0].astype(MEGATRON_TYPES[code]).tobytes())
+                lengths += docs["length"].tolist()
+        size = np.array(lengths, "<i8")
+        head = MEGATRON + struct.pack("<BQQ", code, len(size), len(size) + 1)
+        pointers = (np.cumsum(size) - size) * np.dtype(MEGATRON_TYPES[code]).itemsize
+        arrays = (size.astype("<i4"), pointers, np.arange(len(size) + 1, dtype="<i8"))
+        temporary[1].write_bytes(head + b"".join(one.tobytes() for one in arrays))
+        for path, end in zip(temporary, ends, strict=True):
+            flush(path)
+            os.replace(path, f"{prefix}{end}")
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+    return len(size), int(size.sum())
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -272,7 +313,8 @@ def open_source(
     theirs = _tokenizer_of(source, tokenizer)
     words: dict[str, Any] = {"vocabulary": len(theirs), "count_bytes": count_bytes}
     eos = theirs.eos_token_id
-    files = [open_tokens(path, eos=eos, vocabulary=len(theirs), cache=cache) for path in found.files]
+    paths = found.files or found.fetch()
+    files = [open_tokens(path, eos=eos, vocabulary=len(theirs), cache=cache) for path in paths]
     total = sum(len(file.start) for file in files)
     first, past = replace(found, rows=lambda: repeat(("", None), total)).span()
     past = total if past is None else min(past, total)
@@ -281,7 +323,7 @@ def open_source(
     for file in files:
         beside = [file.path.with_suffix(".idx"), *(Path(f"{file.path}.{end}") for end in ("index", "loss"))]
         identity = [eos, len(theirs), *content_identity([file.path, *(one for one in beside if one.is_file())])]
-        place = str(file.path).replace(source.path, HERE, 1)
+        place = str(file.path).replace(source.path, HERE, 1) if found.files else f"{HERE} {file.path.name}"
         for begin, end in _pieces(file, max(first - row, 0), min(past - row, len(file.start))):
             learned = np.flatnonzero((file.targets[begin:end] > 0) & (file.length[begin:end] > 1)) + begin
             dropped = end - begin - len(learned)
@@ -325,7 +367,8 @@ def _tokenizer_of(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> P
     try:
         theirs = AutoTokenizer.from_pretrained(name, local_files_only=os.path.isdir(name) or not hub_answers())
     except Exception as error:  # transformers raises anything
-        raise ConfigError(f"data source {source.path}: tokenizer_of {name}: {str(error).strip()}") from error
+        why = "" if os.path.exists(name) else f"no such folder (looked in {Path.cwd()}){similar_paths(name)}; the hub: "
+        raise ConfigError(f"data source {source.path}: tokenizer_of {name}: {why}{str(error).strip()}") from error
     both = [json.loads(one.backend_tokenizer.to_str()) for one in (theirs, tokenizer)]
     ours = tokenizer.get_vocab()
     moved = [token for token, i in theirs.get_vocab().items() if ours.get(token) != i]

@@ -1,30 +1,48 @@
-"""List, verify and remove what `data.cache_dir` keeps of tokenized sources: the command `sftkit data`. No torch."""
+"""List, verify and remove what `data.cache_dir` keeps: the command `sftkit data`. No torch."""
 
 import fcntl
 import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from sftkit.config.terminal import print_text
+from sftkit.data.reading.remote import FOLDER
 from sftkit.data.store.making import STORE_FILE, read_about
 from sftkit.data.store.shards import Store
 from sftkit.errors import ConfigError
+from sftkit.rundir.files import HASHES
 from sftkit.runtime.script import counted
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
 
 
-class Kept(NamedTuple):
-    """A store, or a view of stores, in the cache."""
+KEPT = {
+    "stores/[!.]*": "store",  # no drafts
+    "views/[!.]*": "view",
+    "images-*": "encoder input",
+    "chosen-*.json": "document choice",
+    "borders/[!.]*": "border list",
+    f"{FOLDER}/[!.]*": "copied file",
+    f"{HASHES}/*.json": "hash list",
+}
+"""Pattern -> what it is: tokens of a source, documents of a run, what an encoder reads, matches of choosing documents,
+places of documents in tokens of other programs, copies of files at URLs, sha256 of files."""
 
-    folder: Path
+
+class Kept(NamedTuple):
+    """A file or folder of the cache."""
+
+    path: Path
+    kind: str
+    "in KEPT"
     source: str
-    "path of the source as it was first read; empty: a view"
+    "of a store: the path of the source as it was first read"
     num_bytes: int
     used: float
     "when it was last used, Unix time"
@@ -35,48 +53,47 @@ class Kept(NamedTuple):
 
 
 def kept_in(cache: Path, *, verify: bool = False) -> Iterator[Kept]:
-    """Yield the stores and views of a cache, those that were used last first.
+    """Yield what a cache keeps, what was used last first.
 
     Args:
         verify: read all files of stores, and compare them with their sha256.
     """
     found = []
-    for folder in (*cache.glob("stores/[!.]*"), *cache.glob("views/[!.]*")):  # no drafts
-        store = Store(folder, 0)
+    for path, kind in [(path, kind) for pattern, kind in KEPT.items() for path in cache.glob(pattern)]:
+        store = Store(path, 0)
         lines = store.lines().values()
         damaged = tuple(filter(None, (store.damage(line, again=True) for line in lines))) if verify else ()
-        marks = [path for path in (folder / STORE_FILE, folder / "about.json") if path.exists()]
-        used = max((path.stat().st_mtime for path in (*marks, folder)), default=0.0)
+        marks = {path, path / STORE_FILE, *(path.rglob("*") if kind == "copied file" else ())}
+        used = max((mark.stat().st_mtime for mark in marks if mark.exists()), default=0.0)
         size = 0
-        for path in folder.iterdir():
+        for file in path.rglob("*") if path.is_dir() else (path,):
             with suppress(FileNotFoundError):  # a lock or a draft of a run that fills the store
-                size += path.stat().st_size
+                size += file.stat().st_size if file.is_file() else 0
         totals = (sum(line[name] for line in lines) for name in ("tokens", "documents"))
-        found.append(Kept(folder, str(read_about(store).get("source", "")), size, used, damaged, *totals))
+        found.append(Kept(path, kind, str(read_about(store).get("source", "")), size, used, damaged, *totals))
     return iter(sorted(found, key=lambda one: -one.used))
 
 
 def print_kept(cache: Path, *, verify: bool) -> bool:
-    """Print a line for each store and view; return whether none is damaged."""
+    """Print a line for each that is kept; return whether none is damaged."""
     whole = True
     kept = list(kept_in(cache, verify=verify))
     for one in kept:
         used = time.strftime("%Y-%m-%d", time.localtime(one.used))
-        what = f"{one.tokens:,} tokens  {one.documents:,} documents  {one.source}" if one.source else "view"
-        print_text(f"{one.folder.name}  {one.num_bytes / 1e6:12,.1f} MB  used {used}  {what}")
+        what = f"{one.tokens:,} tokens  {one.documents:,} documents  {one.source}" if one.source else one.kind
+        print_text(f"{one.path.name}  {one.num_bytes / 1e6:12,.1f} MB  used {used}  {what}")
         for problem in one.damaged:
             whole = False
             print_text(f"  damaged, made again when it is used: {problem}", error=True, level="error")
-    stores = sum(bool(one.source) for one in kept)
-    parts = f"{counted(stores, 'store')}, {counted(len(kept) - stores, 'view')}"
+    parts = ", ".join(counted(number, kind) for kind, number in Counter(one.kind for one in kept).items()) or "nothing"
     verdict = "; the files of all stores have their sha256" if verify and whole else ""
     print_text(f"{parts} in {cache}: {sum(one.num_bytes for one in kept) / 1e6:,.1f} MB{verdict}")
     return whole
 
 
 def remove_least_used(cache: Path, keep_size: str) -> int:
-    """Remove the stores and views that were not used for the longest time until the others take at most `keep_size`,
-    such as 200G. Return the bytes that were freed. Stores that a process of this machine uses (sources.use) stay.
+    """Remove what was not used for the longest time until the rest takes at most `keep_size`, such as 200G. Return the
+    bytes that were freed. Stores (sources.use) and copies (remote.py) that a process of this machine uses stay.
 
     Raises:
         ConfigError: the size cannot be read.
@@ -90,16 +107,18 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
         left -= one.num_bytes
         if left >= 0:
             continue
-        what = f"{one.folder}: {one.num_bytes / 1e6:,.1f} MB  {one.source or 'view'}"
-        folder = os.open(one.folder, os.O_RDONLY)
+        what = f"{one.path}: {one.num_bytes / 1e6:,.1f} MB  {one.source or one.kind}"
         in_use = False
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until it is removed
-        except OSError as error:  # else a file system without locks
-            in_use = isinstance(error, BlockingIOError)
-        if not in_use:
-            shutil.rmtree(one.folder)
-            freed += one.num_bytes
-        os.close(folder)
+        with ExitStack() as held:  # until it is removed
+            for locked in [one.path, *(one.path.rglob("*") if one.kind == "copied file" else ())]:
+                descriptor = os.open(locked, os.O_RDONLY)
+                held.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:  # else a file system without locks
+                    in_use |= isinstance(error, BlockingIOError)
+            if not in_use:
+                shutil.rmtree(one.path) if one.path.is_dir() else one.path.unlink()
+                freed += one.num_bytes
         print_text(f"{'in use' if in_use else 'removed'} {what}")
     return freed

@@ -92,31 +92,34 @@ def shards_of(
     *,
     per_shard: int,
     peers: Peers = NO_PEERS,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Shard]:
     """Yield the shards of some rows of a source when they are there, in any order.
 
     Args:
         rows: yields all rows of the source.
         span: the first row, and one past the last; None: to the end.
+        check: called before a shard counts as made; raises a DataError if the source is not what it was.
 
     Raises:
         ConfigError: the disk is full. DataError: a bad row. RowsDiffer: rows must be tokenized by themselves.
     """
-    stream = _Stream(store, _Reader(rows), partial(_spans, past=span[1], per_shard=per_shard), tokenize)
+    spans = partial(_spans, store, past=span[1], per_shard=per_shard)
+    stream = _Stream(store, _Reader(rows), spans, tokenize)
 
     def made(one: RowSpan) -> tuple[Shard | None, bool]:
         """Return the shard, None if the source ends before it; and whether no other process is making it."""
         if not stream.claim(one):
             return None, False
         try:
-            return store.find(one, said=True) or _make(store, source, one, stream, peers), True
+            return store.find(one, said=True) or _make(store, source, one, stream, peers, check), True
         finally:
             stream.locks.pop(one).close()
 
     with closing(stream):
         made_elsewhere: list[RowSpan] = []
-        for one in _spans(span[0], span[1], per_shard):
-            shard = store.find(one)
+        for one, part in spans(span[0]):
+            shard = part or store.find(one)
             if shard is None and not peers.makes:
                 shard = _wait(store, one, peers)
             known = shard is not None
@@ -139,12 +142,25 @@ def shards_of(
                 yield shard
 
 
-def _spans(first: int, past: int | None, per_shard: int) -> Iterator[RowSpan]:
-    """Yield the rows of each shard: whole ones, and at the borders of a slice parts of them."""
+def _spans(store: Store, first: int, past: int | None, per_shard: int) -> Iterator[tuple[RowSpan, Shard | None]]:
+    """Yield the rows of each shard from a row on: whole ones, and at the borders of a slice parts of them, each with
+    what another shard on disk has of it."""
     while past is None or first < past:
         end = (first // per_shard + 1) * per_shard
-        yield RowSpan(first, end if past is None else min(end, past))
-        first = end
+        rows = RowSpan(first, end if past is None else min(end, past))
+        is_known = rows.past - first == per_shard or rows in store.lines()
+        near = [] if is_known else [one for one in store.lines() if one.first < rows.past and first < one.past]
+        shards = filter(None, (store.find(one, said=True) for one in near))
+        parts = filter(None, (shard.part(rows) for shard in shards))
+        largest = max(parts, key=lambda part: int(part.line["rows"]), default=None)
+        if largest is None:
+            yield rows, None
+            first = rows.past
+        else:
+            if first < largest.span.first:
+                yield RowSpan(first, largest.span.first), None
+            yield largest.span, largest
+            first = largest.span.past
 
 
 class _Reader:
@@ -182,9 +198,13 @@ class _Stream:
     that is being written, so that processes which tokenize never wait for the end of a shard."""
 
     def __init__(
-        self, store: Store, reader: _Reader, spans: Callable[[int], Iterator[RowSpan]], tokenize: TokenizeChunks
+        self,
+        store: Store,
+        reader: _Reader,
+        spans: Callable[[int], Iterator[tuple[RowSpan, Shard | None]]],
+        tokenize: TokenizeChunks,
     ) -> None:
-        """Take nothing in hand yet. `spans`: those of all shards from a row on."""
+        """Take nothing in hand yet. `spans`: as _spans, of all shards from a row on."""
         self.locks: dict[RowSpan, ExitStack] = {}
         "of the shards that are read or written"
         self._store = store
@@ -209,8 +229,9 @@ class _Stream:
         while self.locks:
             self.locks.popitem()[1].close()
 
-    def _chunks(self, first: int) -> Iterator[tuple[int, list[RawRow]]]:
-        for one in self._spans(first):
+    def _chunks(self, first: RowSpan) -> Iterator[tuple[int, list[RawRow]]]:
+        later = (one for one, part in self._spans(first.past) if part is None)
+        for one in chain([first], later):
             if one not in self.locks and (self._store.find(one, said=True) or not self.claim(one)):
                 continue
             if not self._reader.reaches(one.first):
@@ -230,7 +251,7 @@ class _Stream:
         if again or self._parts is None or (one not in self._read and self._first >= one.first):
             self._read.clear()
             self._first = -1
-            self._parts = self._tokenize(self._chunks(one.first))
+            self._parts = self._tokenize(self._chunks(one))
         found = next(self._parts, None)
         if found is None:
             return iter(()) if self._first == one.first else None
@@ -248,7 +269,9 @@ class _Stream:
         return chain([found], rest(one.past - one.first - len(found.where)))
 
 
-def _make(store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers) -> Shard | None:
+def _make(
+    store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers, check: Callable[[], None]
+) -> Shard | None:
     """Make a shard; None if the source ends before it."""
 
     def checked(parts: Iterator[TokenizedRows]) -> Iterator[TokenizedRows]:
@@ -259,6 +282,7 @@ def _make(store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, pe
             for one in stream.locks:
                 store.renew(one)
             yield part
+        check()
 
     begins = f", from row {span.first:,}" if span.first else ""
     with working(f"tokenizing {source_label(source)}{begins}"):

@@ -12,6 +12,7 @@ their rows, with these endings:
 | .kinds.npy | the different values of the columns that repeat, which .docs.npy has the numbers of |
 | .answers.npy | the tokens where answers begin and end, of documents where they are not the runs of targets |
 | .given.json | what an encoder reads for each document |
+| .chunks.json | rows, counts and findings of each chunk of rows, which parts of a shard add up; absent: there is one |
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding, TokenizedExample
-from sftkit.rundir.files import flush, make_folder, own_name, replace_shared, sha256_of
+from sftkit.rundir.files import alone, flush, make_folder, own_name, replace_shared, sha256_of
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
 FORMAT = 6
@@ -70,6 +71,8 @@ HERE = "\0"
 LINES_FILE = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
+LOCKS = "locks"
+"An empty file, which the kernel locks while a lock of a shard is taken or removed."
 ABANDONED_SECONDS = 120.0
 "Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
@@ -134,6 +137,8 @@ class Shard:
     folder: Path | None
     content: dict[str, bytes] = field(default_factory=dict)
     "its files, by ending, where they are not on disk"
+    of: RowSpan | None = None
+    "rows of the shard of which this is a part; None: it is a whole one"
 
     @property
     def span(self) -> RowSpan:
@@ -151,7 +156,7 @@ class Shard:
         if self.folder is None:
             raw = self.content[ending]
             return np.load(io.BytesIO(raw)) if ending.endswith("npy") else np.frombuffer(raw, dtype)
-        path = self.folder / f"{self.span}.{ending}"
+        path = self.folder / f"{self.of or self.span}.{ending}"
         if ending.endswith("npy"):
             return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]  # as numpy types it
         # Memory-mapped, so that ranks of a machine share the pages; the map stays when the name is pruned.
@@ -160,13 +165,24 @@ class Shard:
     @property
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D]."""
-        return _unpacked(self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), self.span.first)
+        docs = self._docs()
+        return docs[self._own(docs)]
+
+    def _docs(self) -> np.ndarray:
+        return _unpacked(
+            self._array("docs.npy", DOCS), self._array("kinds.npy", np.int64), (self.of or self.span).first
+        )
+
+    def _own(self, docs: np.ndarray) -> slice:
+        """Return which documents of the whole shard are its own."""
+        return slice(None) if self.of is None else slice(*np.searchsorted(docs["row"], self.span).tolist())
 
     @property
     def starts(self) -> np.ndarray:
         """Return the first token of each document, int64 [D]."""
-        length = self.docs["length"].astype(np.int64)
-        return np.cumsum(length) - length
+        docs = self._docs()
+        length = docs["length"].astype(np.int64)
+        return (np.cumsum(length) - length)[self._own(docs)]
 
     def answers_of(self, doc: np.void, start: int) -> np.ndarray:
         """Return (first token, one past the last) of each answer within its document, int [A, 2].
@@ -185,14 +201,42 @@ class Shard:
     @property
     def given(self) -> list[str]:
         """Return what an encoder reads for each document."""
-        if "given.json" not in self.line["files"]:
+        found = self._list("given.json")
+        return found[self._own(self._docs())] if found else []
+
+    def _list(self, ending: str) -> list[Any]:
+        if ending not in self.line["files"]:
             return []
-        raw = (
-            self.content["given.json"]
-            if self.folder is None
-            else (self.folder / f"{self.span}.given.json").read_bytes()
-        )
-        return list(json.loads(raw))
+        if self.folder is None:
+            return list(json.loads(self.content[ending]))
+        return list(json.loads((self.folder / f"{self.of or self.span}.{ending}").read_bytes()))
+
+    def part(self, rows: RowSpan) -> Shard | None:
+        """Return what it has of some rows, in whole chunks; None: not one."""
+        if rows.first <= self.span.first and self.span.past <= rows.past:
+            return self
+        its_findings = [[one[name] for name in ("kind", "reason", "first", "rows")] for one in self.line["findings"]]
+        chunks = self._list("chunks.json") or [[self.line["rows"], self.line["counts"], its_findings]]
+        borders = self.span.first + np.cumsum([0, *(number for number, *_ in chunks)])
+        begin = int(np.searchsorted(borders, rows.first))
+        end = int(np.searchsorted(borders, rows.past, side="right")) - 1
+        if end <= begin:
+            return None
+        counts: Counter[str] = Counter()
+        tally: findings.Tally = {}
+        for _, its_counts, found in chunks[begin:end]:
+            counts.update(its_counts)
+            for one in found:
+                findings.add(tally, *one)
+        line = {
+            "first": int(borders[begin]),
+            "past": rows.past if self.ends and end == len(chunks) else int(borders[end]),
+            "rows": int(borders[end] - borders[begin]),
+            "counts": dict(counts),
+            "findings": [asdict(one) for one in tally.values()],
+            **{name: self.line[name] for name in ("odd", "where", "files")},
+        }
+        return Shard(line, self.dtype, self.folder, self.content, of=self.span)
 
     @cached_property
     def _ids(self) -> np.ndarray:
@@ -311,6 +355,7 @@ class Store:
                 if not Path(f"/proc/{draft.name.split('.')[-3]}").exists():
                     draft.unlink(missing_ok=True)
         total = TokenizedRows()
+        chunks: list[list[Any]] = []
         sinks = {end: _Sink(self.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
         docs, answers = [], []
         left = np.zeros(0, bool)
@@ -328,8 +373,10 @@ class Store:
                 total.odd += part.odd
                 total.counts += part.counts
                 total.where += part.where
+                chunks.append([len(part.where), dict(+part.counts), []])
                 for one in part.tally.values():
-                    findings.add(total.tally, one.kind, one.reason, one.first, one.rows)
+                    chunks[-1][2].append((one.kind, one.reason, _freed(one.first, path), one.rows))
+                    findings.add(total.tally, *chunks[-1][2][-1])
             sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
             table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
             reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
@@ -346,9 +393,10 @@ class Store:
                     raw = io.BytesIO()
                     np.save(raw, array, allow_pickle=False)
                     sinks[ending].add(raw.getvalue())
-            if total.given:
-                sinks["given.json"] = _Sink(self.folder / f"{span}.given.json" if on_disk else None)
-                sinks["given.json"].add(json.dumps(total.given).encode())
+            for ending, items in {"given.json": total.given, "chunks.json": chunks[1:] and chunks}.items():
+                if items:
+                    sinks[ending] = _Sink(self.folder / f"{span}.{ending}" if on_disk else None)
+                    sinks[ending].add(json.dumps(items).encode())
             line = {
                 **span._asdict(),
                 "rows": len(total.where),
@@ -357,7 +405,7 @@ class Store:
                 "targets": int(table["targets"].sum(dtype=np.int64)),
                 "lengths": np.bincount(np.ceil(np.log2(table["length"])).astype(int)).tolist(),
                 "counts": dict(+total.counts),
-                "findings": [{**asdict(one), "first": _freed(one.first, path)} for one in total.tally.values()],
+                "findings": [asdict(one) for one in total.tally.values()],
                 "odd": reasons,
                 "where": _runs([_freed(one, path) for one in total.where], span.first),
                 "files": {ending: sink.digest.hexdigest() for ending, sink in sorted(sinks.items())},
@@ -404,26 +452,28 @@ class Store:
     @contextmanager
     def claim(self, span: RowSpan) -> Iterator[bool]:
         """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
-        lock of a process that is gone is taken over. Two makers would only work twice."""
+        lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
+        system that cannot lock, would only work twice."""
         lock = self.folder / f"{span}.lock"
         own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
-        claimed = self.is_claimed(span)
+        claimed = False
         with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
-            if not claimed:
-                make_folder(self.folder)
-                lock.unlink(missing_ok=True)
-                temporary = own_name(lock)
-                temporary.write_text(own)
-                try:
-                    os.link(temporary, lock)  # with its content, unless another process was faster
-                except FileExistsError:
-                    claimed = True
-                finally:
-                    temporary.unlink()
+            make_folder(self.folder)
+            with alone(self.folder / LOCKS):
+                if not (claimed := self.is_claimed(span)):
+                    lock.unlink(missing_ok=True)
+                    temporary = own_name(lock)
+                    temporary.write_text(own)
+                    try:
+                        os.link(temporary, lock)  # with its content, unless another process was faster
+                    except FileExistsError:
+                        claimed = True
+                    finally:
+                        temporary.unlink()
         try:
             yield not claimed
         finally:
-            with suppress(OSError):
+            with suppress(OSError), alone(self.folder / LOCKS):
                 if not claimed and lock.read_text() == own:
                     lock.unlink()
 
@@ -471,7 +521,7 @@ def _packed(docs: np.ndarray, first: int) -> dict[str, np.ndarray]:
         "content": docs["content"],
     }
     small = {name: _smallest(values) for name, values in columns.items()}
-    packed = np.empty(len(docs), [(name, one.dtype) for name, one in small.items()])
+    packed = np.zeros(len(docs), [(name, one.dtype) for name, one in small.items()])
     for name, one in small.items():
         packed[name] = one
     return {"docs.npy": packed, "kinds.npy": repeating[at]}
@@ -487,7 +537,8 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
         docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
         docs["targets"] = docs["length"] - packed["unlearned"]
         docs["row"] = first + np.cumsum(packed["rows"], dtype=np.int64)
-        docs["bytes"], docs["content"] = packed["bytes"], packed["content"]
+        docs["bytes"] = packed["bytes"]
+        docs["content"] = packed["content"]
         docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
         entries = np.where(told < 0, 0, docs["answers"])
         docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
@@ -516,8 +567,9 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
 
 
 def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
-    """Return (first, one past the last) of each run of targets, int64 [R, 2]."""
-    return np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    """Return (first, one past the last) of each run of targets, int64 [R, 2]. The first token is none."""
+    more = np.append(is_target, False)
+    return (np.flatnonzero(more[1:] != more[:-1]) + 1).reshape(-1, 2)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

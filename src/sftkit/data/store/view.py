@@ -66,7 +66,7 @@ class StoredSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredTokens:
+class ShardTokens:
     """Tokens in shards."""
 
     shards: Sequence[Shard]
@@ -82,6 +82,41 @@ class StoredTokens:
         found = [self.shards[shard].tokens(start, length + 1) for shard, start, length in places]
         ids, is_target = map(np.concatenate, zip(*found, strict=True))
         return ids, is_target
+
+    def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
+        """See types.StoredTokens."""
+        for shard, docs, starts in self._stored(documents):
+            for doc, start in zip(docs, starts.tolist(), strict=True):
+                yield [(first, past) for first, past in shard.answers_of(doc, start).tolist()]
+
+    def learned_answers(self, documents: np.ndarray) -> int:
+        """See types.StoredTokens."""
+        kept = self.lengths[documents].astype(np.int64) + 1
+        total = first = 0
+        for shard, docs, starts in self._stored(documents):
+            own = kept[first : first + len(docs)]
+            is_cut = docs["length"] > own
+            total += int(docs["answers"][~is_cut].sum())
+            for i in np.flatnonzero(is_cut & (docs["answers"] > 0)).tolist():
+                total += int((shard.answers_of(docs[i], int(starts[i]))[:, 1] <= own[i]).sum())
+            first += len(docs)
+        return total
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """See types.StoredTokens."""
+        found = [np.zeros(0, np.int64)]
+        for _, docs, _ in self._stored(documents):
+            found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
+        return np.concatenate(found)
+
+    def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
+        """Yield (shard, its entries of some documents, their first tokens), in order."""
+        for number in np.unique(self.shard[documents]).tolist():
+            here = documents[self.shard[documents] == number]
+            shard = self.shards[number]
+            starts = shard.starts
+            entry = np.searchsorted(starts, self.start[here], side="right") - 1
+            yield shard, shard.docs[entry], starts[entry]
 
 
 def make_examples(
@@ -135,7 +170,7 @@ def _examples(
 ) -> Examples:
     own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
     return Examples(
-        StoredTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
+        ShardTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
         **own,
         source_names=tuple(about["source_names"]),
         counts=about["counts"],
@@ -351,5 +386,5 @@ def _count_lost(
     for name, number in zip(ROLE_COUNTS.values(), lost["roles"].sum(0, dtype=np.int64).tolist(), strict=True):
         counts[name] -= number
     for i, reason in enumerate(shard.line["odd"][:MOST_REASONS]):
-        one = found["accepted", reason]
-        found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})
+        if one := found.get(("accepted", reason)):  # a part of a shard does not have all of its reasons
+            found["accepted", reason] = Finding(**{**asdict(one), "rows": one.rows - int((lost["odd"] >> i & 1).sum())})

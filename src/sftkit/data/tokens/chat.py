@@ -400,7 +400,8 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
         one = replace(checked, messages=messages, tools=tools)
         return templates.render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
 
-    messages = checked.messages or []
+    # Reasoning of earlier answers is where the template looks for it, as in training.
+    messages = loss_mask.with_reasoning(checked.messages or [], template, "auto")
     text = render(messages, row.tools)
     templates.check_context(
         messages, row.tools, text, render, template=template, where=row.where, args=row.template_args

@@ -186,6 +186,14 @@ def with_other_reasoning(message: Message, reasoning: str) -> Message:
     return {**message, **fields, "content": content}
 
 
+def without_asides(message: Message) -> Message:
+    """Return a message without what its answer has besides its text or its calls: reasoning, and text before a call."""
+    if message["role"] != "assistant":
+        return message
+    bare = {key: value for key, value in with_other_reasoning(message, "").items() if key not in REASONING}
+    return {**bare, "content": ""} if message.get("tool_calls") else bare
+
+
 def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
     """Return messages with the reasoning of answers where the template renders it, or without it."""
     result = []
@@ -705,6 +713,13 @@ class AnswerLocator:
         if fitting:
             # learn_empty learns the block that another prompt supplies; otherwise the block is context.
             return text, (min if self.thinking == "learn_empty" else max)(fitting)
+        # A template may write what came before a call as long as no later answer is there (gpt-oss): it is in the
+        # prompt, which is what a server sends, and not in the text, which is the same without it.
+        bare = [without_asides(message) for message in self.messages[:k]]
+        if bare != self.messages[:k]:
+            shorter, _ = self._rendered(bare, args, add_generation_prompt=True)
+            if text.startswith(shorter) and text == self._rendered([*bare, self.messages[k]], args)[0]:
+                return prompt + text[len(shorter) :], len(prompt)
         return self._after_opened_thought(k, text, prompt)
 
     def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
@@ -33,11 +34,13 @@ from sftkit.data.reading.origin import Origin, find_source
 from sftkit.data.store import making, view
 from sftkit.data.store.making import Peers
 from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
-from sftkit.data.tokens import chat, text
+from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
-from sftkit.errors import ConfigError, DataError, LeftOut
+from sftkit.errors import ConfigError, DataError, LeftOut, hint
+from sftkit.rundir.files import stamp_of
+from sftkit.runtime.script import counted
 
-MASK_VERSION = 2
+MASK_VERSION = 3
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: stores of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
 WHOLE = 2**20
@@ -115,6 +118,11 @@ class RowTokenizer:
         names = ("learning", "max_length", "too_long", "special_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    @cached_property
+    def writes_day(self) -> bool:
+        """Return whether documents are those of the day on which they are tokenized."""
+        return self.rule is not text.tokenize and template.writes_day(self.tokenizer)
+
     @property
     def limits(self) -> view.Limits | None:
         """Return how documents from a store are cut; None: a rule of which that is not known cuts them itself."""
@@ -139,6 +147,7 @@ class RowTokenizer:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "settings": str(sorted(self.settings.items())),
             **({"rows": "each by itself"} if self.alone else {}),
+            **({"day": date.today().isoformat()} if self.writes_day else {}),
         }
 
 
@@ -223,6 +232,9 @@ def load_sources(
         counts.update({name: counts.get(name, 0) for name in chat.ANSWER_COUNTS})
     for i, (source, one) in enumerate(zip(sources, origins, strict=True)):
         said = one.said
+        there = sum(shard.line["rows"] for shard in stored[i].shards)
+        if source.max_rows is not None and there < source.max_rows:
+            said = "; ".join(filter(None, (said, f"max_rows: it has only {counted(there, 'row')}; all are taken")))
         if source.tokenizer_of is not None:
             # Nothing else shows whether the tokens are what they should be.
             first = examples[int(np.argmax(examples.source == i))].ids[:24]
@@ -251,7 +263,14 @@ def prepare(
 
         count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
         return foreign.open_source(source, origin, tokenize.tokenizer, count_bytes, Path(data.cache_dir) / "borders")
+    stamps = [stamp_of(file) for file in origin.files]
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
+
+    def check() -> None:
+        changed = [file for file, stamp in zip(origin.files, stamps, strict=True) if stamp_of(file) != stamp]
+        if changed and origin.identity() != about["content"]:
+            raise DataError(hint("changed while tokenized", file=changed[0]))
+
     by_itself = replace(tokenize, alone=True)
     if making.DIFFERS in making.read_about(store):
         return prepare(source, origin, data, by_itself, peers)
@@ -264,7 +283,7 @@ def prepare(
 
     try:
         with chunk_tokenizer(tokenize.whole, data, origin.num_bytes, store.dtype) as tokenize_chunks:
-            settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers}
+            settings: dict[str, Any] = {"per_shard": per_shard, "peers": peers, "check": check}
             for shard in making.shards_of(store, source, origin.rows, origin.span(), tokenize_chunks, **settings):
                 skipped = next((one for one in shard.tally(source.path).values() if one.kind == "skipped"), None)
                 if skipped is not None and data.on_bad_row == "error":

@@ -278,6 +278,8 @@ _REASONED = "first reasoning"
 _SEEN = "first result"
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Arguments of published templates that turn reasoning before an answer on and off."
+TODAY = "strftime_now"
+"The function by which a template writes today's date."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
 "Matches what `with_arguments` puts before a template."
 
@@ -360,6 +362,21 @@ def render_conversation(
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
+
+
+def writes_day(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes the day of its rendering, which model.chat_template_args may fix."""
+    source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
+    if TODAY not in source:
+        return False
+    asked: dict[str, str] = {}
+    args = {TODAY: lambda form: asked.setdefault(form, form)}
+    row = Row("a small conversation", messages=[{"role": "user", "content": FIRST_QUESTION}], template_args=args)
+    try:
+        render_conversation(tokenizer, source, row)
+    except TemplateError:  # it takes no such conversation; it may write the day into others
+        return True
+    return bool(asked)
 
 
 @lru_cache(maxsize=8)
@@ -485,14 +502,14 @@ def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
 def with_arguments(source: str, args: Mapping[str, object]) -> str:
     """Return a template whose arguments have these values unless the caller gives others, so that every program
     that loads it (chat, evaluation, transformers, a server) renders as training does. Arguments that were set
-    before are replaced.
+    before are replaced. `strftime_now`, by which templates write today's date, always has the value that is set.
 
     Raises:
         ConfigError: a name that the template does not use.
     """
     source = _FIXED.sub("", source)
     for name in args:
-        if not uses(source, name):
+        if not (uses(source, name) or (name == TODAY and name in source)):
             raise config_error("argument of no chat template", name=name)
     if not args:
         return source
@@ -500,7 +517,8 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
     given = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
-    lines = "".join(given.format(name, value) for name, value in values.items())
+    day = "{{%- macro {0}(format) %}}{{{{ {1} }}}}{{%- endmacro %}}"
+    lines = "".join((day if name == TODAY else given).format(name, value) for name, value in values.items())
     noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
     return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
 

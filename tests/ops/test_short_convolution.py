@@ -1,0 +1,127 @@
+"""ops.short_convolution: a depthwise causal convolution that stays inside each document of a row."""
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.nn import functional as F
+
+from sftkit.ops.short_convolution import short_convolution
+
+CHANNELS = 6
+ACTIVATIONS = [None, "silu", "swish"]
+
+
+def distances(*rows: list[int]) -> torch.Tensor:
+    """The distance of each position from its document's first; the positions after the documents of a row are padding."""
+    longest = max(map(sum, rows))
+    padded = [[*sizes, *[1] * (longest - sum(sizes))] for sizes in rows]
+    return torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in padded])
+
+
+def convolution(kernel: int, bias: bool, dtype: torch.dtype = torch.float32) -> nn.Conv1d:
+    torch.manual_seed(kernel)
+    return nn.Conv1d(CHANNELS, CHANNELS, kernel, groups=CHANNELS, bias=bias, padding=kernel - 1, dtype=dtype)
+
+
+def alone(conv: nn.Conv1d, x: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """What the module computes from one document [L, C] by itself, as transformers calls it."""
+    out = conv(x.T[None])[..., : len(x)]
+    return (out if activation is None else F.silu(out))[0].T
+
+
+def ours(conv: nn.Conv1d, x: torch.Tensor, activation: str | None, starts: torch.Tensor) -> torch.Tensor:
+    return short_convolution(x, conv.weight.squeeze(1), conv.bias, activation, starts)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("kernel", "bias"), [(2, False), (3, False), (4, True), (8, True)])
+def test_each_document_of_a_row_is_convolved_as_if_it_were_alone_and_so_are_the_gradients(kernel, bias, activation):
+    """Documents shorter than the kernel too, and padding disturbs nothing."""
+    rows = ([5, 1, 2, 7], [3, 8])
+    conv, starts = convolution(kernel, bias), distances(*rows)
+    x = torch.randn(2, 15, CHANNELS, requires_grad=True)
+    out = ours(conv, x, activation, starts)
+    pairs = [
+        (out[row, end - size : end], alone(conv, x[row, end - size : end], activation))
+        for row, sizes in enumerate(rows)
+        for size, end in zip(sizes, torch.tensor(sizes).cumsum(0).tolist(), strict=True)
+    ]
+    variables = [x, *conv.parameters()]
+    grads = []
+    for side in zip(*pairs, strict=True):
+        total = sum((part * part).sum() for part in side)
+        grads.append(torch.autograd.grad(total, variables, retain_graph=True))
+    for own, expected in [*pairs, *zip(*grads, strict=True)]:
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_document_does_not_change_if_another_becomes_infinite():
+    conv, starts = convolution(4, True), distances([3, 4, 2])
+    x = torch.randn(1, 9, CHANNELS)
+    before = ours(conv, x, "silu", starts)
+    x[:, :3] = torch.inf
+    x[:, 7:] = torch.nan
+    assert torch.equal(ours(conv, x, "silu", starts)[:, 3:7], before[:, 3:7])
+
+
+def test_rows_shorter_than_the_kernel():
+    conv, starts = convolution(4, True), distances([2])
+    x = torch.randn(1, 2, CHANNELS)
+    torch.testing.assert_close(ours(conv, x, None, starts)[0], alone(conv, x[0], None))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_are_the_derivatives(activation):
+    conv, starts = convolution(3, True, torch.float64), distances([4, 1, 2])
+    x = torch.randn(1, 7, CHANNELS, dtype=torch.float64, requires_grad=True)
+    weight, bias = conv.weight.squeeze(1).detach().requires_grad_(), conv.bias
+    assert torch.autograd.gradcheck(lambda *given: short_convolution(*given, activation, starts), (x, weight, bias))
+
+
+def test_in_bf16_the_sum_is_rounded_once_and_then_activated():
+    conv, starts = convolution(8, True), distances([9, 3])
+    conv.bfloat16()
+    x = torch.randn(1, 12, CHANNELS, dtype=torch.bfloat16)
+    out = ours(conv, x, "silu", starts)
+    exact = ours(conv.float(), x.float(), None, starts)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, F.silu(exact.bfloat16()))
+
+
+def test_a_compiled_block_keeps_no_shifted_inputs():
+    """Autograd would keep one for each tap, in fp32; twice the input is the input and what is activated."""
+    conv, starts = convolution(8, False), distances([40, 24])
+    conv.bfloat16()
+    x = torch.randn(1, 64, CHANNELS, dtype=torch.bfloat16, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch._functorch.config.patch(activation_memory_budget=0.9):
+        compiled = torch.compile(ours, backend="aot_eager_decomp_partition", fullgraph=True)
+        compiled(conv, x * 1, "silu", starts)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            compiled(conv, x * 1, "silu", starts)
+    assert sum(kept.values()) < 3 * x.nbytes + starts.nbytes
+
+
+def test_compiled_it_is_one_graph_with_the_same_values():
+    conv, starts = convolution(4, True), distances([5, 2, 6])
+    x = torch.randn(1, 13, CHANNELS, requires_grad=True)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    variables = [x, *conv.parameters()]
+    sides = []
+    for function in (ours, compiled):
+        out = function(conv, x, "silu", starts)
+        sides.append([out, *torch.autograd.grad(out.square().sum(), variables)])
+    for own, expected in zip(*sides, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_an_unknown_activation_is_rejected_by_name():
+    conv, starts = convolution(4, True), distances([5])
+    with pytest.raises(RuntimeError, match="gelu"):
+        ours(conv, torch.randn(1, 5, CHANNELS), "gelu", starts)
