@@ -54,7 +54,7 @@ def seconds(work: Callable[[], object]) -> float:
 def trl_tokenizer(tokenizer: Any) -> Callable[[Row], object] | None:
     """Return what TRL's SFTTrainer does with a conversation in its tokenize_fn; None without TRL."""
     try:
-        from trl.trainer.sft_trainer import _tokenize
+        from trl.trainer.sft_trainer import _tokenize  # type: ignore[import-not-found]
     except ImportError:
         return None
     settings = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True}
