@@ -8,7 +8,7 @@ looks for are rendered. The first rows of a shape are also tokenized alone, and 
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from sftkit.errors import DataError
 FROM_ROW = 4
 "A shape is learned from so many rows of it on: it costs as much as some rows."
 MOST_SHAPES = 4096
-ROLES = frozenset(("system", "developer", "user", "assistant"))
+_ROLES = frozenset(("system", "developer", "user", "assistant"))
 _MARK = '[Text {}\n\nof  {} <É> \\ & "it\'s" 7]'
 "Stands for a text; escaped, cut or in other letters it is not found."
 _SPACED = "\n {} \n"
@@ -92,10 +92,6 @@ class Shape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    odd: Mapping[str, str] = {}
-    reasons: Collection[int] = frozenset()
-    answers_with_reasoning: frozenset[int] = frozenset()
-
     def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
@@ -104,6 +100,9 @@ class Shaped:
         self.messages = shape.locator.messages
         self.answers = shape.locator.answers
         self.seen = shape.seen
+        self.odd: dict[str, str] = {}
+        self.reasons: set[int] = set()
+        self.answers_with_reasoning: set[int] = set()
         self._texts = texts
         self._bare = bare
 
@@ -195,7 +194,7 @@ class Shapes:
         if "strftime_now" in source and any(_TIME.search(one) for one in self._compared):
             return None
         marks = [_MARK.format(i, len(roles)) for i in range(len(roles))]
-        if not ROLES.issuperset(roles) or any(literal in mark for literal in self._looked_for for mark in marks):
+        if not _ROLES.issuperset(roles) or any(literal in mark for literal in self._looked_for for mark in marks):
             return None
         try:
             locator, documents, skipped = self._documents(roles, marks, context_messages)
