@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.models import hybrids, kind, structure, trained
+from sftkit.models import kind, structure, trained
 from sftkit.models.routing import Routing
 from sftkit.ops import attention, linear_cross_entropy
 
@@ -181,7 +181,10 @@ class ModelWithLoss(torch.nn.Module):
         """
         super().__init__()
         attention.use_document_attention(orig_model)
-        hybrids.use_operators(orig_model)
+        if structure.has_convolutions(orig_model):
+            from sftkit.models.hybrids import use_operators  # most models have no recurrent layers
+
+            use_operators(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend
