@@ -93,6 +93,7 @@ HEAD = "its head is more than a linear layer"
 REASONS = {
     r"unexpected keyword argument 'documents'|attention needs `documents`": "its layers pass no keyword arguments on",
     r"a layer of type (.*?) carries": "layers that sftkit cannot keep apart by document: {}",
+    r"the layer \S+ \((.*)\) carries": "{}",
     r"(the convolution \S+) carries": "{} carries tokens from one document to the next",
     r"scaled_dot_product_attention yet": "transformers has no SDPA for it",
     r"no linear output projection": "no linear output projection",

@@ -1,13 +1,13 @@
 """Compare how fast rows are tokenized with the tokenizer alone, on one core.
 
-python -m labs.tokenize TOKENIZER FILE... [--template FILE] [--rows 2000] [--chunk 512] [--targets assistant] [--out JSON]
+python -m labs.tokenize TOKENIZER FILE... [--template FILE] [--rows 2000] [--chunk 512] [--out JSON]
 
 For each file: the processor time of all that makes documents of rows in memory (parsed, checked, rendered, tokenized,
 masked), against that of the tokenizer's encode_batch for the texts of these documents. `one by one` calls the rule row
 by row, `together` calls RowTokenizer.many for chunks, after as many other rows of the file: what is learned from rows
 is known from the first thousands on. `TRL` is the tokenize function of its SFTTrainer with assistant_only_loss, row by
-row, without what `datasets` and the labels take; measured if TRL can be imported. Each number is the median of
-three measurements.
+row, without what `datasets` and the labels take; measured if TRL can be imported. Each share is the median of
+three rounds, in which all are measured one after the other.
 
 The share is that of the tokens that encode_batch makes in the same time.
 """
@@ -43,22 +43,18 @@ from sftkit.runtime.script import script
 COLUMNS = ["file", "rows", "tokens a document", "tokenizer, M tokens/s", "one by one", "together", "TRL", "rows/s"]
 
 
-def seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Return the processor seconds of a piece of work, the median of three, each after `before`."""
-    found = []
-    for _ in range(3):
-        before()
-        gc.collect()
-        started = time.process_time()
-        work()
-        found.append(time.process_time() - started)
-    return statistics.median(found)
+def seconds(work: Callable[[], object]) -> float:
+    """Return the processor seconds of a piece of work."""
+    gc.collect()
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 def trl_tokenizer(tokenizer: Any) -> Callable[[Row], object] | None:
     """Return what TRL's SFTTrainer does with a conversation in its tokenize_fn; None without TRL."""
     try:
-        from trl.trainer.sft_trainer import _tokenize
+        from trl.trainer.sft_trainer import _tokenize  # type: ignore[import-not-found]
     except ImportError:
         return None
     settings = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True}
@@ -106,17 +102,22 @@ def measured(tokenizer: Any, path: str, args: Any) -> list[str]:
         tokenize = RowTokenizer(rule, tokenizer, **settings)
         together(before)
 
-    slow = seconds(one_by_one)
+    one_by_one()
     texts = [tokenizer.decode(one.ids) for one in documents]
     tokens = sum(len(one.ids) for one in documents)
-    documents.clear()
     encode_batch = tokenizer.backend_tokenizer.encode_batch
-    alone = seconds(lambda: [one.ids for one in encode_batch(texts, add_special_tokens=False)])
-    quick = seconds(lambda: together(raw), learn)
     of_trl = trl_tokenizer(tokenizer)
-    trl = f"{alone / seconds(lambda: [of_trl(row) for row in parsed(raw)]):.2f}" if of_trl else "-"
-    sizes = [f"{len(raw):,}", f"{tokens / max(len(texts), 1):,.0f}", f"{tokens / alone / 1e6:.2f}"]
-    return [Path(path).name, *sizes, f"{alone / slow:.2f}", f"{alone / quick:.2f}", trl, f"{len(raw) / quick:,.0f}"]
+    alone, quick, shares = [], [], []
+    for _ in range(3):  # one after the other in each round: a machine that others use changes its speed
+        learn()
+        alone.append(seconds(lambda: [one.ids for one in encode_batch(texts, add_special_tokens=False)]))
+        quick.append(seconds(lambda: together(raw)))
+        trl = seconds(lambda: [of_trl(row) for row in parsed(raw)]) if of_trl else float("inf")
+        shares.append([alone[-1] / taken for taken in (seconds(one_by_one), quick[-1], trl)])
+    found = [f"{statistics.median(share):.2f}" for share in zip(*shares, strict=True)]
+    speeds = tokens / statistics.median(alone) / 1e6, len(raw) / statistics.median(quick)
+    sizes = [f"{len(raw):,}", f"{tokens / max(len(texts), 1):,.0f}", f"{speeds[0]:.2f}"]
+    return [Path(path).name, *sizes, *found[:2], found[2] if of_trl else "-", f"{speeds[1]:,.0f}"]
 
 
 def main() -> None:

@@ -304,5 +304,5 @@ def test_a_stopped_run_says_how_to_go_on_and_a_finished_one_does_not(tmp_path: P
 
 def test_resuming_with_another_optimizer_or_precision_is_refused(tmp_path: Path, tokenizer) -> None:
     run(tmp_path / "run", tokenizer, max_steps=2, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"optimizer AdamW bfloat16, and this run has AdamW float32"):
+    with pytest.raises(ConfigError, match=r"optimizer is AdamW bfloat16 in the checkpoint, AdamW float32 in this run"):
         run(tmp_path / "run", tokenizer, max_steps=4, resume="auto")

@@ -33,6 +33,7 @@ EXPECTED = {
     *(f"lab/gpt2_compile/{how}{of}.yaml" for how in ("compiled", "eager") for of in ("", "_two_gpus")),
     *(f"{model}/sft.yaml" for model in ("qwen3_5_0_8b", "qwen3_5_4b")),
     *(f"{model}/sft.yaml" for model in ("llama_3_2_1b", "llama_3_2_3b", "llama_3_1_8b", "smollm3_3b", "olmo_2_1b")),
+    "lfm2_1_2b/sft.yaml",
 }
 ALL = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
 PUBLISHED = [name for name in ALL if not name.startswith("shared/")]

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sftkit.data.reading import rows
 from sftkit.data.tokens import batch, chat, text
+from sftkit.data.tokens import template as templates
 from sftkit.data.tokens.encode import token_bytes
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Row
@@ -250,6 +251,77 @@ def test_texts_of_tokenizers_with_byte_tokens_come_out_as_one_by_one() -> None:
     assert token_bytes(strips, len(strips)) is None
     assert assert_same(RowTokenizer(text.tokenize, exact, 99), given) < 0.5
     assert assert_same(RowTokenizer(text.tokenize, strips, 99), given) == 1
+
+
+# ---- conversations that differ in their texts alone, and long beginnings ----------------------------------------------
+
+
+def asked(count: int, *texts: str, system: str = "") -> list[Row]:
+    """Conversations of one shape. `texts`: parts of the answers, in turn."""
+    first = [{"role": "system", "content": system}] if system else []
+    turns = (("user", "What is {}?"), ("assistant", "{} is {}."), ("user", " And\n{} "), ("assistant", "It is {1}."))
+    given = texts or ("fine",)
+    return [
+        Row(f"x:{i}", messages=first + [{"role": r, "content": t.format(i, given[i % len(given)])} for r, t in turns])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "ours"])
+def test_conversations_of_one_shape_are_rendered_a_few_times(
+    of_template, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    tokenizer = of_template("chatml" if template == "ours" else template)
+    if template == "ours":
+        tokenizer.chat_template = OUR_TEMPLATE.read_text()
+    tokenize, given = RowTokenizer(chat.tokenize, tokenizer, 2**20), asked(200)
+    tokenize.many(given[:40])
+    tokenize.many(given[40:70])  # tries the shape
+    rendered: list[str] = []
+    real = templates.render
+    monkeypatch.setattr(templates, "render", lambda *args, **how: rendered.append(how["where"]) or real(*args, **how))
+    found = tokenize.many(given[70:])
+    assert len(set(rendered)) <= 2, "one in 128 is compared"
+    assert all(map(batch.same, one_by_one(tokenize, given[70:]), found))
+
+
+LOOKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+LOOK{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("look", "odd"),
+    [
+        ("{% if m.role == 'user' and 'magic' in m.content %}!{% endif %}", "magic"),
+        ("{{ m.content.split('magic')[0] }}", "magic"),
+        ("{% if m.content | length > 30 %}!{% endif %}", "a long answer, " * 9),
+        ("{% if m.content == 'It is magic.' %}!{% endif %}", "magic"),
+    ],
+)
+def test_a_template_that_looks_at_texts_renders_those_it_looks_for(make_tokenizer, look: str, odd: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = LOOKS.replace("LOOK", look)
+    tokenize = RowTokenizer(chat.tokenize, tokenizer, 2**20)
+    given = [*asked(100), *asked(40, "fine", odd), *asked(100, "fine", "good", odd)]
+    found = [one for i in range(0, len(given), 25) for one in tokenize.many(given[i : i + 25])]
+    same = list(map(batch.same, one_by_one(tokenize, given), found))
+    assert all(same) or (tokenize.differs and "length" in look), "only a comparison shows what a length decides"
+
+
+def test_a_long_text_with_which_rows_begin_is_encoded_once(of_template) -> None:
+    tokenize = RowTokenizer(chat.tokenize, of_template("llama3"), 2**20)
+    long = "Answer as a captain would, in few words. " * 50 + "Ahoy!"
+    given = [*asked(30, system=long), *asked(30, system="Be brief."), *asked(30, system=f"{long} {long}世")]
+    encoded: list[str] = []
+    encode = tokenize._batch._encode
+    tokenize._batch._encode = lambda texts, **how: encoded.extend(texts) or encode(texts, **how)  # type: ignore
+    found = tokenize.many(given)
+    assert sum(long in text for text in encoded) == 4, "the first row of each, and the text by itself"
+    assert all(map(batch.same, one_by_one(tokenize, given), found))
+    assert_same(tokenize, given, (7, 512))
 
 
 # ---- real data -------------------------------------------------------------------------------------------------------

@@ -92,6 +92,12 @@ def documents(found: list[Shard]) -> list[list[int]]:
     ]
 
 
+def answers_of(shard: Shard) -> list[list[int]]:
+    """The answers of all documents of a shard."""
+    places = zip(shard.docs, shard.starts.tolist(), strict=True)
+    return [answer for place in places for answer in shard.answers_of(*place).tolist()]
+
+
 def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     found = made(tmp_path)
     assert [(*shard.span, shard.line["rows"]) for shard in found] == [(0, 4, 4), (4, 8, 4), (8, 12, 2)]
@@ -102,8 +108,7 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     ]
     ids, is_target = found[1].tokens(0, int(found[1].docs["length"][0]))
     assert is_target.tolist() == (ids % 2 == 1).tolist()
-    docs, starts = found[0].docs, found[0].starts
-    assert [found[0].answers_of(*one).tolist() for one in zip(docs, starts.tolist(), strict=True)] == [[[1, 2]]] * 5
+    assert answers_of(found[0]) == [[1, 2]] * 5
     assert found[0].line["odd"] == ["odd"]
     assert (found[0].docs["odd"] & 1).all()
     assert [found[2].where(i, "elsewhere") for i in (8, 9)] == ["elsewhere:9", "elsewhere:10"]
@@ -187,8 +192,7 @@ def test_a_token_takes_little_more_than_its_two_bytes_and_all_of_its_document_is
         if name not in ("head", "told"):
             assert shard.docs[name].tolist() == expected[name].tolist(), name
     assert (shard.docs["head"] >> np.uint64(32)).tolist() == (expected["head"] >> np.uint64(32)).tolist()
-    found = [shard.answers_of(*one).tolist() for one in zip(shard.docs, shard.starts.tolist(), strict=True)]
-    assert [tuple(answer) for answers in found for answer in answers] == part.answers
+    assert [tuple(answer) for answer in answers_of(shard)] == part.answers
     assert 0 < (shard.docs["told"] >= 0).sum() < 50, "the runs of targets say most answers"
 
 
@@ -211,11 +215,7 @@ def seen(found: list[Shard]) -> dict[str, Any]:
         for one in shard.tally("here").values():
             add(tally, one.kind, one.reason, one.first, one.rows)
     columns = [doc.tolist()[:-1] for shard in found for doc in shard.docs]
-    answers = [
-        shard.answers_of(*one).tolist()
-        for shard in found
-        for one in zip(shard.docs, shard.starts.tolist(), strict=True)
-    ]
+    answers = [one for shard in found for one in answers_of(shard)]
     tokens = [shard.tokens(int(start), 2) for shard in found for start in shard.starts]
     ids = [[one.tolist() for one in both] for both in tokens]
     given = [name for shard in found for name in shard.given]

@@ -52,5 +52,5 @@ def test_a_cold_start_tokenizes_different_rows_which_cached_starts_find(
 def test_tokenizing_is_compared_with_the_tokenizer_alone(rows: str, tokenizer: str) -> None:
     _, _, line, *_ = lab("labs.tokenize", tokenizer, rows, "--template", TEMPLATE).splitlines()
     name, number, *speeds = [one.strip().replace(",", "") for one in line.strip("| ").split("|")]
-    assert (name, number) == ("rows.jsonl", "20")
-    assert all(float(one) > 0 for one in speeds)
+    assert (name, number) == ("rows.jsonl", "10"), "the others are tokenized before"
+    assert all(float(one) > 0 for one in speeds if one != "-")

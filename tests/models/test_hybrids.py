@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -101,6 +102,39 @@ def test_recurrent_layers_cost_products_with_their_state_and_no_pairs(model_type
     assert train_flops(model, Work(1000, 10, 0)) == alone + 6 * states * 1000
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layers", "recurrent"),
+    [("falcon_h1", 4, 4), ("nemotron_h", 1, 1), ("granitemoehybrid", 2, 2), ("bamba", 1, 3), ("lfm2", 1, 0)],
+)
+def test_state_spaces_cost_two_products_with_their_state_and_convolutions_none(
+    model_type: str, layers: int, recurrent: int
+) -> None:
+    """Layers with attention, and layers with eight heads whose state is 8 x 16."""
+    model = build(model_type)
+    assert attention_windows(model) == {(None, False): layers}
+    counted = count_parameters(model)
+    alone = 6 * (counted.body * 1000 + counted.head * 10)
+    assert train_flops(model, Work(1000, 10, 0)) == alone + 6 * 2 * recurrent * 8 * 8 * 16 * 1000
+
+
+@pytest.mark.parametrize(
+    ("model_type", "inside"),
+    [
+        ("lfm2", {"conv.in_proj", "conv.out_proj", "self_attn.q_proj"}),
+        ("bamba", {"mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"}),
+        ("nemotron_h", {"mixer.in_proj", "mixer.out_proj", "mixer.q_proj"}),
+    ],
+)
+def test_the_group_attention_has_the_projections_of_all_layers_that_mix_tokens(
+    model_type: str, inside: set[str]
+) -> None:
+    model = build(model_type)
+    add_adapters(model, Adapters(AdapterConfig(rank=2, targets=("attention",)), 0, ModelConfig(path="x"), ""))
+    adapted = {re.sub(r".*layers\.\d+\.|\.lora_.*", "", name) for name in factors(model)}
+    assert inside <= adapted
+    assert all(re.match(r"(self_attn|mamba|conv|mixer)\.(q|k|v|o|in|out)_proj$", name) for name in adapted)
+
+
 def test_adapters_go_to_the_projections_and_leave_convolution_and_decay_frozen() -> None:
     model = build("qwen3_5_text")
     add_adapters(model, Adapters(AdapterConfig(rank=2), 0, ModelConfig(path="x"), ""))
@@ -124,14 +158,41 @@ def test_the_decay_of_a_state_is_not_decayed_and_a_convolution_is_no_matrix_of_m
         assert not groups[f"{layer}conv1d.weight"]["block_matrices"]
 
 
+def test_the_parameters_of_a_state_space_that_are_no_matrices_are_not_decayed() -> None:
+    model = build("bamba")
+    optimizer = build_optimizer(model, OptimConfig(name="adamw", weight_decay=0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    inside = {name.partition(".mamba.")[2]: value for name, value in decay.items() if ".layers.0.mamba." in name}
+    assert {name for name, value in inside.items() if not value} == {
+        *("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight"),
+    }
+
+
+STATE = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+
+
 @pytest.mark.slow
-def test_what_compiled_blocks_keep_is_what_the_memory_estimate_says() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "fields", "of_kernels"),
+    [
+        (
+            "qwen3_5_text",
+            {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4}
+            | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "head_dim": 64},
+            64 * 4,  # flash-linear-attention alone keeps the inverses
+        ),
+        ("bamba", {"attn_layer_indices": [1], **STATE}, 0),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, 0),
+    ],
+)
+def test_what_compiled_blocks_keep_is_what_the_memory_estimate_says(
+    model_type: str, fields: dict[str, Any], of_kernels: int
+) -> None:
     """Of both kinds of blocks together, in bf16 at the budget of train.memory=speed."""
     torch._dynamo.reset()
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_key_value_heads": 1}
-    recurrent = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4}
-    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "linear_num_key_heads": 4}
-    orig_model = build("qwen3_5_text", **sizes, **recurrent, **kinds).bfloat16()
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    orig_model = build(model_type, **sizes, **fields).bfloat16()
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     batch = make_batch(make_examples([100, 100, 50], target_share=1.0), ((0, 1, 2),), 256)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -143,9 +204,11 @@ def test_what_compiled_blocks_keep_is_what_the_memory_estimate_says() -> None:
 
     config = CompileConfig(backend="aot_eager_decomp_partition")
     modules = compile_model(orig_model, config)
-    inputs = {"position_ids": batch.inputs["position_ids"], "documents": document_boundaries(batch, "reference")}
+    position_ids = batch.inputs["position_ids"]
+    inputs = {"position_ids": position_ids, "documents": document_boundaries(batch, "reference")}
     hidden = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    rotary = orig_model.model.rotary_emb(hidden, batch.inputs["position_ids"].expand(3, 1, -1))
+    of_pictures = model_type == "qwen3_5_text"
+    rotary = orig_model.model.rotary_emb(hidden, position_ids.expand(3, 1, -1) if of_pictures else position_ids)
     with compiler_switches(config, BUDGETS["speed"], graphs=modules):
         for _ in range(2):
             kept.clear()
@@ -158,8 +221,8 @@ def test_what_compiled_blocks_keep_is_what_the_memory_estimate_says() -> None:
     estimated = kept_elements(
         EstimateInputs(shape, layout, "adamw", "bf16", 512, BUDGETS["speed"], compiled=True, checkpointing=False)
     )
-    # The input of both blocks is the same here; flash-linear-attention alone keeps the inverses.
-    assert found + 256 / 2 + 64 * 4 / 2 == pytest.approx(estimated, rel=0.05)
+    # The input of both blocks is the same here.
+    assert found + 256 / 2 + of_kernels / 2 == pytest.approx(estimated, rel=0.05)
 
 
 def test_context_parallelism_is_rejected_by_name() -> None:

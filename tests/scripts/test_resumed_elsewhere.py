@@ -53,3 +53,28 @@ def test_a_script_goes_on_from_the_checkpoint_of_another_run_in_a_run_of_its_own
     assert steps(tmp_path / "one") == [1, 2, 3, 4]
     assert [folder.name for folder in step_dirs(tmp_path / "other")] == ["step-000006"]
     assert len(step_dirs(tmp_path / "other.old-1")) == 2
+
+
+@pytest.mark.slow
+def test_what_files_do_not_tell_of_a_checkpoint_is_reported_in_one_error_before_anything_is_compiled(
+    tmp_path: Path, started
+) -> None:
+    rows = [{"text": f"Text {i} of some words that are learned."} for i in range(40)]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"data.train=[{{path: {path}}}]", "data.row_length=64", "compile.enabled=false")
+    code, told = started("one", 2, *words)
+    assert code == 0, told[-3000:]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[1], *rows[1:], {"text": "One more."}]))
+    code, told = started("one", 4, "train.resume=auto", *words, "train.resume_changes=[run.seed]", "run.seed=3")
+    assert code == 2, told[-3000:]
+    assert "source texts has 1 documents more than the checkpoint knows" in told
+    assert "resume_changes=[run.seed,data.train]" in told
+    assert (
+        "source texts does not begin with the 40 documents that the checkpoint knows (others are in their places)"
+        in told
+    )
+    code, told = started("one", 4, "train.resume=auto", *words, "optim.lr=0.5")
+    assert code == 2
+    assert "in this run" in told
+    assert "making a new model" not in told, "before torch"

@@ -300,8 +300,9 @@ def choose_documents(
         used[which] = False
 
     stored = training.tokens
-    counted_whole = isinstance(stored, StoredTokens) and any(map(where_counts, data.train))
-    sizes = stored.sizes(docs) if counted_whole else training.lengths[docs] + 1
+    sizes = training.lengths[docs] + 1
+    if isinstance(stored, StoredTokens) and any(map(where_counts, data.train)):
+        sizes = stored.sizes(docs)
     for i, source in enumerate(data.train):
         own = owner == i
         for name, limit in where_counts(source).items():
@@ -416,7 +417,7 @@ def _learn_once(
     training: Examples, passes: Sequence[np.ndarray], found: Mapping[int, list[tuple[int, int]]], decode: Decode
 ) -> Examples:
     """Return the documents with these answers as context, in each pass over their source."""
-    parts = {}
+    parts: dict[int, list[tuple[int, int]]] = {}
     for each in passes:
         at = [k for k, i in enumerate(each[0].tolist()) if i in found]
         parts |= {int(one[k]): found[int(each[0][k])] for one in each for k in at}

@@ -8,7 +8,7 @@ state; without, in generation and in the plain model, a function of transformers
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED
-from sftkit.ops.short_convolution import short_convolution
-from sftkit.ops.state_space import last_state, state_space
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +28,7 @@ Function = Callable[..., Any]
 
 def _convolution(original: Function) -> Function:
     """Return a causal convolution of [B, C, T] that stays within documents if it is given them."""
+    from sftkit.ops.short_convolution import short_convolution
 
     plain = inspect.unwrap(original)
 
@@ -92,6 +91,8 @@ def _state_space(original: Function) -> Function:
     Without, it is transformers' own code, as in `_gated_delta_rule`, except at the beginning of an answer: in torch
     that code takes gigabytes for a few prompts.
     """
+    from sftkit.ops.state_space import last_state, state_space
+
     plain = inspect.unwrap(original)
 
     def scan(
@@ -140,7 +141,7 @@ class Mixer(NamedTuple):
 
     layer_type: str
     "its name in layer_types of the config"
-    functions: dict[str, Callable[[Function], Function]]
+    functions: Mapping[str, Callable[[Function], Function]]
     "name of a function of its module -> maker of what takes its place, given the function"
     products: Callable[[Any], int]
     "multiplications of a layer for one token, besides those with its parameters"
@@ -193,8 +194,11 @@ _SCAN_FUNCTIONS = {
 }
 _SCAN = Mixer("linear_attention", _SCAN_FUNCTIONS, _scan_products, _scan_kept)
 _CONVOLUTION = Mixer(
-    *("conv", {"causal_conv1d_fn": _convolution}),
-    *(lambda _: 0, lambda layer: 5 * layer.in_proj.in_features, "seq_idx"),
+    layer_type="conv",
+    functions={"causal_conv1d_fn": _convolution},
+    products=lambda _: 0,
+    kept=lambda layer: 5 * int(layer.in_proj.in_features),
+    documents_as="seq_idx",
 )
 MIXERS = {
     **dict.fromkeys(

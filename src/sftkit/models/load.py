@@ -290,7 +290,7 @@ def full_model(
         )
     else:
         # transformers takes weights that it does not read itself without a path, which its auto classes need.
-        cls = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
+        cls: Any = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))
         orig_model, loading_info = cls.from_pretrained(
             None, state_dict=weights, key_mapping=renamed, **made, **reporting
         )

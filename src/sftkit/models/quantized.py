@@ -102,7 +102,7 @@ def _block_of(group: Mapping[str, Any]) -> tuple[int | None, int | None] | None:
     if strategy == "block":
         rows, columns = weights["block_structure"]
         return int(rows), int(columns)
-    return {"tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size"))}.get(strategy)
+    return {"tensor": (None, None), "channel": (1, None), "group": (1, weights.get("group_size"))}.get(str(strategy))
 
 
 def method_of(found: Any) -> str:

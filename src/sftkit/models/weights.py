@@ -153,7 +153,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     # By file, so that each is opened once; a quantized weight opens the files that hold its parts.
     places = {name: folder if quantized is not None else files[name][1] for name in wanted}
     for path, names in itertools.groupby(sorted(wanted, key=places.__getitem__), places.__getitem__):
-        opened = nullcontext() if quantized is not None else safe_open(path, "pt")
+        opened: Any = nullcontext() if quantized is not None else safe_open(path, "pt")
         with model_files.reading_files(path, "its weights"), opened as file:
             for name in names:
                 tensor = wanted[name]

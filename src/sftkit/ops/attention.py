@@ -115,7 +115,7 @@ def _cut(batch: Batch, chunk: int) -> Batch:
 
 def attention_chunk(config: PreTrainedConfig | None) -> int | None:
     """Return the positions of a document that a layer of chunked attention sees together; None: no layer is so."""
-    text = None if config is None else config.get_text_config()
+    text: Any = None if config is None else config.get_text_config()
     return text.attention_chunk_size if CHUNKED in (getattr(text, "layer_types", None) or ()) else None
 
 
@@ -133,7 +133,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
         at = getattr(module, "layer_idx", None)
         # A mark, not the index, which compiled code would read as another constant for each layer.
         if CHUNKED in kinds and at is not None and kinds[at] == CHUNKED:
-            module.sftkit_chunked = True
+            module.sftkit_chunked = True  # type: ignore[assignment]
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def gated_delta_rule_backward(
         named |= _segments(borders, q.shape[1])
         dq, dk, dv, db, dg, *_ = chunk_gated_delta_rule_bwd(q, k, v, cumulated, b, inverse, **named)
         found = (dq, dk, dv, dg, db)
-        return tuple(x.to(like.dtype).reshape(like.shape) for x, like in zip(found, given, strict=True))  # type: ignore[return-value]
+        return tuple(x.to(like.dtype).reshape(like.shape) for x, like in zip(found, given, strict=True))
     chunks = _Chunks.of(*given, borders)
     return _torch_backward(chunks, grad, given)
 

@@ -29,7 +29,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation
     """
     if activation not in ACTIVATIONS:
         raise RuntimeError(f"a short convolution with activation {activation} is not supported")
-    return ACTIVATIONS[activation](_Convolution.apply(x, weight, bias, starts))  # type: ignore[no-untyped-call]
+    return ACTIVATIONS[activation](_Convolution.apply(x, weight, bias, starts))
 
 
 class _Convolution(torch.autograd.Function):

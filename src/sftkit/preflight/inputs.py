@@ -35,7 +35,7 @@ from sftkit.config.topology import Topology, topology_of
 from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.columns import NOT_THERE, advised
+from sftkit.data.reading.columns import NO_COLUMN, advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
@@ -241,7 +241,7 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
                 raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
             errors.append(error)
         seen += 1
-    unknown = left_out and not seen and all(out.reason.endswith(NOT_THERE) for out in left_out)
+    unknown = left_out and not seen and all(out.reason.endswith(NO_COLUMN) for out in left_out)
     if unknown and (len(left_out) < most or "Did you mean" in str(left_out[0])):
         raise DataError(f"where: none of the first {len(left_out)} rows has it: {left_out[0]}")
     # Small files whose beginning has no row are read to their end.
@@ -463,7 +463,7 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
     if cfg.adapter is not None and made is not None and cfg.model.path and not _is_made(cfg.model.path, made):
         fixed += _other_base(cfg.model, read_base_digest(folder))
     error = rejection(str(folder), settings, allowed, grown=grown, fixed=fixed)
-    return error and str(error)
+    return None if error is None else str(error)
 
 
 def _other_base(model: schema.ModelConfig, known: str | None) -> list[str]:

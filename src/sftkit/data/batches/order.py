@@ -238,7 +238,7 @@ class Order:
         segment = self._segments[part.segment]
         return None if segment.sources[0].order == "given" else segment.seed
 
-    def _plan_epoch(self, part: Any) -> list[GlobalBatch]:
+    def _plan_epoch(self, part: Any) -> Sequence[GlobalBatch]:
         """Return all batches of an epoch, or of its rest."""
         layout = self._layouts[part.segment]
         return plan_epoch(self._lengths, layout, self._seed(part), part.epoch, self._documents_of(part))
@@ -291,7 +291,7 @@ class Order:
         """Return the batches of the first epoch, or of its first block, and the steps of an epoch: with weights those
         that would take each document once."""
         planned = self._planned(self._first_part())
-        return planned, len(planned)
+        return list(planned), len(planned)
 
     def forecast(self, steps: int) -> list[tuple[float, int | None]]:
         """Return for each source its passes in a run of `steps` steps, and after which step it has reached its

@@ -361,12 +361,12 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
             near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
             meant = f'. Did you mean "{near[0]}"?' if near else ""
             text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
-            raise LeftOut(text, reason=f"where: {name}{NOT_THERE}")
+            raise LeftOut(text, reason=f"where: {name}{NO_COLUMN}")
         if not any(_same(found, one) for one in (wanted if isinstance(wanted, list) else [wanted])):
             raise LeftOut(f"{where}: {name} is {found!r}", reason=f"where: {name}")
 
 
-NOT_THERE = ", which they do not have"
+NO_COLUMN = ", which they do not have"
 "End of the reason of rows that have no column of a condition."
 
 

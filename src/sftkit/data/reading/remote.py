@@ -136,7 +136,9 @@ def mapped_copies(groups: Sequence[Sequence[RemoteFile]], data: DataConfig | Non
     Raises:
         ConfigError: they have more bytes than may stay. DataError: a file cannot be fetched, or breaks off.
     """
-    folder, most = _place(data)
+    data = data or DataConfig(train=())
+    folder = Path(data.cache_dir) / FOLDER
+    most = int(data.local_gb * 1e9)
     total = sum(one.size for group in groups for one in group)
     if total > most:
         raise config_error("tokens beyond local_gb", total=f"{total / 1e9:.1f}", most=f"{most / 1e9:g}")
@@ -151,13 +153,6 @@ def mapped_copies(groups: Sequence[Sequence[RemoteFile]], data: DataConfig | Non
     return found
 
 
-def _place(data: DataConfig | None) -> tuple[Path, int]:
-    """Return the folder of copies, and the bytes that may stay there."""
-    fields = DataConfig.__dataclass_fields__
-    folder = Path(data.cache_dir if data else fields["cache_dir"].default) / FOLDER
-    return folder, int((data.local_gb if data else fields["local_gb"].default) * 1e9)
-
-
 def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterator[Path]:
     """Yield a local copy of each file, in order; it may be gone when the next one is asked for.
 
@@ -167,7 +162,9 @@ def local_copies(files: Sequence[RemoteFile], data: DataConfig | None) -> Iterat
     Raises:
         DataError: a file cannot be fetched, or breaks off.
     """
-    folder, most = _place(data)
+    data = data or DataConfig(train=())
+    folder = Path(data.cache_dir) / FOLDER
+    most = int(data.local_gb * 1e9)
     todo = deque(files)
     ahead: deque[tuple[int, Future[tuple[Path, IO[bytes]]]]] = deque()
     stop = threading.Event()

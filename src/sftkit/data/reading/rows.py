@@ -82,7 +82,7 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
         absent = [path for name, path in ((source and source.columns) or {}).items() if name not in present]
         empty += f"; not in this row: {', '.join(absent)}" if absent else ""
         advice = ""
-        if len(present) == 1 and (mark := re.search(r"[;,\t|]", *present)):
+        if len(present) == 1 and (mark := re.search(r"[;,\t|]", next(iter(present)))):
             advice = f" One column has {mark[0]!r} in its name: cells have commas between them in .csv, tabs in .tsv."
         if where.endswith("[0]") and (lists := [key for key, value in present.items() if isinstance(value, list)]):
             advice = f" If {lists[0]} holds the rows of a .json file, name it data."

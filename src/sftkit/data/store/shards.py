@@ -207,9 +207,9 @@ class Shard:
     def _list(self, ending: str) -> list[Any]:
         if ending not in self.line["files"]:
             return []
-        here = self.folder is None
-        raw = self.content[ending] if here else (self.folder / f"{self.of or self.span}.{ending}").read_bytes()
-        return list(json.loads(raw))
+        if self.folder is None:
+            return list(json.loads(self.content[ending]))
+        return list(json.loads((self.folder / f"{self.of or self.span}.{ending}").read_bytes()))
 
     def part(self, rows: RowSpan) -> Shard | None:
         """Return what it has of some rows, in whole chunks; None: not one."""
@@ -373,10 +373,10 @@ class Store:
                 total.odd += part.odd
                 total.counts += part.counts
                 total.where += part.where
-                found = [[one.kind, one.reason, _freed(one.first, path), one.rows] for one in part.tally.values()]
-                for one in found:
-                    findings.add(total.tally, *one)
-                chunks.append([len(part.where), dict(+part.counts), found])
+                chunks.append([len(part.where), dict(+part.counts), []])
+                for one in part.tally.values():
+                    chunks[-1][2].append((one.kind, one.reason, _freed(one.first, path), one.rows))
+                    findings.add(total.tally, *chunks[-1][2][-1])
             sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
             table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
             reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
@@ -537,7 +537,8 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
         docs["size"] = np.where(cut_off < 0, 0, docs["length"] + cut_off)
         docs["targets"] = docs["length"] - packed["unlearned"]
         docs["row"] = first + np.cumsum(packed["rows"], dtype=np.int64)
-        docs["bytes"], docs["content"] = packed["bytes"], packed["content"]
+        docs["bytes"] = packed["bytes"]
+        docs["content"] = packed["content"]
         docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
         entries = np.where(told < 0, 0, docs["answers"])
         docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
@@ -562,12 +563,13 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
     differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
     same[owner[same[owner]][differ]] = False
     docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
-    return answers[~same[owner]]
+    return np.asarray(answers[~same[owner]])
 
 
 def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
-    """Return (first, one past the last) of each run of targets, int64 [R, 2]."""
-    return np.flatnonzero(np.diff(is_target.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    """Return (first, one past the last) of each run of targets, int64 [R, 2]. The first token is none."""
+    more = np.append(is_target, False)
+    return (np.flatnonzero(more[1:] != more[:-1]) + 1).reshape(-1, 2)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -455,7 +455,7 @@ def fit(
         return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
         raise fault(row.where, "too long", size=size)
-    more = {"size": len(ids), "answers": tuple(one for one in text.answers if one[1] <= max_length + 1)}
+    more: dict[str, Any] = {"size": len(ids), "answers": tuple(one for one in text.answers if one[1] <= max_length + 1)}
     kept = ids[: max_length + 1], is_target[: max_length + 1]
     example = document(*kept, tokenizer, None if is_long else sizes, **more)
     if example is None:

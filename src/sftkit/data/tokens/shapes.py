@@ -8,7 +8,7 @@ looks for are rendered. The first rows of a shape are also tokenized alone, and 
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from sftkit.errors import DataError
 FROM_ROW = 4
 "A shape is learned from so many rows of it on: it costs as much as some rows."
 MOST_SHAPES = 4096
-ROLES = frozenset(("system", "developer", "user", "assistant"))
+_ROLES = frozenset(("system", "developer", "user", "assistant"))
 _MARK = '[Text {}\n\nof  {} <É> \\ & "it\'s" 7]'
 "Stands for a text; escaped, cut or in other letters it is not found."
 _SPACED = "\n {} \n"
@@ -69,21 +69,20 @@ class Shape:
         seen: Seen,
         skipped: dict[int, str],
         documents: dict[int, Framed],
-        *,
-        spaced: bool,
+        free: frozenset[int],
     ) -> None:
         """Take the conversation of marks.
 
         Args:
             seen: what is the same in all rows.
             documents: by their last answer.
-            spaced: texts may begin and end with white space.
+            free: messages whose texts may begin and end with white space.
         """
         self.locator = locator
         self.seen = seen
         self.skipped = skipped
         self.documents = documents
-        self.spaced = spaced
+        self.free = free
         self.thinking_off = {k for k in locator.answers if locator.turns_thinking_off(k)}
         self.agreed = 0
         "rows that came out as they do alone"
@@ -93,10 +92,6 @@ class Shape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    odd: Mapping[str, str] = {}
-    reasons: Collection[int] = frozenset()
-    answers_with_reasoning: frozenset[int] = frozenset()
-
     def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
@@ -105,6 +100,9 @@ class Shaped:
         self.messages = shape.locator.messages
         self.answers = shape.locator.answers
         self.seen = shape.seen
+        self.odd: dict[str, str] = {}
+        self.reasons: set[int] = set()
+        self.answers_with_reasoning: set[int] = set()
         self._texts = texts
         self._bare = bare
 
@@ -164,7 +162,9 @@ class Shapes:
         if shape is None or (shape.agreed < Seen.ENOUGH and shape.tried >= Seen.ENOUGH):
             return None
         bare = list(map(str.strip, texts))
-        if not all(bare) or not (shape.spaced or bare == list(texts)) or not self._compared.isdisjoint(texts):
+        if not all(bare) or not self._compared.isdisjoint(texts):
+            return None
+        if bare != list(texts) and not shape.free.issuperset(i for i, text in enumerate(texts) if text != bare[i]):
             return None
         whole = "\0".join(texts)
         if any(map(whole.__contains__, self._looked_for)):
@@ -194,7 +194,7 @@ class Shapes:
         if "strftime_now" in source and any(_TIME.search(one) for one in self._compared):
             return None
         marks = [_MARK.format(i, len(roles)) for i in range(len(roles))]
-        if not ROLES.issuperset(roles) or any(literal in mark for literal in self._looked_for for mark in marks):
+        if not _ROLES.issuperset(roles) or any(literal in mark for literal in self._looked_for for mark in marks):
             return None
         try:
             locator, documents, skipped = self._documents(roles, marks, context_messages)
@@ -204,14 +204,18 @@ class Shapes:
         framed = {last: one for last, one in found.items() if one is not None}
         if locator.odd or len(framed) < len(found):
             return None
-        spaced: dict[int, Framed | None] = {}
-        with suppress(DataError):
-            _, documents, _ = self._documents(roles, list(map(_SPACED.format, marks)), context_messages)
-            spaced = {last: _framed(one, marks) for last, one in documents.items()}
-        alike = {last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()} == framed
-        if alike:
-            framed = {last: one for last, one in spaced.items() if one is not None}
-        return Shape(locator, self._seen, skipped, framed, spaced=alike)
+        every = frozenset(range(len(roles)))
+        for free in (every, every.difference(locator.answers)):
+            texts = [_SPACED.format(mark) if i in free else mark for i, mark in enumerate(marks)]
+            with suppress(DataError):
+                _, documents, _ = self._documents(roles, texts, context_messages)
+                spaced = {last: _framed(one, marks) for last, one in documents.items()}
+                if framed == {
+                    last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
+                }:
+                    framed = {last: one for last, one in spaced.items() if one is not None}
+                    return Shape(locator, self._seen, skipped, framed, free)
+        return Shape(locator, self._seen, skipped, framed, frozenset())
 
     def _documents(
         self, roles: Sequence[str], texts: Sequence[str], context_messages: int

@@ -239,9 +239,10 @@ def literals_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
     environment: Any = _compile_jinja_template("").environment
     tree = environment.parse(source)
     looks = [one.expr for one in tree.find_all(nodes.Compare) if {op.op for op in one.ops} & {"in", "notin"}]
-    calls = (one for one in tree.find_all(nodes.Call) if isinstance(one.node, nodes.Getattr))
-    looks += [one for one in calls if hasattr(str, one.node.attr) and not one.node.attr.endswith("strip")]
-    looks += [one for one in tree.find_all(nodes.Filter) if one.name != "trim"]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and hasattr(str, call.node.attr) and call.node.attr[-5:] != "strip":
+            looks += call.args
+    looks += [value for one in tree.find_all(nodes.Filter) if one.name != "trim" for value in one.args]
     inside = {*tree.find_all(nodes.Const)} & {const for one in looks for const in (one, *one.find_all(nodes.Const))}
     strings = frozenset(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
     return strings.intersection(const.value for const in inside), strings
@@ -368,8 +369,8 @@ def writes_day(tokenizer: PreTrainedTokenizerBase) -> bool:
     source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
     if TODAY not in source:
         return False
-    asked: list[str] = []
-    args = {TODAY: lambda form: asked.append(form) or form}
+    asked: dict[str, str] = {}
+    args = {TODAY: lambda form: asked.setdefault(form, form)}
     row = Row("a small conversation", messages=[{"role": "user", "content": FIRST_QUESTION}], template_args=args)
     try:
         render_conversation(tokenizer, source, row)
