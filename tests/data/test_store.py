@@ -22,9 +22,10 @@ from crash_states import Recording, State, files_of, unrecovered
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.columns import add
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store import making, shards
+from sftkit.data.store import making, shards, writing
 from sftkit.data.store.making import Peers, shards_of
-from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store, TokenizedRows
+from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store
+from sftkit.data.store.writing import TokenizedRows, write_shard
 from sftkit.data.types import TokenizedExample
 from sftkit.errors import ConfigError
 
@@ -130,7 +131,7 @@ def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) ->
     part = TokenizedRows(where=["a:1"])
     for _ in range(2):
         part.add(TokenizedExample(ids, ids > 0, 4), (0, 0, 0, 0, (0,) * 5))
-    shard = Store(tmp_path, 2**16 + 1).write(RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
+    shard = write_shard(Store(tmp_path, 2**16 + 1), RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
     assert not list(tmp_path.glob("*.mask.bin"))
     assert shard.tokens(5, 5)[1].tolist() == [False, True, True, True, True]
     assert (tmp_path / f"{shard.span}.ids.bin").stat().st_size == 4 * 10, "uint32 for more than 65,536 entries"
@@ -185,7 +186,7 @@ def test_a_token_takes_little_more_than_its_two_bytes_and_all_of_its_document_is
     part = conversations(mean, 2000)
     tokens = len(part.ids[0])
     assert mean * 0.95 < tokens / 2000 < mean * 1.05
-    shard = Store(tmp_path, 2**16).write(RowSpan(0, 2048), iter([part]), SOURCE.path, on_disk=True)
+    shard = write_shard(Store(tmp_path, 2**16), RowSpan(0, 2048), iter([part]), SOURCE.path, on_disk=True)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) / tokens <= most
     expected = np.array(part.docs, shard.docs.dtype)
     for name in shard.docs.dtype.names:
@@ -200,7 +201,7 @@ def test_columns_take_what_the_largest_value_needs(tmp_path: Path) -> None:
     part = TokenizedRows(where=["a:1"])
     ids = np.arange(2**17) % 7
     part.add(TokenizedExample(ids, ids > 0, 2**31, size=2**18), (2**31, 3, 2**64 - 1, 2**64 - 1, (2**16 - 1,) * 5))
-    shard = Store(tmp_path, 1000).write(RowSpan(5, 9), iter([part.packed("<u2")]), "a", on_disk=True)
+    shard = write_shard(Store(tmp_path, 1000), RowSpan(5, 9), iter([part.packed("<u2")]), "a", on_disk=True)
     doc = shard.docs[0]
     assert [int(doc[name]) for name in ("length", "size", "bytes", "row")] == [2**17, 2**18, 2**31, 2**31]
     assert (int(doc["odd"]), int(doc["content"]), doc["roles"].tolist()) == (3, 2**64 - 1, [2**16 - 1] * 5)
@@ -280,8 +281,8 @@ def test_rows_of_the_next_shards_are_read_before_one_is_written(
 ) -> None:
     calls: list[int] = []
     read: list[int] = []
-    real = Store.write
-    monkeypatch.setattr(Store, "write", lambda *args, **how: (real(*args, **how), read.append(len(calls)))[0])
+    real = writing.write_shard
+    monkeypatch.setattr(writing, "write_shard", lambda *args, **how: (real(*args, **how), read.append(len(calls)))[0])
     made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
     assert (read, calls) == ([10, 10, 10], list(range(ROWS)))
     assert not list(tmp_path.glob("ahead/*.lock"))
@@ -454,7 +455,7 @@ def test_two_makers_make_different_shards_and_both_have_all(tmp_path: Path) -> N
             other.join(0.01)
         assert calls == [4, 5, 6, 7, 8, 9]
         first = list(tokenize([(0, list(rows())[:2]), (2, list(rows())[2:4])]))
-        store.write(RowSpan(0, 4), iter(first), SOURCE.path, on_disk=True)
+        write_shard(store, RowSpan(0, 4), iter(first), SOURCE.path, on_disk=True)
     other.join(10)
     assert len(calls) == 6
     assert documents(found) == documents(made(tmp_path / "alone"))

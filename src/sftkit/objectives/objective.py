@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
 from sftkit.models import kind, structure, trained
-from sftkit.models.routing import Routing
 from sftkit.ops import attention, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from sftkit.models.routing import Routing
 
 LOSS = "loss"
 "Name of the differentiable sum among the totals of a step."

@@ -4,6 +4,8 @@ Which rows make a shard follows from the first rows of the source alone, so all 
 in common make different shards; of a node, one process makes and the others wait.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import time
@@ -13,14 +15,17 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store.shards import RowSpan, Shard, Store, TokenizedRows
+from sftkit.data.store.shards import RowSpan, Shard, Store
 from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import make_folder, read_object, replace_shared
 from sftkit.runtime.script import working
+
+if TYPE_CHECKING:
+    from sftkit.data.store.writing import TokenizedRows
 
 CHUNK_ROWS = 512
 "Rows that are tokenized at a time, by one process."
@@ -34,7 +39,7 @@ STORE_FILE = "store.json"
 
 log = logging.getLogger(__name__)
 ReadRows = Callable[[], Iterator[RawRow]]
-TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[TokenizedRows]]
+TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator["TokenizedRows"]]
 "Takes chunks of rows, each with the number of its first row."
 
 
@@ -273,6 +278,7 @@ def _make(
     store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers, check: Callable[[], None]
 ) -> Shard | None:
     """Make a shard; None if the source ends before it."""
+    from sftkit.data.store import writing  # most starts find all shards
 
     def checked(parts: Iterator[TokenizedRows]) -> Iterator[TokenizedRows]:
         for part in parts:
@@ -290,12 +296,13 @@ def _make(
         if parts is None:
             return None
         try:
-            return store.write(span, checked(parts), source.path, on_disk=True)
+            return writing.write_shard(store, span, checked(parts), source.path, on_disk=True)
         except OSError as error:
             if not peers.alone:
                 raise ConfigError(hint("full data cache", folder=str(store.folder), error=str(error))) from error
             log.warning("%s: cannot write the cache (%s), every start will tokenize", store.folder, error)
-            return store.write(span, checked(stream.parts(span, again=True) or iter(())), source.path, on_disk=False)
+            again = stream.parts(span, again=True) or iter(())
+            return writing.write_shard(store, span, checked(again), source.path, on_disk=False)
 
 
 def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:
