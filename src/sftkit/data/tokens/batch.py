@@ -38,7 +38,7 @@ LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
 MOST_HEADERS = 1024
 LONG_BEGINNING = 256
-"Characters of a text between special tokens, among the first BEGINNING_TOKENS of a document, whose ids are kept for other rows."
+"Characters between two of the first BEGINNING_TOKENS special tokens of a document, whose ids are kept for others."
 BEGINNING_TOKENS = 4
 MOST_BEGINNINGS = 1024
 
