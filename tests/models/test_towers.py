@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_worker import Run
 from helpers import cpu_runtime
 from safetensors.torch import load_file, save_file
@@ -253,3 +254,15 @@ def test_a_model_that_reads_pictures_and_has_no_text_model_alone_is_rejected_by_
         ConfigError, match="qwen3_vl_moe also reads pictures, and transformers cannot load its text model"
     ):
         trained_config(AutoConfig.for_model("qwen3_vl_moe"))
+
+
+def test_a_sharded_text_model_is_written_by_its_ranks_into_the_whole_model(tmp_path: Path, tokenizer: Any) -> None:
+    folder = start(tmp_path / "start")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=text_model(folder, tokenizer), shard=True)
+        run.steps(0, 1, every=1, wait=True)
+    finally:
+        dist.destroy_process_group()
+    own = text_model(step_dir(tmp_path / "run", 1), tokenizer)
+    assert_whole(step_dir(tmp_path / "run", 1), folder, own)

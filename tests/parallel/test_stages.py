@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
+import torch
+from helpers import make_batch, make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
+from transformers import GraniteConfig
 
-from sftkit.config.schema import TrainConfig
+from sftkit.config.schema import LossConfig, TrainConfig
 from sftkit.config.topology import HEAD_SHARE, Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.plan import shape_of
-from sftkit.parallel.pipeline import layers_of_stages
+from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.parallel.pipeline import StageModule, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -116,3 +119,16 @@ def test_gpipe_holds_the_activations_of_all_micro_batches() -> None:
     large = replace(setup().shape, hidden=512, inner=2048, query=512, key=512)
     one = {name: estimate(setup(shape=large, schedule=name)).activations for name in ("1f1b", "gpipe")}
     assert one["gpipe"] > 2 * one["1f1b"]
+
+
+@pytest.mark.parametrize("scales", [{}, {"embedding_multiplier": 3.0, "logits_scaling": 6.0}], ids=["plain", "Granite"])
+def test_the_stages_one_after_the_other_have_the_loss_of_the_whole_model(scales: dict[str, float]) -> None:
+    model = ModelWithLoss(tiny(GraniteConfig, **scales), "reference", NextToken(LossConfig()))
+    batch = make_batch(make_examples([9, 5]), ((0, 1),), 16)
+    whole = model(batch).loss
+    found = torch.empty(0)
+    for number in range(2):
+        stage = StageModule(model, (1, 1), number)
+        stage.begin([batch], 1.0)
+        found = stage(found)
+    assert torch.equal(found, whole[None])

@@ -257,6 +257,8 @@ def stand_in(tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFa
         (words,) = (words for begins, words in WORDS.items() if hub_id.startswith(begins))
         tokenizer = make_tokenizer(words.template, bos=words.bos, eos=words.eos)
         tokenizer.add_special_tokens({"extra_special_tokens": list(words.special)}, replace_extra_special_tokens=False)
+        if "strftime_now" in (start.chat_template_args or {}):  # the published template writes today's date
+            tokenizer.chat_template = "{%- set today = strftime_now('%d') -%}" + tokenizer.chat_template
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         return tmp_path / "tokenizer"
 

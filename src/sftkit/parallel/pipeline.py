@@ -192,6 +192,8 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
     part._modules = dict(full._modules)
     part.layers = full.layers[start : start + num_layers]  # type: ignore[index]
     if start:
+        if hasattr(part, "embedding_multiplier"):  # Granite's decoder scales whatever it takes for embeddings
+            part.embedding_multiplier = 1.0
         del part._modules[next(name for name, child in full.named_children() if isinstance(child, torch.nn.Embedding))]
     if not last:
         part.norm = torch.nn.Identity()

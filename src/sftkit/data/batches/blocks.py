@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -620,27 +620,19 @@ class BucketOrder(Order):
     """The global batches of bucketed rows where an epoch is larger than a block. Each bucket has its own permutation,
     and so have the batches of all, so any step is planned alone and the number of steps is exact."""
 
+    _every: tuple[np.ndarray, np.ndarray] | None = None
+    "documents of whole epochs by their bucket, int32, and the number in each"
+
     def _plan_epoch(self, part: Steps) -> "_Bucketed":
         """Return the batches of an epoch, or of its rest, each planned when it is asked for."""
         layout = self._layouts[part.segment]
-        documents = None if part.left is None and len(self._segments) == 1 else self._documents_of(part)
-        in_order, counts = self._sorted(layout, documents)
-        return _Bucketed(self._lengths, layout, in_order, counts, self._seed(part), part.epoch)
-
-    def _sorted(self, layout: Layout, documents: np.ndarray | None) -> tuple[np.ndarray, list[int]]:
-        """Return documents by their bucket, int32 [D], and the number in each; those of whole epochs are kept."""
-        if documents is None and self._every is not None:
-            return self._every
-        lengths = self._lengths if documents is None else self._lengths[documents]
-        bucket = np.searchsorted(layout.row_lengths, lengths).astype(np.uint8)
-        found = np.argsort(bucket, kind="stable").astype(np.int32)
-        found = found if documents is None else documents[found].astype(np.int32)
-        result = found, np.bincount(bucket, minlength=len(layout.row_lengths)).tolist()
-        if documents is None:
-            self._every = result
-        return result
-
-    _every: tuple[np.ndarray, list[int]] | None = None
+        whole = part.left is None and len(self._segments) == 1
+        if (found := self._every if whole else None) is None:
+            documents = self._documents_of(part).astype(np.int32)
+            bucket = np.searchsorted(layout.row_lengths, self._lengths[documents]).astype(np.uint8)
+            found = documents[np.argsort(bucket, kind="stable")], np.bincount(bucket, minlength=len(layout.row_lengths))
+            self._every = found if whole else None
+        return _Bucketed(self._lengths, layout, *found, self._seed(part), part.epoch)
 
     def _chunks_of(self, part: Steps, step: int, end: int) -> Iterator[list[Step]]:
         planned = self._planned(part)
@@ -655,52 +647,42 @@ class BucketOrder(Order):
         return list(planned[: max(1, BLOCK // max(documents, 1))]), len(planned)
 
 
+@dataclass(frozen=True, eq=False)
 class _Bucketed(Sequence[GlobalBatch]):
-    """The batches of an epoch of bucketed rows."""
+    """The batches of an epoch of bucketed rows, by their place in it."""
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        layout: Layout,
-        documents: np.ndarray,
-        counts: Sequence[int],
-        seed: int | None,
-        epoch: int,
-    ) -> None:
-        """Plan nothing yet. `documents`: by their bucket. counts: of each bucket."""
-        self._lengths = lengths
-        self._layout = layout
-        self._documents = documents
-        self._seed = seed
-        self._epoch = epoch
-        self._rows = [layout.rows(length) for length in layout.row_lengths]
-        self._first = np.cumsum([0, *counts])
-        self._ends = np.cumsum([-(-count // rows) for count, rows in zip(counts, self._rows, strict=True)])
+    lengths: np.ndarray
+    layout: Layout
+    documents: np.ndarray
+    "by their bucket"
+    counts: np.ndarray
+    "documents of each bucket"
+    seed: int | None
+    epoch: int
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Return the number of batches of each bucket and those before it."""
+        return np.cumsum(-(-self.counts // [self.layout.rows(length) for length in self.layout.row_lengths]))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, at: int) -> GlobalBatch: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[GlobalBatch]: ...
-    def __getitem__(self, at: int | slice) -> GlobalBatch | list[GlobalBatch]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         number = int(self._moved(np.array([at]), len(self), 0)[0])
         k = int(np.searchsorted(self._ends, number, "right"))
-        rows = self._rows[k]
-        first, past = self._first[k : k + 2]
+        row_length = self.layout.row_lengths[k]
+        rows = self.layout.rows(row_length)
         start = (number - (self._ends[k - 1] if k else 0)) * rows
-        places = self._moved(np.arange(start, min(start + rows, past - first)), int(past - first), k + 1)
+        places = self._moved(np.arange(start, min(start + rows, self.counts[k])), int(self.counts[k]), k + 1)
+        documents = self.documents[self.counts[:k].sum() + places].astype(np.int64)
         counts = np.repeat((1, 0), (len(places), rows - len(places)))
-        documents = self._documents[first + places].astype(np.int64)
-        return global_batches(self._lengths, self._layout, self._layout.row_lengths[k], documents, counts)[0]
+        return global_batches(self.lengths, self.layout, row_length, documents, counts)[0]
 
     def _moved(self, places: np.ndarray, size: int, number: int) -> np.ndarray:
-        if self._seed is None:
-            return places
-        return permuted(places, size, key_of(self._seed, number, self._epoch))
+        return places if self.seed is None else permuted(places, size, key_of(self.seed, number, self.epoch))
 
 
 def _number(name: str) -> int:

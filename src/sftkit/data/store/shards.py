@@ -563,7 +563,7 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
     differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
     same[owner[same[owner]][differ]] = False
     docs["told"] = np.where(same | (docs["answers"] == 0), -1, 0)
-    return answers[~same[owner]]
+    return np.asarray(answers[~same[owner]])
 
 
 def _runs_of_targets(is_target: np.ndarray) -> np.ndarray:
