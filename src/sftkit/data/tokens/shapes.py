@@ -37,7 +37,7 @@ _OWN = ("<think>", "</think>", "<image>", "<video>", "<audio>")
 _TIME = re.compile("%-?[HIMSpcXTRrsfzZ]")
 "Asks for the time of day."
 
-Place = tuple[int, int]
+FramePlace = tuple[int, int]
 "(n, i): i characters after the beginning of frame n, which is behind text n - 1."
 
 
@@ -47,8 +47,8 @@ class Framed(NamedTuple):
     frames: tuple[str, ...]
     stripped: tuple[bool, ...]
     "whether the template strips each text"
-    spans: dict[int, list[tuple[Place, Place]]]
-    texts: dict[int, tuple[Place, Place]]
+    spans: dict[int, list[tuple[FramePlace, FramePlace]]]
+    texts: dict[int, tuple[FramePlace, FramePlace]]
 
     def document(self, texts: Sequence[str], bare: Sequence[str]) -> Document:
         """Return the document with these texts; `bare`: the same, stripped."""
@@ -60,7 +60,7 @@ class Framed(NamedTuple):
         return Document("".join((*pieces, self.frames[-1])), spans, places)
 
 
-class Shape:
+class ChatShape:
     """What is known of the conversations with some roles."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Shape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
+    def __init__(self, shape: ChatShape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
         self.tokenizer = shape.locator.tokenizer
@@ -134,7 +134,7 @@ class Shapes:
         self._tokenizer = tokenizer
         self._learning = learning
         self._seen = seen
-        self._known: dict[Hashable, int | Shape | None] = {}
+        self._known: dict[Hashable, int | ChatShape | None] = {}
         "rows with some roles, or their shape; None: they have none"
         self._pattern = special_pattern(specials)
         self._firsts = {token[0] for token in specials if token}
@@ -174,7 +174,7 @@ class Shapes:
         shape.tried += shape.agreed < Seen.ENOUGH
         return Shaped(shape, texts, bare)
 
-    def judge(self, shape: Shape, *, agrees: bool) -> None:
+    def judge(self, shape: ChatShape, *, agrees: bool) -> None:
         """Note whether a row that was tried came out as it does alone."""
         shape.agreed += agrees
         if not agrees:
@@ -183,10 +183,10 @@ class Shapes:
     def start_chunk(self) -> None:
         """Let further rows be tried."""
         for one in self._known.values():
-            if isinstance(one, Shape) and one.agreed < Seen.ENOUGH:
+            if isinstance(one, ChatShape) and one.agreed < Seen.ENOUGH:
                 one.tried = one.agreed
 
-    def _learned(self, roles: Sequence[str], context_messages: int) -> Shape | None:
+    def _learned(self, roles: Sequence[str], context_messages: int) -> ChatShape | None:
         """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
         source = template_of(self._tokenizer).source
         inside, self._compared = literals_of(source)
@@ -214,8 +214,8 @@ class Shapes:
                     last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
                 }:
                     framed = {last: one for last, one in spaced.items() if one is not None}
-                    return Shape(locator, self._seen, skipped, framed, free)
-        return Shape(locator, self._seen, skipped, framed, frozenset())
+                    return ChatShape(locator, self._seen, skipped, framed, free)
+        return ChatShape(locator, self._seen, skipped, framed, frozenset())
 
     def _documents(
         self, roles: Sequence[str], texts: Sequence[str], context_messages: int
@@ -267,7 +267,7 @@ def _framed(document: Document, marks: Sequence[str]) -> Framed | None:
     if any(mark in frame or mark[:6] in frame for mark in marks for frame in frames):
         return None
 
-    def place(at: int) -> Place:
+    def place(at: int) -> FramePlace:
         n = bisect_right(begins, at) - 1
         return n, at - begins[n]
 
