@@ -121,7 +121,7 @@ def test_a_start_parses_the_manifest_once_whatever_the_number_of_shards(
 ) -> None:
     made(tmp_path)
     parsed: list[bytes] = []
-    monkeypatch.setattr(shards, "_is_whole", lambda line: parsed.append(line) or True)
+    monkeypatch.setattr(shards, "is_whole", lambda line: parsed.append(line) or True)
     assert len(made(tmp_path)) == 3
     assert len(parsed) == 3
 
