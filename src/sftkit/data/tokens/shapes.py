@@ -39,7 +39,7 @@ _OWN = ("<think>", "</think>", "<image>", "<video>", "<audio>")
 _TIME = re.compile("%-?[HIMSpcXTRrsfzZ]")
 "Asks for the time of day."
 
-_SEARCHES = frozenset("startswith endswith find rfind index rindex count split rsplit partition rpartition".split())
+_SEARCHES = re.compile("(starts|ends)with|count|r?(find|index|split|partition)")
 "Methods that look for their first argument in a text."
 _STRIPS = frozenset(("strip", "lstrip", "rstrip"))
 
@@ -69,7 +69,7 @@ class _Watched(str):
             if name in _STRIPS:
                 # White space at the ends of texts is tried with a line break outside, so other sets would not show.
                 wanted: Sequence[str | None] = () if given in ((), (None,), ("\n",)) else (None,)
-            elif name in _SEARCHES and given and given[0] is not None:
+            elif _SEARCHES.fullmatch(name) and given and given[0] is not None:
                 wanted = given[0] if isinstance(given[0], tuple) else given[:1]
             else:
                 wanted = (None,)
