@@ -294,7 +294,7 @@ def test_rows_of_the_next_shards_are_read_before_one_is_written(
     calls.clear()
     made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
     assert calls == [4, 5, 6, 7]
-    with Store(tmp_path / "two", 1000).claim(RowSpan(4, 8)):
+    with writing.claim(Store(tmp_path / "two", 1000), RowSpan(4, 8)):
         others = shards_of(Store(tmp_path / "two", 1000), SOURCE, rows, (0, None), ahead, per_shard=4)
         assert [next(others).span.first for _ in range(2)] == [0, 8]
     assert next(others).span.first == 4
@@ -448,7 +448,7 @@ def test_two_makers_make_different_shards_and_both_have_all(tmp_path: Path) -> N
     both = tmp_path / "both"
     store = Store(both, 1000)
     found: list[Shard] = []
-    with store.claim(RowSpan(0, 4)) as own:
+    with writing.claim(store, RowSpan(0, 4)) as own:
         assert own
         other = in_background(lambda: found.extend(made(both, tokenize=partial(tokenize, calls=calls))))
         while len(store.lines()) < 2:
@@ -471,10 +471,10 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     store = Store(tmp_path, 1000)
-    with store.claim(RowSpan(4, 8)):
+    with writing.claim(store, RowSpan(4, 8)):
         lock = next(tmp_path.glob("*.lock"))
         about = json.loads(lock.read_text())
-        with store.claim(RowSpan(4, 8)) as again:
+        with writing.claim(store, RowSpan(4, 8)) as again:
             assert not again
     if holder == "gone":
         about["after_boot"] -= 1000.0  # another process with the same number
@@ -482,7 +482,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
         about["machine"] = "another boot"
     lock.write_text("{" if holder == "torn" else json.dumps(about))
     if holder == "another machine, silent":
-        assert store.is_claimed(RowSpan(4, 8))
+        assert writing.is_claimed(store, RowSpan(4, 8))
         os.utime(lock, (1, 1))
     assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
     assert not list(tmp_path.glob("*.lock"))
@@ -490,24 +490,24 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
 
 def take_over(folder: Path, judged: Any, taken: Any, done: Any) -> None:
     """Claim a shard whose holder is gone, at the moment when the other process has seen that, too."""
-    real = Store.is_claimed
+    real = writing.is_claimed
 
-    def is_claimed(self: Store, span: RowSpan) -> bool:
-        found = real(self, span)
+    def is_claimed(store: Store, span: RowSpan) -> bool:
+        found = real(store, span)
         with suppress(threading.BrokenBarrierError):
             judged.wait(1.0)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "is_claimed", is_claimed)
-        with Store(folder, 1000).claim(RowSpan(0, 4)) as own:
+        patch.setattr(writing, "is_claimed", is_claimed)
+        with writing.claim(Store(folder, 1000), RowSpan(0, 4)) as own:
             taken.put(own)
             done.wait(10.0)
 
 
 def test_of_two_processes_that_find_a_lock_of_one_that_is_gone_one_takes_it_over(tmp_path: Path) -> None:
     lock = tmp_path / f"{RowSpan(0, 4)}.lock"
-    with Store(tmp_path, 1000).claim(RowSpan(0, 4)):
+    with writing.claim(Store(tmp_path, 1000), RowSpan(0, 4)):
         about = json.loads(lock.read_text())
     lock.write_text(json.dumps({**about, "after_boot": about["after_boot"] - 1000.0}))
     forks = multiprocessing.get_context("fork")

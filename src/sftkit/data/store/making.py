@@ -224,8 +224,10 @@ class _Stream:
 
     def claim(self, one: RowSpan) -> bool:
         """Take the lock of a shard; False: another process has it."""
+        from sftkit.data.store import writing
+
         with ExitStack() as stack:
-            if one not in self.locks and stack.enter_context(self._store.claim(one)):
+            if one not in self.locks and stack.enter_context(writing.claim(self._store, one)):
                 self.locks[one] = stack.pop_all()
         return one in self.locks
 
@@ -286,7 +288,7 @@ def _make(
                 raise RowsDiffer(part.differs)
             peers.look()
             for one in stream.locks:
-                store.renew(one)
+                writing.renew(store, one)
             yield part
         check()
 
@@ -307,11 +309,13 @@ def _make(
 
 def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:
     """Wait for a shard that another process makes; None: this one must make it."""
+    from sftkit.data.store import writing
+
     while (shard := store.find(span, said=True)) is None:
         if where := read_about(store).get(DIFFERS):
             raise RowsDiffer(where)
         done = peers.look()
-        if done or (peers.makes and not store.is_claimed(span)):
+        if done or (peers.makes and not writing.is_claimed(store, span)):
             return None
         time.sleep(POLL_SECONDS)
     return shard

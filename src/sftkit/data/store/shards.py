@@ -20,11 +20,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -36,8 +34,7 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding
-from sftkit.rundir.files import alone, make_folder, own_name, replace_shared, sha256_of
-from sftkit.rundir.lock import Holder, pid_scope, process_start
+from sftkit.rundir.files import replace_shared, sha256_of
 
 FORMAT = 6
 "The version of the files of a store and of a view."
@@ -68,10 +65,6 @@ HERE = "\0"
 LINES_FILE = "manifest.jsonl"
 STAMPS = "stamps.json"
 "The stamps that files had when they were compared with their sha256."
-LOCKS = "locks"
-"An empty file, which the kernel locks while a lock of a shard is taken or removed."
-ABANDONED_SECONDS = 120.0
-"Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
 log = logging.getLogger(__name__)
 
@@ -296,51 +289,6 @@ class Store:
         """Keep stamps of files whose sha256 is known."""
         with suppress(OSError):  # a store that only others may write: each start compares
             replace_shared(self.folder / STAMPS, json.dumps(self._content(STAMPS, json.loads) | stamps))
-
-    # ---- one maker a shard -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def claim(self, span: RowSpan) -> Iterator[bool]:
-        """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
-        lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
-        system that cannot lock, would only work twice."""
-        lock = self.folder / f"{span}.lock"
-        own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
-        claimed = False
-        with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
-            make_folder(self.folder)
-            with alone(self.folder / LOCKS):
-                if not (claimed := self.is_claimed(span)):
-                    lock.unlink(missing_ok=True)
-                    temporary = own_name(lock)
-                    temporary.write_text(own)
-                    try:
-                        os.link(temporary, lock)  # with its content, unless another process was faster
-                    except FileExistsError:
-                        claimed = True
-                    finally:
-                        temporary.unlink()
-        try:
-            yield not claimed
-        finally:
-            with suppress(OSError), alone(self.folder / LOCKS):
-                if not claimed and lock.read_text() == own:
-                    lock.unlink()
-
-    def renew(self, span: RowSpan) -> None:
-        """Tell other machines that the shard is being made."""
-        with suppress(OSError):
-            os.utime(self.folder / f"{span}.lock")
-
-    def is_claimed(self, span: RowSpan) -> bool:
-        """Return whether a process that is not known to be gone makes a shard."""
-        lock = self.folder / f"{span}.lock"
-        try:
-            age = time.time() - lock.stat().st_mtime
-            holder = Holder(**json.loads(lock.read_text()))
-        except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
-            return False
-        return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
 
 
 # ---- columns of documents --------------------------------------------------------------------------------------------

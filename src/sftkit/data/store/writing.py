@@ -1,4 +1,5 @@
-"""Write a shard of a store: its files under other names, then their names, then its line in the manifest. No torch."""
+"""Write a shard of a store, as its only maker: its files under other names, then their names, then its line in the
+manifest. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import io
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -32,7 +34,13 @@ from sftkit.data.store.shards import (
     stamp,
 )
 from sftkit.data.types import TokenizedExample
-from sftkit.rundir.files import flush, make_folder, own_name
+from sftkit.rundir.files import alone, flush, make_folder, own_name
+from sftkit.rundir.lock import Holder, pid_scope, process_start
+
+LOCKS = "locks"
+"An empty file, which the kernel locks while a lock of a shard is taken or removed."
+ABANDONED_SECONDS = 120.0
+"Age from which the lock of another machine counts as left behind: its holder renews it with every chunk of rows."
 
 
 @dataclass
@@ -71,6 +79,52 @@ class TokenizedRows:
             self.ids = [np.concatenate(self.ids).astype(dtype)]
             self.is_target = [np.concatenate(self.is_target)]
         return self
+
+
+@contextmanager
+def claim(store: Store, span: RowSpan) -> Iterator[bool]:
+    """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
+    lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
+    system that cannot lock, would only work twice."""
+    lock = store.folder / f"{span}.lock"
+    own = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())))
+    claimed = False
+    with suppress(OSError):  # a full disk, or one that only others may write: the maker finds out
+        make_folder(store.folder)
+        with alone(store.folder / LOCKS):
+            if not (claimed := is_claimed(store, span)):
+                lock.unlink(missing_ok=True)
+                temporary = own_name(lock)
+                temporary.write_text(own)
+                try:
+                    os.link(temporary, lock)  # with its content, unless another process was faster
+                except FileExistsError:
+                    claimed = True
+                finally:
+                    temporary.unlink()
+    try:
+        yield not claimed
+    finally:
+        with suppress(OSError), alone(store.folder / LOCKS):
+            if not claimed and lock.read_text() == own:
+                lock.unlink()
+
+
+def renew(store: Store, span: RowSpan) -> None:
+    """Tell other machines that the shard is being made."""
+    with suppress(OSError):
+        os.utime(store.folder / f"{span}.lock")
+
+
+def is_claimed(store: Store, span: RowSpan) -> bool:
+    """Return whether a process that is not known to be gone makes a shard."""
+    lock = store.folder / f"{span}.lock"
+    try:
+        age = time.time() - lock.stat().st_mtime
+        holder = Holder(**json.loads(lock.read_text()))
+    except (OSError, ValueError, TypeError):  # there is none, or a power failure has cut it off
+        return False
+    return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
 
 
 def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool) -> Shard:
