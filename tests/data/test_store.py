@@ -321,7 +321,7 @@ def test_after_a_power_failure_at_any_moment_the_rest_is_made_and_all_bytes_are_
     disk = tmp_path / "disk"
     disk.mkdir()
     with monkeypatch.context() as patch, Recording(disk) as recording:
-        patch.setattr(shards, "process_start", lambda _: 0.0)  # its locks are those of a process that is gone
+        patch.setattr(writing, "process_start", lambda _: 0.0)  # its locks are those of a process that is gone
         made(disk / "store")
     assert unrecovered(recording, partial(check_recovery, content(disk / "store")), limit) == []
 
@@ -331,7 +331,7 @@ def test_a_store_that_is_not_flushed_is_found(tmp_path: Path, monkeypatch: pytes
     disk.mkdir()
     with monkeypatch.context() as patch, Recording(disk) as recording:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(shards, "process_start", lambda _: 0.0)
+        patch.setattr(writing, "process_start", lambda _: 0.0)
         made(disk / "store")
     assert unrecovered(recording, partial(check_recovery, content(disk / "store")), 8, enough=1)
 
