@@ -122,7 +122,7 @@ def test_state_spaces_cost_two_products_with_their_state_and_convolutions_none(
     [
         ("lfm2", {"conv.in_proj", "conv.out_proj", "self_attn.q_proj"}),
         ("bamba", {"mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"}),
-        ("nemotron_h", {"mixer.in_proj", "mixer.out_proj", "mixer.q_proj"}),
+        ("nemotron_h", {"mixer.in_proj", "mixer.q_proj"}),
     ],
 )
 def test_the_group_attention_has_the_projections_of_all_layers_that_mix_tokens(
@@ -135,11 +135,25 @@ def test_the_group_attention_has_the_projections_of_all_layers_that_mix_tokens(
     assert all(re.match(r"(self_attn|mamba|conv|mixer)\.(q|k|v|o|in|out)_proj$", name) for name in adapted)
 
 
+@pytest.mark.parametrize("model_type", ["falcon_h1", "nemotron_h", "bamba"])
+def test_peft_takes_the_layers_that_get_adapters(model_type: str) -> None:
+    """It rejects the output projections of some architectures with Mamba."""
+    peft = pytest.importorskip("peft")
+    model = build(model_type)
+    adapters = Adapters(AdapterConfig(rank=2, targets=("attention",)), 0, ModelConfig(path="x"), "")
+    add_adapters(model, adapters)
+    names = {re.sub(r"\.lora_.*", "", name) for name in factors(model)}
+    assert any(name.endswith(".in_proj") for name in names)
+    theirs = peft.get_peft_model(build(model_type), peft.LoraConfig(target_modules=sorted(names)))
+    assert sum(name.endswith(".lora_A.default") for name, _ in theirs.named_modules()) == len(names)
+
+
 def test_adapters_go_to_the_projections_and_leave_convolution_and_decay_frozen() -> None:
+    """Also if their rank is larger than the number of heads."""
     model = build("qwen3_5_text")
-    add_adapters(model, Adapters(AdapterConfig(rank=2), 0, ModelConfig(path="x"), ""))
+    add_adapters(model, Adapters(AdapterConfig(rank=8), 0, ModelConfig(path="x"), ""))
     adapted = {name.split(".lora_")[0].removeprefix("model.layers.0.") for name in factors(model) if ".0." in name}
-    inside = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    inside = ("in_proj_qkv", "in_proj_z", "out_proj")
     assert adapted == {*(f"linear_attn.{name}" for name in inside), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {*factors(model)}
 

@@ -21,7 +21,7 @@ from sftkit.errors import CheckpointError, ConfigError
 from sftkit.export.export import export
 from sftkit.models.files import INDEX_FILE, UNCHANGED, auto_class_in, size_of
 from sftkit.models.load import load_model, trained_config
-from sftkit.models.towers import whole_of
+from sftkit.models.towers import skeleton, whole_of
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.rundir.names import step_dir
@@ -152,6 +152,37 @@ def test_the_run_opens_its_first_checkpoint_as_the_whole_model(tmp_path: Path, t
     assert torch.equal(row_logits(loaded, [3, 4, 5]), row_logits(model, [3, 4, 5]))
 
 
+def test_a_resumed_run_keeps_the_other_tensors_of_its_checkpoint_when_the_start_has_changed(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a disk without hard links, after the first checkpoint is gone."""
+    folder = start(tmp_path / "start")
+    run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=text_model(folder, tokenizer))
+    run.steps(0, 1, every=1, wait=True)
+    first, third = (step_dir(tmp_path / "run", step) for step in (1, 3))
+    held = tensors(first)
+    file = folder / "model.safetensors"
+    save_file({n: t if is_text(n) else t + 1 for n, t in load_file(file).items()}, file, {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text("{}")
+    again = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=text_model(folder, tokenizer))
+    again.checkpoints.resume(str(first))
+    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    again.steps(1, 2, every=1, wait=True)
+    shutil.rmtree(first)
+    again.steps(2, 3, every=1, wait=True)
+    now = tensors(third)
+    assert all(torch.equal(now[name], held[name]) for name in held if not is_text(name))
+    assert not (third / "preprocessor_config.json").exists()
+
+
+def test_a_model_on_the_meta_device_draws_no_random_numbers() -> None:
+    text, vision, more = FAMILIES["qwen3_5"]
+    config = AutoConfig.for_model("qwen3_5", text_config=TEXT | text, vision_config=vision, **more)
+    before = torch.get_rng_state()
+    skeleton(config)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.slow
 def test_an_export_is_the_whole_model(tmp_path: Path, tokenizer: Any) -> None:
     folder = start(tmp_path / "start")
@@ -209,6 +240,18 @@ def test_only_the_text_model_counts_for_memory_and_names(tmp_path: Path, tokeniz
     assert "mtp.weight" in whole.unchanged
 
 
+def test_a_tensor_that_is_dropped_with_the_text_model_is_named(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    file = start(tmp_path) / "model.safetensors"
+    held = load_file(file)
+    prefix = next(name for name in held if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    save_file(held | {f"{prefix}layers.7.more": torch.ones(1)}, file, {"format": "pt"})
+    text_model(tmp_path, tokenizer)
+    (warning,) = [record.message for record in caplog.records if "neither trained nor saved" in record.message]
+    assert "model.layers.7.more" in warning
+    assert "vision" not in warning
+    assert "mtp" not in warning
+
+
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow)])
 def test_an_adapter_has_the_names_of_the_whole_model_and_can_be_merged_into_it(
     tmp_path: Path, tokenizer: Any, family: str
@@ -227,6 +270,8 @@ def test_an_adapter_has_the_names_of_the_whole_model_and_can_be_merged_into_it(
         model=text_model(folder, tokenizer, adapter=AdapterConfig(rank=2, alpha=8)),
     )
     again.checkpoints.resume(str(saved))
+    files = RoundTrip(model, tokenizer, run.rt, fp8=False, trusted=False).files_check(run.checkpoints.write_files)
+    assert files.ok, files.found
     for one, other in zip(again.orig_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
     own = row_logits(model, [3, 4, 5])

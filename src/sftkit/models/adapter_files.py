@@ -46,6 +46,8 @@ _ATTENTION = re.compile(
 "Layers that mix tokens, recurrent ones and short convolutions among them; NemotronH calls any part of a block mixer."
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 "Routers: an adapter would change which experts a token visits."
+_GATES = re.compile(r"(^|\.)(in_proj_(a|b|ba)|a_proj|b_proj)$")
+"Decay and rate of recurrent layers: they have one output a head, often fewer than an adapter's rank."
 _NOT_LOADED = (
     *("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias"),
     *("layer_replication", "alora_invocation_tokens"),
@@ -84,7 +86,11 @@ def target_layers(
     Raises:
         ConfigError: a target is no such layer, or smaller than the rank; or a method that experts do not have.
     """
-    common = [name for name in shapes if not ROUTER.search(name) and (config.experts or name not in experts)]
+    common = [
+        name
+        for name in shapes
+        if not (ROUTER.search(name) or _GATES.search(name)) and (config.experts or name not in experts)
+    ]
     found: set[str] = set()
     for target in config.targets:
         if target == "all-linear":

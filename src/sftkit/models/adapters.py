@@ -313,6 +313,9 @@ def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[s
     shapes: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
     for name, module in orig_model.named_modules():
+        # peft would not load the files: kernels of Mamba compute with this weight themselves.
+        if name.endswith(".out_proj") and orig_model.config.model_type in ("falcon_h1", "nemotron_h"):
+            continue
         if name in linears:
             assert isinstance(module, torch.nn.Linear)
             shapes[name] = (module.out_features, module.in_features)

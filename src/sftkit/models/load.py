@@ -310,7 +310,10 @@ def full_model(
         cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
         if isinstance(cached, str):
             model_files.check_model_files(Path(cached).parent)
-    if trained is config and (unused := loading_info["unexpected_keys"]):
+    unused = loading_info["unexpected_keys"]
+    if trained is not config:  # other parts are copied into checkpoints
+        unused &= model_files.text_weights(local_folder(path, options)).keys()
+    if unused:
         name = type(orig_model).__name__
         _warn_once(
             f"{path}: {name} has no weight named {first_of(sorted(unused))}, so these are neither trained nor saved"

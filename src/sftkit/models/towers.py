@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,8 @@ def write_whole_config(orig_model: PreTrainedModel, whole: Whole, folder: Path) 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Return a whole model on the meta device."""
-    with torch.device("meta"), no_init_weights():
+    # Some classes draw numbers on the host all the same.
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), no_init_weights():
         made: PreTrainedModel = class_of(config)(config)
     made.tie_weights()
     return made
@@ -244,21 +246,23 @@ def write_unchanged(whole: Whole, folder: Path, earlier: Path | None = None) -> 
     """Write the tensors of the whole model that are not trained, byte by byte.
 
     Args:
-        earlier: checkpoint of this run, whose file becomes a second name of the same bytes on the disk.
+        earlier: checkpoint of this run, or else the start if it is a checkpoint: its file becomes a second name of the
+            same bytes on the disk, or is copied.
 
     Raises:
         OSError: the start's files have changed since the model was loaded.
     """
     out = folder / UNCHANGED
-    if earlier is not None and not isinstance(known := read_manifest(earlier), str) and UNCHANGED in known:
+    earlier = earlier or whole.folder
+    if not isinstance(known := read_manifest(earlier), str) and UNCHANGED in known:
         try:
             os.link(earlier / UNCHANGED, out)
-        except OSError:  # a disk without hard links
-            pass
-        else:
-            if sha256_of([out]) == [known[UNCHANGED].sha256]:
-                return
-            out.unlink()
+        except OSError:  # a disk without hard links, or another one
+            with suppress(OSError):
+                shutil.copyfile(earlier / UNCHANGED, out)
+        if out.is_file() and sha256_of([out]) == [known[UNCHANGED].sha256]:
+            return
+        out.unlink(missing_ok=True)
     for path, stamp in whole.stamps.items():
         if _stamp(path) != stamp:
             raise OSError(f"{path} has changed since the model was loaded, and its other tensors belong into {folder}")

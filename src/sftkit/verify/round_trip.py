@@ -354,7 +354,9 @@ class RoundTrip:
         dtype = str(model.dtype).removeprefix("torch.")
         base = "bf16" if adapters is None else adapters.config.base
         facts = facts_of(model, model.generation_config, self._tokenizer)
-        if (whole := whole_of(model)) is not None:
+        if (whole := whole_of(model)) is not None and adapters is not None:
+            del facts["class"], facts["tied weights"]  # no file of an adapter has them
+        elif whole is not None:
             facts["class"] = whole.model_class.__name__
             facts["tied weights"] = sorted(map(whole.live_name, facts["tied weights"]))
         limit = limits(model.dtype, len(decoder_blocks(model)), fp8=self._fp8).logits
