@@ -460,7 +460,7 @@ class Web(BaseHTTPRequestHandler):
         elif path == "/web/":
             self.answer("".join(f'<a href="/web/{name}">{name}</a>' for name in self.files).encode())
         elif path == "/api/agent-harnesses":
-            self.answer(b"[]")
+            self.answer(b"{}")
         elif path.endswith("/tree/main"):
             self.answer(json.dumps([{"type": "directory", "path": "data", "oid": "1" * 40}]).encode())
         elif path.startswith("/api/datasets/org/name/tree/"):
