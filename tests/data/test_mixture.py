@@ -109,6 +109,22 @@ def test_large_bucketed_epochs_take_each_document_once_and_any_step_is_planned_a
     assert begun.first_batches()[1] == len(begun._planned(begun._part(0)))
 
 
+def test_bucketed_data_that_grows_beyond_a_block_within_an_epoch_loses_no_document_and_takes_none_twice() -> None:
+    lengths = np.random.default_rng(0).integers(1, 65, 500)
+    made = layout(lengths, "bucketed")
+    segments = [PlanSegment(0, 3, 12, 4, (SourcePlan("a", 300),)), PlanSegment(9, 3, 12, 4, (SourcePlan("a", 500),))]
+    begun = order.order_of(lengths[:300], made, segments[:1], block=400)
+    known = as_saved(begun.state(9))
+    grown = order.order_of(lengths, made, segments, known, block=400)
+    assert type(begun) is Order
+    assert type(grown) is BucketOrder
+    rest = grown.batches(9, grown.num_steps(1))
+    assert taken(begun.batches(0, 9)) + taken(rest) == Counter(range(500))
+    part_of_a_pass = PlanSegment(9, 3, 12, 4, (SourcePlan("a", 600, repeat=1.5),))
+    with pytest.raises(ConfigError, match="bucketed epochs of more than 200 documents cannot begin to take a part"):
+        order.order_of(np.tile(lengths[:300], 2), made, [segments[0], part_of_a_pass], known, block=200)
+
+
 # ---- permutations ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import fcntl
 import gzip
 import io
 import json
@@ -347,6 +348,24 @@ def test_a_copy_that_another_process_reads_is_not_removed(bucket: fsspec.Abstrac
     assert [first, *mine] == others
 
 
+def test_copies_that_are_read_together_stay_or_go_together_and_count_together(tmp_path: Path) -> None:
+    def fetch(group: str, **files: int) -> Path:
+        for name, size in files.items():
+            (tmp_path / group).mkdir(exist_ok=True)
+            (tmp_path / group / name).write_bytes(bytes(size))
+        return tmp_path / group
+
+    old, read, new = (fetch("1", idx=10, tokens=1000), fetch("2", idx=10, tokens=1000), fetch("3", text=500))
+    for age, group in enumerate((new, read, old)):
+        for path in group.iterdir():
+            os.utime(path, (1e9 - age, 1e9 - age))
+    with (read / "idx").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        remote._make_room(tmp_path, 1600)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["idx", "text", "tokens"]
+    assert not old.exists()
+
+
 def test_what_identifies_a_file_at_a_url_needs_no_download(
     bucket: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +460,7 @@ class Web(BaseHTTPRequestHandler):
         elif path == "/web/":
             self.answer("".join(f'<a href="/web/{name}">{name}</a>' for name in self.files).encode())
         elif path == "/api/agent-harnesses":
-            self.answer(b"[]")
+            self.answer(b"{}")
         elif path.endswith("/tree/main"):
             self.answer(json.dumps([{"type": "directory", "path": "data", "oid": "1" * 40}]).encode())
         elif path.startswith("/api/datasets/org/name/tree/"):

@@ -623,9 +623,24 @@ class BucketOrder(Order):
     _every: tuple[np.ndarray, np.ndarray] | None = None
     "documents of whole epochs by their bucket, int32, and the number in each"
 
-    def _plan_epoch(self, part: Steps) -> "_Bucketed":
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        layout: Layout,
+        segments: Sequence[PlanSegment],
+        known: Sequence[Cursor] = (),
+        block: int = BLOCK,
+    ) -> None:
+        """See Order. block: documents of an epoch that is planned whole."""
+        super().__init__(lengths, layout, segments, known)
+        self._block = block
+
+    def _plan_epoch(self, part: Steps) -> Sequence[GlobalBatch]:
         """Return the batches of an epoch, or of its rest, each planned when it is asked for."""
         layout = self._layouts[part.segment]
+        sources = self._segments[part.segment].sources
+        if (sum(one.documents for one in sources) if part.left is None else len(part.left)) <= self._block:
+            return super()._plan_epoch(part)  # as in a run whose data has grown since
         whole = part.left is None and len(self._segments) == 1
         if (found := self._every if whole else None) is None:
             documents = self._documents_of(part).astype(np.int32)

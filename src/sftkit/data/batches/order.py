@@ -134,14 +134,16 @@ def order_of(
     block: int = BLOCK,
 ) -> "Order":
     """Return the order of documents of a run, see Order. block: documents that are planned together."""
-    every = [source for segment in segments for source in segment.sources]
-    whole = all(source.weight is None and source.repeat % 1 == 0 for source in every)
-    if whole and len(lengths) <= block:
+    whole = [all(one.weight is None and one.repeat % 1 == 0 for one in segment.sources) for segment in segments]
+    if all(whole) and len(lengths) <= block:
         return Order(lengths, layout, segments, known)
     from sftkit.data.batches.blocks import BlockOrder, BucketOrder
 
-    if whole and layout.kind == "bucketed":
-        return BucketOrder(lengths, layout, segments, known)
+    if all(whole) and layout.kind == "bucketed":
+        return BucketOrder(lengths, layout, segments, known, block)
+    planned = [sum(one.documents for one in segment.sources) for segment in segments[: [*whole, False].index(False)]]
+    if layout.kind == "bucketed" and max(planned, default=0) > block:
+        raise config_error("part of a pass from a step on", most=block)
     return BlockOrder(lengths, layout, segments, known, block)
 
 

@@ -310,7 +310,8 @@ def _names(paths: Iterable[PurePath], root: PurePath) -> str:
 
 def _splits_text(splits: Mapping[AnyPath, str], chosen: list[AnyPath], root: PurePath) -> str:
     """Return how many files each split has, the chosen ones first, and the names of the others."""
-    others = {path: split for path, split in splits.items() if path not in set(chosen)}
+    own = set(chosen)  # once: folders have thousands of files
+    others = {path: split for path, split in splits.items() if path not in own}
     name = splits[chosen[0]]
     words = [f"{name}: {counted(len(chosen), 'file')}"]
     for split in sorted({*others.values()}):

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -232,17 +232,22 @@ def _locked(path: Path) -> IO[bytes] | None:
 
 
 def _make_room(folder: Path, most: int) -> None:
-    """Remove the least recently used copies until the others have at most `most` bytes."""
+    """Remove the least recently used copies until the others have at most `most` bytes. Files that are read together
+    stay or go together."""
     copies = []
-    for path in folder.rglob("*"):
+    for group in folder.glob("[!.]*"):
         with suppress(OSError):  # another process removes, too
-            if path.is_file() and not path.name.endswith(".tmp"):
-                copies.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-    total = sum(size for _, size, _ in copies)
-    for _, size, path in sorted(copies):
+            files = [path for path in group.rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
+            stats = [path.stat() for path in files]
+            used = max((one.st_mtime_ns for one in stats), default=None)
+            if used is not None:
+                copies.append((used, sum(one.st_size for one in stats), group, files))
+    total = sum(size for _, size, _, _ in copies)
+    for _, size, group, files in sorted(copies):
         if total <= most:
             return
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody reads the copy
-            shutil.rmtree(folder / path.relative_to(folder).parts[0])
+        with suppress(OSError), ExitStack() as held:
+            for path in files:  # fails while somebody reads one of them
+                fcntl.flock(held.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(group)
             total -= size
