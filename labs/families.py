@@ -10,7 +10,6 @@ benchmarks/families/overrides.yaml has the fields that a tiny config of a family
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -27,6 +26,7 @@ from transformers import AutoConfig, PretrainedConfig
 from labs.pages import write
 from labs.tables import markdown_table
 from sftkit.checkpoint.states import check_saved_names
+from sftkit.config.commands import Parser
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.terminal import print_text
 from sftkit.data.batches.collate import collate
@@ -251,7 +251,7 @@ def table(name: str) -> str:
 
 def main() -> None:
     """Check the types that the command line names, and write the page if it names none."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, help="results as JSON; without types the file of the page")
     parser.add_argument("types", nargs="*")
     given = parser.parse_args()

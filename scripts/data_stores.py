@@ -41,20 +41,18 @@ def main() -> int:
 def export(recipe: str, settings: list[str], out: Path) -> None:
     """Write the documents of each source of data.train as Megatron has them, and the tokenizer."""
     from sftkit.config.load import read_config
-    from sftkit.config.schema import source_label, where_counts
+
+    cfg = read_config(recipe, settings, 1)  # mistakes in it are rejected here, before torch is imported
+
+    from sftkit.config.schema import source_label
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.terminal import print_text
-    from sftkit.data.store.foreign import write_megatron
+    from sftkit.data.store.foreign import check_export, write_megatron
     from sftkit.data.tokens import sources
-    from sftkit.errors import config_error
     from sftkit.preflight.analysis import tokenizer_of
     from sftkit.runtime.start import quiet_libraries
 
-    cfg = read_config(recipe, settings, 1)
-    chosen = [name for name in ("val_fraction", "dedup", "decontaminate") if getattr(cfg.data, name)]
-    limited = [source_label(source) for source in cfg.data.train if source.sample or where_counts(source)]
-    if names := [*chosen, *(f"where or sample of {name}" for name in limited)]:
-        raise config_error("choice in export", names=", ".join(names))
+    check_export(cfg.data)
     quiet_libraries()
     tokenizer = tokenizer_of(cfg.model, cfg.data)
     tokenize = sources.stage_rule(stage_of_recipe(recipe))(cfg.data, tokenizer, sources.WHOLE)

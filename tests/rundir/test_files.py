@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sftkit.compile import cache as compile_cache
-from sftkit.data.store.shards import RowSpan, Store, TokenizedRows
+from sftkit.data.store.shards import RowSpan, Store
+from sftkit.data.store.writing import TokenizedRows, write_shard
 from sftkit.rundir import lock
 from sftkit.rundir.files import replace_shared
 
@@ -22,7 +23,7 @@ def of_a_group() -> object:
 
 
 def test_what_other_processes_may_read_has_the_mode_that_the_umask_leaves(tmp_path: Path, of_a_group: object) -> None:
-    Store(tmp_path / "data" / "key", 9).write(RowSpan(0, 1), iter([TokenizedRows()]), "a", on_disk=True)
+    write_shard(Store(tmp_path / "data" / "key", 9), RowSpan(0, 1), iter([TokenizedRows()]), "a", on_disk=True)
     compile_cache._write(str(tmp_path / "compile" / "key.compiled"), b"code")
     replace_shared(tmp_path / "beat", "text")
     held = lock.take_lock(tmp_path / "run")

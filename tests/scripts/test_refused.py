@@ -23,9 +23,15 @@ RECIPES = {
     "caption_train.py": "recipes/captioning/caption_smoke.yaml",
     **dict.fromkeys(("inspect_data.py", "validate_compile.py"), "recipes/smoke/sft.yaml"),
     "run_chain.py": "recipes/smoke",
+    "data_stores.py": "recipes/smoke/sft.yaml",
 }
 "Scripts that take a recipe, or a folder of them."
 ASKED = {script: ((recipe, WRONG_KEY[0]), 2, WRONG_KEY[1]) for script, recipe in RECIPES.items()}
+ASKED["data_stores.py"] = (
+    ("export", "megatron", "recipes/smoke/base.yaml", WRONG_KEY[0], "--out", "x"),
+    2,
+    WRONG_KEY[1],
+)
 ASKED["evaluate.py"] = (("runs/x", "--shot-count", "3"), 2, "--shot-count")
 ASKED["chat.py"] = (("--promt", "Hi?"), 2, "--promt")
 ASKED["mid_train.py"] = (("--help",), 0, None)  # of the scripts that train

@@ -103,8 +103,11 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 "Word that begins a name -> its split: the words of datasets."
-LIBRARIES = {"mds files": re.compile(r"^shard\.\d+\.mds"), "litdata files": re.compile(r"^chunk-\d+-\d+\.(.+\.)?bin$")}
-"Message -> names of files that only a library of its own reads."
+LIBRARIES = {
+    r"shard\.\d+\.mds": ("shards of MosaicML's streaming (MDS)", "streaming", "local='DIR', batch_size=1"),
+    r"chunk-\d+-\d+\.(.+\.)?bin$": ("chunks of litdata", "litdata", "'DIR'"),
+}
+"Names of files that only a library of their own reads -> what they are, its module, what its dataset takes."
 NAMES_SHOWN = 5
 "Names of files in a message."
 REHASHED_BYTES = 2**26
@@ -125,9 +128,9 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
         ConfigError, DataError: there are none, or some cannot be read.
     """
     split = base_split(source.split)
-    of_library = {pattern.search(path.name) and name for name, pattern in LIBRARIES.items() for path in present}
-    if name := next(filter(None, of_library), None):
-        raise config_error(name, path=source.path)
+    for pattern, (what, module, arguments) in LIBRARIES.items():
+        if any(re.match(pattern, path.name) for path in present):
+            raise config_error("files of a library", path=source.path, what=what, module=module, arguments=arguments)
     relative = {path: path.relative_to(root) for path in present}
     named = {root / name for name in source.files or () if not WILDCARD.search(name)}
     folders = {path.parent for path in present}

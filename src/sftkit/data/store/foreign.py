@@ -29,7 +29,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftkit.config.commands import similar_paths
-from sftkit.config.schema import SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig, source_label, where_counts
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.origin import Origin, content_identity
 from sftkit.data.store.shards import DOCS, HERE, Shard
@@ -256,6 +256,18 @@ def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.n
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(path)
     return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
+
+
+def check_export(data: DataConfig) -> None:
+    """Reject settings that choose documents: an export has all of its sources.
+
+    Raises:
+        ConfigError: names them.
+    """
+    chosen = [name for name in ("val_fraction", "dedup", "decontaminate") if getattr(data, name)]
+    limited = [source_label(source) for source in data.train if source.sample or where_counts(source)]
+    if names := [*chosen, *(f"where or sample of {name}" for name in limited)]:
+        raise config_error("choice in export", names=", ".join(names))
 
 
 def write_megatron(prefix: Path, shards: Sequence[Shard], vocabulary: int) -> tuple[int, int]:
