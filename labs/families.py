@@ -3,6 +3,8 @@ that a run makes of itself, on a CPU in fp32, eagerly.
 
 python -m labs.families [--out FILE] [MODEL_TYPE ...]     without a model_type all of them, and docs/families.md
 
+With another transformers in PYTHONPATH and --out benchmarks/families/results_newer.json: what differs there.
+
 benchmarks/families/overrides.yaml has the fields that a tiny config of a family needs beside SIZES.
 """
 
@@ -50,6 +52,7 @@ from sftkit.verify.documents import check_documents, document_checks
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/families"
 RESULTS = FOLDER / "results.json"
+NEWER = FOLDER / "results_newer.json"
 LARGEST = 20_000_000
 "Parameters of a tiny model: at most."
 SIZES: dict[str, Any] = {
@@ -229,8 +232,14 @@ def outcomes(types: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def table(name: str) -> str:
-    """Return the table of a page: `accepted` or `rejected`."""
+    """Return the table of a page: `accepted`, `rejected`, or `newer`, where a newer transformers says otherwise."""
     recorded = json.loads(RESULTS.read_text())
+    if name == "newer":
+        known = {row["model_type"]: row["accepted"] for row in recorded["rows"]}
+        newer = json.loads(NEWER.read_text())
+        others = [row for row in newer["rows"] if known.get(row["model_type"]) != row["accepted"]]
+        cells = [[f"`{row['model_type']}`", row["reason"] or "accepted"] for row in others]
+        return f"transformers {newer['transformers']}:\n\n{markdown_table(['`model_type`', 'outcome'], cells)}"
     rows = [row for row in recorded["rows"] if row["accepted"] == (name == "accepted")]
     groups: dict[str, list[str]] = {}
     for row in rows:

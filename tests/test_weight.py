@@ -14,8 +14,9 @@ SRC = ROOT / "src"
 IMPORT_SHARE = 0.095
 MODULES = 130
 CODE_LINES = 15_000
-PACKAGE_CODE_LINES = 32_050
-"28,250 before data of any size: stores, batches of rows, mixtures, choice of documents, further formats."
+PACKAGE_CODE_LINES = 34_400
+"""32,050 before recurrent layers, attention sinks, quantized starts, chunks of positions, text models in larger models,
+export to Megatron, smaller stores and faster tokenizing."""
 NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

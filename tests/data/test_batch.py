@@ -298,6 +298,12 @@ LOOK{{ m.content }}<|im_end|>
         ("{{ m.content.split('magic')[0] }}", "magic"),
         ("{% if m.content | length > 30 %}!{% endif %}", "a long answer, " * 9),
         ("{% if m.content == 'It is magic.' %}!{% endif %}", "magic"),
+        ("{% set word = 'magic' %}{% if word in m.content %}!{% endif %}", "magic"),
+        ("{% if (m.content | trim)[-6:-1] == 'magic' %}!{% endif %}", "magic"),
+        ("{% for c in m.content if c == 'ä' %}!{% endfor %}", "mägic"),
+        ("{% if not m.content.isascii() %}!{% endif %}", "mägic"),
+        ("{% if m.content > 'It is z' %}!{% endif %}", "zoo"),
+        ("{% if m.content.rstrip('c.') != m.content.rstrip('.') %}!{% endif %}", "magic"),
     ],
 )
 def test_a_template_that_looks_at_texts_renders_those_it_looks_for(make_tokenizer, look: str, odd: str) -> None:
@@ -305,10 +311,10 @@ def test_a_template_that_looks_at_texts_renders_those_it_looks_for(make_tokenize
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = LOOKS.replace("LOOK", look)
     tokenize = RowTokenizer(chat.tokenize, tokenizer, 2**20)
-    given = [*asked(100), *asked(40, "fine", odd), *asked(100, "fine", "good", odd)]
+    given = [*asked(100), *asked(20, "fine", odd), *asked(60, "fine", "good", odd)]
     found = [one for i in range(0, len(given), 25) for one in tokenize.many(given[i : i + 25])]
-    same = list(map(batch.same, one_by_one(tokenize, given), found))
-    assert all(same) or (tokenize.differs and "length" in look), "only a comparison shows what a length decides"
+    assert all(map(batch.same, one_by_one(tokenize, given), found))
+    assert not tokenize.differs
 
 
 def test_a_long_text_with_which_rows_begin_is_encoded_once(of_template) -> None:

@@ -22,9 +22,10 @@ from crash_states import Recording, State, files_of, unrecovered
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.columns import add
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store import making, shards
+from sftkit.data.store import making, shards, writing
 from sftkit.data.store.making import Peers, shards_of
-from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store, TokenizedRows
+from sftkit.data.store.shards import LINES_FILE, STAMPS, RowSpan, Shard, Store
+from sftkit.data.store.writing import TokenizedRows, write_shard
 from sftkit.data.types import TokenizedExample
 from sftkit.errors import ConfigError
 
@@ -120,7 +121,7 @@ def test_a_start_parses_the_manifest_once_whatever_the_number_of_shards(
 ) -> None:
     made(tmp_path)
     parsed: list[bytes] = []
-    monkeypatch.setattr(shards, "_is_whole", lambda line: parsed.append(line) or True)
+    monkeypatch.setattr(shards, "is_whole", lambda line: parsed.append(line) or True)
     assert len(made(tmp_path)) == 3
     assert len(parsed) == 3
 
@@ -130,7 +131,7 @@ def test_without_a_mask_every_token_but_the_first_is_a_target(tmp_path: Path) ->
     part = TokenizedRows(where=["a:1"])
     for _ in range(2):
         part.add(TokenizedExample(ids, ids > 0, 4), (0, 0, 0, 0, (0,) * 5))
-    shard = Store(tmp_path, 2**16 + 1).write(RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
+    shard = write_shard(Store(tmp_path, 2**16 + 1), RowSpan(0, 4), iter([part.packed("<u4")]), "a", on_disk=True)
     assert not list(tmp_path.glob("*.mask.bin"))
     assert shard.tokens(5, 5)[1].tolist() == [False, True, True, True, True]
     assert (tmp_path / f"{shard.span}.ids.bin").stat().st_size == 4 * 10, "uint32 for more than 65,536 entries"
@@ -185,7 +186,7 @@ def test_a_token_takes_little_more_than_its_two_bytes_and_all_of_its_document_is
     part = conversations(mean, 2000)
     tokens = len(part.ids[0])
     assert mean * 0.95 < tokens / 2000 < mean * 1.05
-    shard = Store(tmp_path, 2**16).write(RowSpan(0, 2048), iter([part]), SOURCE.path, on_disk=True)
+    shard = write_shard(Store(tmp_path, 2**16), RowSpan(0, 2048), iter([part]), SOURCE.path, on_disk=True)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) / tokens <= most
     expected = np.array(part.docs, shard.docs.dtype)
     for name in shard.docs.dtype.names:
@@ -200,7 +201,7 @@ def test_columns_take_what_the_largest_value_needs(tmp_path: Path) -> None:
     part = TokenizedRows(where=["a:1"])
     ids = np.arange(2**17) % 7
     part.add(TokenizedExample(ids, ids > 0, 2**31, size=2**18), (2**31, 3, 2**64 - 1, 2**64 - 1, (2**16 - 1,) * 5))
-    shard = Store(tmp_path, 1000).write(RowSpan(5, 9), iter([part.packed("<u2")]), "a", on_disk=True)
+    shard = write_shard(Store(tmp_path, 1000), RowSpan(5, 9), iter([part.packed("<u2")]), "a", on_disk=True)
     doc = shard.docs[0]
     assert [int(doc[name]) for name in ("length", "size", "bytes", "row")] == [2**17, 2**18, 2**31, 2**31]
     assert (int(doc["odd"]), int(doc["content"]), doc["roles"].tolist()) == (3, 2**64 - 1, [2**16 - 1] * 5)
@@ -280,8 +281,8 @@ def test_rows_of_the_next_shards_are_read_before_one_is_written(
 ) -> None:
     calls: list[int] = []
     read: list[int] = []
-    real = Store.write
-    monkeypatch.setattr(Store, "write", lambda *args, **how: (real(*args, **how), read.append(len(calls)))[0])
+    real = writing.write_shard
+    monkeypatch.setattr(writing, "write_shard", lambda *args, **how: (real(*args, **how), read.append(len(calls)))[0])
     made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
     assert (read, calls) == ([10, 10, 10], list(range(ROWS)))
     assert not list(tmp_path.glob("ahead/*.lock"))
@@ -293,7 +294,7 @@ def test_rows_of_the_next_shards_are_read_before_one_is_written(
     calls.clear()
     made(tmp_path / "ahead", tokenize=partial(ahead, calls=calls))
     assert calls == [4, 5, 6, 7]
-    with Store(tmp_path / "two", 1000).claim(RowSpan(4, 8)):
+    with writing.claim(Store(tmp_path / "two", 1000), RowSpan(4, 8)):
         others = shards_of(Store(tmp_path / "two", 1000), SOURCE, rows, (0, None), ahead, per_shard=4)
         assert [next(others).span.first for _ in range(2)] == [0, 8]
     assert next(others).span.first == 4
@@ -320,7 +321,7 @@ def test_after_a_power_failure_at_any_moment_the_rest_is_made_and_all_bytes_are_
     disk = tmp_path / "disk"
     disk.mkdir()
     with monkeypatch.context() as patch, Recording(disk) as recording:
-        patch.setattr(shards, "process_start", lambda _: 0.0)  # its locks are those of a process that is gone
+        patch.setattr(writing, "process_start", lambda _: 0.0)  # its locks are those of a process that is gone
         made(disk / "store")
     assert unrecovered(recording, partial(check_recovery, content(disk / "store")), limit) == []
 
@@ -330,7 +331,7 @@ def test_a_store_that_is_not_flushed_is_found(tmp_path: Path, monkeypatch: pytes
     disk.mkdir()
     with monkeypatch.context() as patch, Recording(disk) as recording:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(shards, "process_start", lambda _: 0.0)
+        patch.setattr(writing, "process_start", lambda _: 0.0)
         made(disk / "store")
     assert unrecovered(recording, partial(check_recovery, content(disk / "store")), 8, enough=1)
 
@@ -447,14 +448,14 @@ def test_two_makers_make_different_shards_and_both_have_all(tmp_path: Path) -> N
     both = tmp_path / "both"
     store = Store(both, 1000)
     found: list[Shard] = []
-    with store.claim(RowSpan(0, 4)) as own:
+    with writing.claim(store, RowSpan(0, 4)) as own:
         assert own
         other = in_background(lambda: found.extend(made(both, tokenize=partial(tokenize, calls=calls))))
         while len(store.lines()) < 2:
             other.join(0.01)
         assert calls == [4, 5, 6, 7, 8, 9]
         first = list(tokenize([(0, list(rows())[:2]), (2, list(rows())[2:4])]))
-        store.write(RowSpan(0, 4), iter(first), SOURCE.path, on_disk=True)
+        write_shard(store, RowSpan(0, 4), iter(first), SOURCE.path, on_disk=True)
     other.join(10)
     assert len(calls) == 6
     assert documents(found) == documents(made(tmp_path / "alone"))
@@ -470,10 +471,10 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     store = Store(tmp_path, 1000)
-    with store.claim(RowSpan(4, 8)):
+    with writing.claim(store, RowSpan(4, 8)):
         lock = next(tmp_path.glob("*.lock"))
         about = json.loads(lock.read_text())
-        with store.claim(RowSpan(4, 8)) as again:
+        with writing.claim(store, RowSpan(4, 8)) as again:
             assert not again
     if holder == "gone":
         about["after_boot"] -= 1000.0  # another process with the same number
@@ -481,7 +482,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
         about["machine"] = "another boot"
     lock.write_text("{" if holder == "torn" else json.dumps(about))
     if holder == "another machine, silent":
-        assert store.is_claimed(RowSpan(4, 8))
+        assert writing.is_claimed(store, RowSpan(4, 8))
         os.utime(lock, (1, 1))
     assert documents(made(tmp_path)) == documents(made(tmp_path / "other"))
     assert not list(tmp_path.glob("*.lock"))
@@ -489,24 +490,24 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
 
 def take_over(folder: Path, judged: Any, taken: Any, done: Any) -> None:
     """Claim a shard whose holder is gone, at the moment when the other process has seen that, too."""
-    real = Store.is_claimed
+    real = writing.is_claimed
 
-    def is_claimed(self: Store, span: RowSpan) -> bool:
-        found = real(self, span)
+    def is_claimed(store: Store, span: RowSpan) -> bool:
+        found = real(store, span)
         with suppress(threading.BrokenBarrierError):
             judged.wait(1.0)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "is_claimed", is_claimed)
-        with Store(folder, 1000).claim(RowSpan(0, 4)) as own:
+        patch.setattr(writing, "is_claimed", is_claimed)
+        with writing.claim(Store(folder, 1000), RowSpan(0, 4)) as own:
             taken.put(own)
             done.wait(10.0)
 
 
 def test_of_two_processes_that_find_a_lock_of_one_that_is_gone_one_takes_it_over(tmp_path: Path) -> None:
     lock = tmp_path / f"{RowSpan(0, 4)}.lock"
-    with Store(tmp_path, 1000).claim(RowSpan(0, 4)):
+    with writing.claim(Store(tmp_path, 1000), RowSpan(0, 4)):
         about = json.loads(lock.read_text())
     lock.write_text(json.dumps({**about, "after_boot": about["after_boot"] - 1000.0}))
     forks = multiprocessing.get_context("fork")

@@ -21,7 +21,8 @@ from sftkit.config.commands import ROOT
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.batches.loader import load_examples
 from sftkit.data.store import foreign, keeping
-from sftkit.data.store.shards import RowSpan, Store, TokenizedRows
+from sftkit.data.store.shards import RowSpan, Store
+from sftkit.data.store.writing import TokenizedRows, write_shard
 from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.sources import RowTokenizer, load_sources
 from sftkit.data.tokens.template import with_arguments
@@ -170,7 +171,7 @@ def test_an_export_of_masked_documents_or_one_that_breaks_off_leaves_no_file(tmp
     ids = np.arange(5)
     part.add(TokenizedExample(ids, ids > 0), (0, 0, 0, 0, (0,) * 5))
     part.add(TokenizedExample(ids, ids > 2, size=5), (1, 0, 0, 0, (0,) * 5))
-    shard = Store(tmp_path, 100).write(RowSpan(0, 4), iter([part.packed("<u2")]), "a", on_disk=False)
+    shard = write_shard(Store(tmp_path, 100), RowSpan(0, 4), iter([part.packed("<u2")]), "a", on_disk=False)
     with pytest.raises(ConfigError, match=r"x: document of row 2 has tokens that are not learned, and Megatron's"):
         foreign.write_megatron(tmp_path / "x", [shard], 100)
     assert not list(tmp_path.iterdir())

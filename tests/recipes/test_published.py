@@ -45,6 +45,8 @@ PARAMETERS = {
     "Qwen3-1.7B-Base": 1_720_574_976,
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-8B-Base": 8_190_735_360,
+    "Qwen3.5-0.8B-Base": 752_393_024,  # of the text model, as of the next
+    "Qwen3.5-4B-Base": 4_205_751_296,
     "SmolLM2-135M": 134_515_008,
     "SmolLM3-3B-Base": 3_075_098_624,
     "TinyLlama_v1.1": 1_100_048_384,
@@ -133,8 +135,8 @@ def memory_plan(cfg: Config, gib: float | None, topology: Topology) -> MemoryPla
 def test_a_published_config_makes_the_published_model(name: str) -> None:
     assert sum(p.numel() for p in shell(name).parameters()) == PARAMETERS[name]
     size = size_of(ModelConfig(path=str(PUBLISHED / name)))
-    # gemma's config leaves sizes to transformers' defaults, and LFM2's blocks are of two kinds: the weights have to tell
-    if name in ("gemma-3-4b-pt", "LFM2-1.2B"):
+    # gemma's config leaves sizes to transformers' defaults, and hybrids have two kinds of blocks: the weights have to tell
+    if name in ("gemma-3-4b-pt", "LFM2-1.2B", "Qwen3.5-0.8B-Base", "Qwen3.5-4B-Base"):
         assert size is None
     else:
         assert size is not None

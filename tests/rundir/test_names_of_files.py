@@ -22,6 +22,7 @@ OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like
     "labs/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
     "labs/cold_start.py": {"results.json"},
+    "labs/families.py": {"results.json"},
     "labs/tables.py": {"results.json"},
     "labs/pages.py": {
         *("results.json", "patterns/results/results.json", "labs/patterns/README.md"),
@@ -33,7 +34,7 @@ OTHERS = {
     "src/sftkit/runtime/hardware.py": {"labs/patterns/README.md"},  # a page of the docs
     "labs/bench/plan.py": {"recipe.yaml"},  # a temporary file
     "src/sftkit/data/reading/origin.py": {"README.md", "state.json"},  # of a dataset, not of a run
-    "src/sftkit/data/store/shards.py": {".lock"},  # of a shard of tokenized data
+    "src/sftkit/data/store/writing.py": {".lock"},  # of a shard of tokenized data
     "labs/validate/run.py": {"validation.json"},  # of a comparison of runs
 }
 "Files that have a name of the same spelling for something else."

@@ -195,12 +195,13 @@ def format_of(config: Mapping[str, Any], where: str) -> Format | None:
 
 
 def format_in(folder: Path) -> Format | None:
-    """Return the format of the weights in a folder by its config.json; None: plain.
+    """Return the format of the weights in a folder by its config.json; None: plain, or no config.json is there.
 
     Raises:
         ConfigError: a format that is not de-quantized.
     """
-    return format_of(json_object(folder / "config.json"), f"{folder}: config.json")
+    path = folder / "config.json"
+    return format_of(json_object(path), f"{folder}: config.json") if path.is_file() else None
 
 
 def dequantized_in(folder: Path) -> dict[str, Weight] | None:

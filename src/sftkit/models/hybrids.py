@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import structure
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED
 
@@ -208,8 +209,6 @@ MIXERS = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONVOLUTION),
 }
 "By the class of the layer, or of what mixes tokens in it."
-BESIDE_ATTENTION = "hybrid"
-"The type of layers with attention next to a recurrent part (Falcon-H1)."
 
 
 _SELECTIVE = "Mamba 1: transformers computes it one position at a time, and no kernel of it begins again at a document"
@@ -281,7 +280,7 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
             return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    others = {"full_attention", "sliding_attention", CHUNKED, BESIDE_ATTENTION, "mlp", "moe"}
+    others = {"full_attention", "sliding_attention", CHUNKED, structure.BESIDE_ATTENTION, "mlp", "moe"}
     odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"

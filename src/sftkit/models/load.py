@@ -34,7 +34,6 @@ from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
-from sftkit.models.towers import belongs_to_whole, register_text_model, tied_by_whole
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
@@ -238,9 +237,12 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
     parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
-    register_text_model(config)
     text = config.get_text_config()
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is not config:
+        from sftkit.models.towers import register_text_model, tied_by_whole
+
+        register_text_model(config)
     if text is config or config.is_encoder_decoder or type(text) not in causal:
         if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
             raise config_error("no text model alone", model_type=config.model_type)
@@ -302,6 +304,8 @@ def full_model(
         # Private: the name mapping used in loading. save_pretrained would map the names back to those of the whole
         # model (huggingface/transformers#42396).
         orig_model._weight_conversions = None
+        from sftkit.models.towers import belongs_to_whole
+
         belongs_to_whole(orig_model, config, local_folder(path, options))
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     if not os.path.isdir(path):
@@ -473,6 +477,8 @@ def empty_model(
     name_start(orig_model, path, options)
     # A preview may have the config alone.
     if config is not whole and model_files.files_of_weights(folder := local_folder(path, options)):
+        from sftkit.models.towers import belongs_to_whole
+
         belongs_to_whole(orig_model, whole, folder)
     return orig_model
 

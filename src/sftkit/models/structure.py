@@ -30,7 +30,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
-from sftkit.models import hybrids
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 from sftkit.ops.attention import attend, attention_chunk
 
@@ -489,6 +488,15 @@ def _encoding(orig_model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
             yield parameter
 
 
+BESIDE_ATTENTION = "hybrid"
+"The type of layers with attention next to a recurrent part (Falcon-H1)."
+
+
+def has_convolutions(orig_model: torch.nn.Module) -> bool:
+    """Return whether a model has convolutions over positions, as all with recurrent layers have (models/hybrids.py)."""
+    return any(isinstance(module, torch.nn.Conv1d) for module in orig_model.modules())
+
+
 class AttentionWindow(NamedTuple):
     """The keys that a query of a layer sees."""
 
@@ -503,15 +511,19 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
     config = orig_model.config.get_text_config()
     window = AttentionWindow(getattr(config, "sliding_window", None) or None)  # some configs write 0 for no window
     kinds = getattr(config, "layer_types", None)
-    if hybrids.stray_convolution(orig_model) is not None:
-        return None  # state space models have such layers under any name in their config
+    without = {"mlp", "moe"}
+    if has_convolutions(orig_model):
+        from sftkit.models import hybrids
+
+        if hybrids.stray_convolution(orig_model) is not None:
+            return None  # state space models have such layers under any name in their config
+        without |= {mixer.layer_type for *_, mixer in hybrids.mixers(orig_model)}
     if kinds is not None:
-        without = {"mlp", "moe", *(mixer.layer_type for *_, mixer in hybrids.mixers(orig_model))}
         kinds = [kind for kind in kinds if kind not in without]
     if kinds is None:
         return Counter({window: config.num_hidden_layers})
     full = AttentionWindow(None)
-    known = {"full_attention": full, hybrids.BESIDE_ATTENTION: full, "sliding_attention": window}
+    known = {"full_attention": full, BESIDE_ATTENTION: full, "sliding_attention": window}
     if chunk := getattr(config, "attention_chunk_size", None):
         known["chunked_attention"] = AttentionWindow(chunk, chunked=True)
     return Counter(known[kind] for kind in kinds) if known.keys() >= set(kinds) else None
@@ -552,8 +564,11 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     less = counted.unneeded
     flops -= 2.0 * (less.body * work.tokens + less.head * work.targets)
     flops -= 2 / 3 * less.layers * per_pair * work.layer_pairs
-    states = sum(mixer.products(layer) for _, layer, mixer in hybrids.mixers(orig_model))
-    flops += (6.0 - 4.0 * less.layers) * states * work.tokens
+    if has_convolutions(orig_model):
+        from sftkit.models.hybrids import mixers
+
+        states = sum(mixer.products(layer) for _, layer, mixer in mixers(orig_model))
+        flops += (6.0 - 4.0 * less.layers) * states * work.tokens
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)

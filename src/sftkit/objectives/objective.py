@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.models import hybrids, kind, structure, trained
-from sftkit.models.routing import Routing
+from sftkit.models import kind, structure, trained
 from sftkit.ops import attention, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from sftkit.models.routing import Routing
 
 LOSS = "loss"
 "Name of the differentiable sum among the totals of a step."
@@ -181,7 +183,10 @@ class ModelWithLoss(torch.nn.Module):
         """
         super().__init__()
         attention.use_document_attention(orig_model)
-        hybrids.use_operators(orig_model)
+        if structure.has_convolutions(orig_model):
+            from sftkit.models.hybrids import use_operators  # most models have no recurrent layers
+
+            use_operators(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend

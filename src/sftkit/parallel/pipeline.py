@@ -193,7 +193,7 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
     part.layers = full.layers[start : start + num_layers]  # type: ignore[index]
     if start:
         if hasattr(part, "embedding_multiplier"):  # Granite's decoder scales whatever it takes for embeddings
-            part.embedding_multiplier = 1.0
+            part.embedding_multiplier = 1.0  # type: ignore[assignment]
         del part._modules[next(name for name, child in full.named_children() if isinstance(child, torch.nn.Embedding))]
     if not last:
         part.norm = torch.nn.Identity()

@@ -71,6 +71,11 @@ def describe_error(error: BaseException) -> str:
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type if there is none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def is_symptom(error: BaseException) -> bool:
     """Return whether an error says that another rank is gone, and nothing about this one."""
     return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)

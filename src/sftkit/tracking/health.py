@@ -2,6 +2,8 @@
 device before the update), and uneven loads of experts.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -10,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -18,13 +20,15 @@ from sftkit.config.schema import NumericsConfig
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, SpikeError
-from sftkit.models.routing import Routing
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS, skipped_documents_file
 from sftkit.runtime.start import Runtime
 from sftkit.tracking import meter, names
 from sftkit.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from sftkit.models.routing import Routing
 
 _WINDOW = 128
 "Number of earlier steps that a step is compared with."

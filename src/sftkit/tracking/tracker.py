@@ -14,15 +14,18 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_rows_after, read_metric_rows, read_results
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
+from sftkit.rundir.status import first_line
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard import remote
+
+if TYPE_CHECKING:
+    from sftkit.tracking.dashboard import remote
 
 log = logging.getLogger(__name__)
 CompileEvent = Literal["recompile", "graph_break", "cuda_graph", "hook"]
@@ -101,6 +104,10 @@ class Tracker:
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
+        if not self.config.tracker:
+            return self
+        from sftkit.tracking.dashboard import remote
+
         state = remote.begun(resumed=self.run_id is not None)
         for dashboard in remote.open_dashboards(self.config, run_dir, step, self.run_id, self.settings):
             if isinstance(dashboard, remote.Wandb):
@@ -120,8 +127,12 @@ class Tracker:
         # An error that ends training comes through no `event`: here it gets to events.jsonl and becomes an alert.
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
-                self.record_event(event, self.step, remote.first_line(error))  # the console has the whole error
+                self.record_event(event, self.step, first_line(error))  # the console has the whole error
         self._write_events()
+        if not self._dashboards:
+            return
+        from sftkit.tracking.dashboard import remote
+
         for writer in self._dashboards:
             writer.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
@@ -205,7 +216,7 @@ class Tracker:
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
         self._write_events()
         title, level = ALERTS[kind]
-        self._send(lambda service: service.alert(title, step, remote.shortened(text), level))
+        self._send(lambda service: service.alert(title, step, text, level))
 
     def _send(self, call: remote.DashboardCall) -> None:
         for writer in self._dashboards:
@@ -225,7 +236,7 @@ class Tracker:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             append_all_or_nothing(self.run_dir / name, text)
         except OSError as error:
-            log.warning("%s: %d lines %s (%s)", self.run_dir / name, len(rows), otherwise, remote.first_line(error))
+            log.warning("%s: %d lines %s (%s)", self.run_dir / name, len(rows), otherwise, first_line(error))
             return False
         return True
 
@@ -241,7 +252,11 @@ class Tracker:
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboards."""
-        self._send(lambda service: service.table(step, remote.record_table(name, columns, rows)))
+        if not self._dashboards:
+            return
+        from sftkit.tracking.dashboard.remote import record_table
+
+        self._send(lambda service: service.table(step, record_table(name, columns, rows)))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -26,7 +26,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
-from sftkit.models import kind, load, routing, vocabulary
+from sftkit.models import kind, load, vocabulary
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
 from sftkit.models.vocabulary import describe_added_tokens
@@ -325,7 +325,9 @@ def make_engine(
         planned(None)
         return Reference(cfg.optim, cfg.loss, training, rt)
     if cfg.train.engine == "graph":
-        if routing.coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
+        from sftkit.models.routing import coefficient
+
+        if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise config_error("graph with the auxiliary loss")
         from sftkit.graph.engine import GraphEngine  # experimental: nothing else in the core imports it
 

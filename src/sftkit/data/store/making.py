@@ -4,6 +4,8 @@ Which rows make a shard follows from the first rows of the source alone, so all 
 in common make different shards; of a node, one process makes and the others wait.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import time
@@ -13,14 +15,17 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading.readers import RawRow
-from sftkit.data.store.shards import RowSpan, Shard, Store, TokenizedRows
+from sftkit.data.store.shards import RowSpan, Shard, Store
 from sftkit.errors import ConfigError, hint
 from sftkit.rundir.files import make_folder, read_object, replace_shared
 from sftkit.runtime.script import working
+
+if TYPE_CHECKING:
+    from sftkit.data.store.writing import TokenizedRows
 
 CHUNK_ROWS = 512
 "Rows that are tokenized at a time, by one process."
@@ -34,7 +39,7 @@ STORE_FILE = "store.json"
 
 log = logging.getLogger(__name__)
 ReadRows = Callable[[], Iterator[RawRow]]
-TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator[TokenizedRows]]
+TokenizeChunks = Callable[[Iterable[tuple[int, list[RawRow]]]], Iterator["TokenizedRows"]]
 "Takes chunks of rows, each with the number of its first row."
 
 
@@ -219,8 +224,10 @@ class _Stream:
 
     def claim(self, one: RowSpan) -> bool:
         """Take the lock of a shard; False: another process has it."""
+        from sftkit.data.store import writing
+
         with ExitStack() as stack:
-            if one not in self.locks and stack.enter_context(self._store.claim(one)):
+            if one not in self.locks and stack.enter_context(writing.claim(self._store, one)):
                 self.locks[one] = stack.pop_all()
         return one in self.locks
 
@@ -273,6 +280,7 @@ def _make(
     store: Store, source: SourceConfig, span: RowSpan, stream: _Stream, peers: Peers, check: Callable[[], None]
 ) -> Shard | None:
     """Make a shard; None if the source ends before it."""
+    from sftkit.data.store import writing  # most starts find all shards
 
     def checked(parts: Iterator[TokenizedRows]) -> Iterator[TokenizedRows]:
         for part in parts:
@@ -280,7 +288,7 @@ def _make(
                 raise RowsDiffer(part.differs)
             peers.look()
             for one in stream.locks:
-                store.renew(one)
+                writing.renew(store, one)
             yield part
         check()
 
@@ -290,21 +298,24 @@ def _make(
         if parts is None:
             return None
         try:
-            return store.write(span, checked(parts), source.path, on_disk=True)
+            return writing.write_shard(store, span, checked(parts), source.path, on_disk=True)
         except OSError as error:
             if not peers.alone:
                 raise ConfigError(hint("full data cache", folder=str(store.folder), error=str(error))) from error
             log.warning("%s: cannot write the cache (%s), every start will tokenize", store.folder, error)
-            return store.write(span, checked(stream.parts(span, again=True) or iter(())), source.path, on_disk=False)
+            again = stream.parts(span, again=True) or iter(())
+            return writing.write_shard(store, span, checked(again), source.path, on_disk=False)
 
 
 def _wait(store: Store, span: RowSpan, peers: Peers) -> Shard | None:
     """Wait for a shard that another process makes; None: this one must make it."""
+    from sftkit.data.store import writing
+
     while (shard := store.find(span, said=True)) is None:
         if where := read_about(store).get(DIFFERS):
             raise RowsDiffer(where)
         done = peers.look()
-        if done or (peers.makes and not store.is_claimed(span)):
+        if done or (peers.makes and not writing.is_claimed(store, span)):
             return None
         time.sleep(POLL_SECONDS)
     return shard

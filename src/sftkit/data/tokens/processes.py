@@ -25,7 +25,8 @@ from sftkit.data.reading import rows
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.store import view
 from sftkit.data.store.making import TokenizeChunks
-from sftkit.data.store.shards import MOST_ROLES, NOTED, TokenizedRows
+from sftkit.data.store.shards import MOST_ROLES, NOTED
+from sftkit.data.store.writing import TokenizedRows
 from sftkit.data.tokens.sources import OnBadRow, RowTokenizer
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import DataError, LeftOut, WorkerError, hint

@@ -3,16 +3,18 @@
 Rendering is most of the work next to the tokenizer's. So a conversation of marks is rendered once for each sequence of
 roles, all documents of it are found as in any other, and what stands around the marks is the frame of the texts of
 later rows. A template is a program, and could look at a text: rows whose texts have a string in them that the template
-looks for are rendered. The first rows of a shape are also tokenized alone, and one that comes out otherwise ends it.
+looks for are rendered, and so are all rows if it looks at texts otherwise, at their first letter or length. The first
+rows of a shape are also tokenized alone, and one that comes out otherwise ends it.
 """
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.columns import MESSAGE
@@ -20,7 +22,7 @@ from sftkit.data.reading.conversation import require_answer, special_pattern
 from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens.chat import Learning
 from sftkit.data.tokens.loss_mask import AnswerLocator, Document, Seen
-from sftkit.data.tokens.template import literals_of, template_of
+from sftkit.data.tokens.template import literals_of, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 
@@ -37,7 +39,90 @@ _OWN = ("<think>", "</think>", "<image>", "<video>", "<audio>")
 _TIME = re.compile("%-?[HIMSpcXTRrsfzZ]")
 "Asks for the time of day."
 
-Place = tuple[int, int]
+_SEARCHES = re.compile("(starts|ends)with|count|r?(find|index|split|partition)")
+"Methods that look for their first argument in a text."
+_STRIPS = frozenset(("strip", "lstrip", "rstrip"))
+
+
+class _Watched(str):
+    """A text that notes the strings that a template looks for in it, and None if it looks at the text otherwise."""
+
+    noted: set[str | None]
+
+    def of(self, other: Any) -> Any:
+        """Return what was made of the text, watched too."""
+        if isinstance(other, list | tuple):
+            return [*map(self.of, other)]
+        if not isinstance(other, str):
+            return other
+        watched = _Watched(other)
+        watched.noted = self.noted
+        return watched
+
+    def __getattribute__(self, name: str) -> Any:
+        """Note what a method looks for."""
+        found = super().__getattribute__(name)
+        if name.startswith("_") or not hasattr(str, name):
+            return found
+
+        def called(*given: Any, **named: Any) -> Any:
+            if name in _STRIPS:
+                # White space at the ends of texts is tried with a line break outside, so other sets would not show.
+                wanted: Sequence[str | None] = () if given in ((), (None,), ("\n",)) else (None,)
+            elif _SEARCHES.fullmatch(name) and given and given[0] is not None:
+                wanted = given[0] if isinstance(given[0], tuple) else given[:1]
+            else:
+                wanted = (None,)
+            self.noted.update(wanted)
+            return self.of(found(*given, **named))
+
+        return called
+
+    def __contains__(self, part: Any) -> bool:
+        """Note the part."""
+        self.noted.add(None if isinstance(part, _Watched) else part)
+        return super().__contains__(part)
+
+    def __eq__(self, other: object) -> bool:
+        """Note the other text, except an empty one: rows with empty texts are rendered."""
+        if isinstance(other, str) and other:
+            self.noted.add(None if isinstance(other, _Watched) else other)
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __bool__(self) -> bool:
+        return super().__len__() > 0
+
+    def __add__(self, other: str) -> Any:
+        return self.of(super().__add__(other))
+
+    def __radd__(self, other: str) -> Any:
+        return self.of(other + str(self))
+
+    def __iter__(self) -> Iterator[str]:
+        self.noted.add(None)  # only when the first letter is asked for, which `is iterable` does not
+        yield from str(self)
+
+    def _otherwise(self, *given: Any) -> Any:
+        self.noted.add(None)
+        return NotImplemented
+
+    __lt__ = __le__ = __gt__ = __ge__ = _otherwise
+
+    def __len__(self) -> int:
+        self.noted.add(None)
+        return super().__len__()
+
+    def __getitem__(self, at: Any) -> str:
+        self.noted.add(None)
+        return super().__getitem__(at)
+
+
+FramePlace = tuple[int, int]
 "(n, i): i characters after the beginning of frame n, which is behind text n - 1."
 
 
@@ -47,8 +132,8 @@ class Framed(NamedTuple):
     frames: tuple[str, ...]
     stripped: tuple[bool, ...]
     "whether the template strips each text"
-    spans: dict[int, list[tuple[Place, Place]]]
-    texts: dict[int, tuple[Place, Place]]
+    spans: dict[int, list[tuple[FramePlace, FramePlace]]]
+    texts: dict[int, tuple[FramePlace, FramePlace]]
 
     def document(self, texts: Sequence[str], bare: Sequence[str]) -> Document:
         """Return the document with these texts; `bare`: the same, stripped."""
@@ -60,7 +145,7 @@ class Framed(NamedTuple):
         return Document("".join((*pieces, self.frames[-1])), spans, places)
 
 
-class Shape:
+class ChatShape:
     """What is known of the conversations with some roles."""
 
     def __init__(
@@ -92,7 +177,7 @@ class Shape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
+    def __init__(self, shape: ChatShape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
         self.tokenizer = shape.locator.tokenizer
@@ -134,11 +219,11 @@ class Shapes:
         self._tokenizer = tokenizer
         self._learning = learning
         self._seen = seen
-        self._known: dict[Hashable, int | Shape | None] = {}
+        self._known: dict[Hashable, int | ChatShape | None] = {}
         "rows with some roles, or their shape; None: they have none"
         self._pattern = special_pattern(specials)
         self._firsts = {token[0] for token in specials if token}
-        self._looked_for: Collection[str] = ()
+        self._looked_for: set[str] = set()
         self._compared: Set[str] = frozenset()
 
     def find(self, row: Row) -> Shaped | None:
@@ -162,7 +247,7 @@ class Shapes:
         if shape is None or (shape.agreed < Seen.ENOUGH and shape.tried >= Seen.ENOUGH):
             return None
         bare = list(map(str.strip, texts))
-        if not all(bare) or not self._compared.isdisjoint(texts):
+        if not all(bare) or not self._compared.isdisjoint((*texts, *bare)):
             return None
         if bare != list(texts) and not shape.free.issuperset(i for i, text in enumerate(texts) if text != bare[i]):
             return None
@@ -174,7 +259,7 @@ class Shapes:
         shape.tried += shape.agreed < Seen.ENOUGH
         return Shaped(shape, texts, bare)
 
-    def judge(self, shape: Shape, *, agrees: bool) -> None:
+    def judge(self, shape: ChatShape, *, agrees: bool) -> None:
         """Note whether a row that was tried came out as it does alone."""
         shape.agreed += agrees
         if not agrees:
@@ -183,14 +268,14 @@ class Shapes:
     def start_chunk(self) -> None:
         """Let further rows be tried."""
         for one in self._known.values():
-            if isinstance(one, Shape) and one.agreed < Seen.ENOUGH:
+            if isinstance(one, ChatShape) and one.agreed < Seen.ENOUGH:
                 one.tried = one.agreed
 
-    def _learned(self, roles: Sequence[str], context_messages: int) -> Shape | None:
+    def _learned(self, roles: Sequence[str], context_messages: int) -> ChatShape | None:
         """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
         source = template_of(self._tokenizer).source
         inside, self._compared = literals_of(source)
-        self._looked_for = {*_OWN, *inside.difference(MESSAGE)}
+        self._looked_for.update(_OWN, inside.difference(MESSAGE))
         if "strftime_now" in source and any(_TIME.search(one) for one in self._compared):
             return None
         marks = [_MARK.format(i, len(roles)) for i in range(len(roles))]
@@ -200,6 +285,10 @@ class Shapes:
             locator, documents, skipped = self._documents(roles, marks, context_messages)
         except DataError:
             return None
+        noted = self._noted(locator, documents)
+        if any(one is None or one in mark for one in noted for mark in marks):
+            return None
+        self._looked_for.update(filter(None, noted))
         found = {last: _framed(one, marks) for last, one in documents.items()}
         framed = {last: one for last, one in found.items() if one is not None}
         if locator.odd or len(framed) < len(found):
@@ -214,8 +303,21 @@ class Shapes:
                     last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
                 }:
                     framed = {last: one for last, one in spaced.items() if one is not None}
-                    return Shape(locator, self._seen, skipped, framed, free)
-        return Shape(locator, self._seen, skipped, framed, frozenset())
+                    return ChatShape(locator, self._seen, skipped, framed, free)
+        return ChatShape(locator, self._seen, skipped, framed, frozenset())
+
+    def _noted(self, locator: AnswerLocator, documents: Iterable[int]) -> set[str | None]:
+        """Return what the template looks for in texts of a conversation, and None if it looks at them otherwise."""
+        noted: set[str | None] = set()
+        messages = [{**one, "content": _Watched(one["content"])} for one in locator.messages]
+        for one in messages:
+            one["content"].noted = noted
+        for last in documents:
+            for past, is_prompt in ((last + 1, False), (last, True)):
+                row = Row("a conversation of marks", messages=messages[:past], template_args=locator.arguments(last))
+                with suppress(TemplateError):  # no prompt: the answer comes first
+                    render_conversation(self._tokenizer, locator.template, row, add_generation_prompt=is_prompt)
+        return noted
 
     def _documents(
         self, roles: Sequence[str], texts: Sequence[str], context_messages: int
@@ -267,7 +369,7 @@ def _framed(document: Document, marks: Sequence[str]) -> Framed | None:
     if any(mark in frame or mark[:6] in frame for mark in marks for frame in frames):
         return None
 
-    def place(at: int) -> Place:
+    def place(at: int) -> FramePlace:
         n = bisect_right(begins, at) - 1
         return n, at - begins[n]
 

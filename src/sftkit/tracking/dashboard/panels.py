@@ -6,7 +6,7 @@ from typing import Any
 
 from sftkit.config.commands import install, program_path
 from sftkit.errors import ConfigError, texts
-from sftkit.tracking.dashboard.remote import first_line
+from sftkit.rundir.status import first_line
 from sftkit.tracking.names import find_metric, summary_of
 
 try:

@@ -26,7 +26,7 @@ from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, DataError
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import DOES_NOT_APPLY, EVENT_FILES, PREFLIGHT, PROOF, STATUS
-from sftkit.rundir.status import RunStatus, describe_error, read_status
+from sftkit.rundir.status import RunStatus, describe_error, first_line, read_status
 from sftkit.tracking import names as metric_names
 
 TIMED_OUT = 124
@@ -213,7 +213,7 @@ class Wandb:
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Send an alert, at most one of a title in ALERT_SECONDS."""
-        self._run.alert(title, f"step {step}: {text}", level, wait_duration=ALERT_SECONDS)
+        self._run.alert(title, f"step {step}: {shortened(text)}", level, wait_duration=ALERT_SECONDS)
 
     def finish(self, ending: Ending) -> None:
         """Send the summary and the exit code that says how the run has ended."""
@@ -281,7 +281,7 @@ class TensorBoard:
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Write an alert as a text."""
         self._step = step
-        self._text(f"alerts/{title}", f"{level}: {html.escape(text)}")
+        self._text(f"alerts/{title}", f"{level}: {html.escape(shortened(text))}")
 
     def finish(self, ending: Ending) -> None:
         """Write how the run has ended, and close the file."""
@@ -525,8 +525,3 @@ class DashboardWriter:
         lost = f"{self.dropped} rows were not sent; metrics.jsonl has all" if self.dropped else None
         said = [lost, self.dashboard.where(complete=self._problem is None and not self.dropped)]
         return "; ".join(part for part in said if part) or None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; its type if there is none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
