@@ -172,7 +172,8 @@ def test_a_resumed_run_keeps_the_other_tensors_of_its_checkpoint_when_the_start_
     again.steps(2, 3, every=1, wait=True)
     now = tensors(third)
     assert all(torch.equal(now[name], held[name]) for name in held if not is_text(name))
-    assert not (third / "preprocessor_config.json").exists()
+    processor = "preprocessor_config.json"
+    assert (third / processor).read_bytes() == b'{"image_mean": [0.5]}'
 
 
 def test_a_model_on_the_meta_device_draws_no_random_numbers() -> None:
