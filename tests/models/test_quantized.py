@@ -27,7 +27,7 @@ from transformers import (
 from sftkit.config.schema import AdapterConfig, LossConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.files import check_model_files, format_of, num_elements, size_of, stored_format
-from sftkit.models.load import load_model, model_of_files
+from sftkit.models.load import full_model, load_model, load_options, model_of_files
 from sftkit.models.quantized import Packed, Weight, float8, mxfp4, settings_for_transformers
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss, NextToken
@@ -162,6 +162,7 @@ def gpt_oss(folder: Path, tokenizer: Any) -> dict[str, Tensor]:
 
 
 STARTS = {f.__name__: f for f in (fp8, partial, experts, latent, channel, whole, packed, gpt_oss)}
+ODD = " with settings that are not supported here"
 Make = Callable[[Path, Any], dict[str, Tensor]]
 
 
@@ -215,6 +216,12 @@ def test_the_plain_model_of_the_checks_is_dequantized_by_transformers_and_agrees
         weight.mul_(1.5)
     plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
     assert name in plain.differing
+
+
+def test_the_plain_model_under_an_adapter_has_the_precision_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    gpt_oss(tmp_path, tokenizer)
+    plain = full_model(str(tmp_path), "fp32", load_options(str(tmp_path), ModelConfig()), independent=True)
+    assert {parameter.dtype for parameter in plain.parameters()} == {torch.float32}
 
 
 def test_sizes_are_those_of_the_weights_that_are_trained(
@@ -297,12 +304,15 @@ def test_scales_that_are_powers_of_two_in_eight_bits_are_read(tmp_path: Path) ->
         ),
         ({"load_in_8bit": True}, "bitsandbytes 8-bit"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors pack-quantized"),
-        (channels("tensor", num_bits=4), "compressed-tensors float-quantized"),
-        (channels("channel", symmetric=False), "compressed-tensors float-quantized"),
+        (channels("tensor", num_bits=4), f"compressed-tensors float-quantized{ODD}"),
+        (channels("channel", symmetric=False), f"compressed-tensors float-quantized{ODD}"),
+        ({**channels("tensor"), "config_groups": {"group_0": "x"}}, f"compressed-tensors float-quantized{ODD}"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, f"fp8{ODD}"),
+        ({"quant_method": "fp8", "weight_block_size": ["a"]}, f"fp8{ODD}"),
         ({"quant_method": "hqq"}, "hqq"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, f"fp8{ODD}"),
         ("int8", "an unknown method"),
     ],
 )

@@ -273,7 +273,8 @@ class Writer:
         """Write a checkpoint, step by step on all ranks together, and return the bytes of its files."""
         # Check the space, write weights and states, hash everything; publish only after all ranks are done.
         total = sum(self._together(snapshot.num_bytes))
-        if (whole := whole_of(self.orig_model)) is not None and self.published is None:
+        whole = None if adapters_of(self.orig_model) else whole_of(self.orig_model)  # an adapter is saved alone
+        if whole is not None and self.published is None:
             total += whole.unchanged_bytes
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]

@@ -290,6 +290,9 @@ def full_model(
         orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
             path, key_mapping=renamed, **made, **reporting, **options
         )
+        if independent and precision in DTYPES:  # transformers de-quantizes mxfp4 to bf16 whatever it is asked for
+            for parameter in orig_model.parameters():
+                parameter.data = parameter.data.to(DTYPES[precision])
     else:
         # transformers takes weights that it does not read itself without a path, which its auto classes need.
         cls: Any = type(_on_meta(trained, torch.bfloat16, trust_remote_code=bool(options["trust_remote_code"])))

@@ -72,9 +72,15 @@ def supported(declared: tuple[str, Any], where: str) -> Format:
         ConfigError: a method that is not de-quantized, by name.
     """
     field, settings = declared
-    found = _format(settings) if isinstance(settings, Mapping) else None
-    if found is None:
-        raise config_error("quantized weights", place=f"{where}: {field}", method=method_of(settings))
+    method = method_of(settings)
+    try:
+        found = _format(settings) if isinstance(settings, Mapping) else None
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # settings of another form
+        found = None
+    if found is None or any(size is not None and size < 1 for size in found.block or ()):
+        if method in ("mxfp4", "fp8", "compressed-tensors float-quantized"):
+            method += " with settings that are not supported here"
+        raise config_error("quantized weights", place=f"{where}: {field}", method=method)
     return found
 
 

@@ -62,6 +62,8 @@ class Whole:
     "name of each tensor that does not belong to the text model -> its file, and what the file's header says of it"
     stamps: dict[Path, tuple[int, int]]
     "size and time of those files when the model was loaded"
+    processors: dict[str, bytes]
+    "the files of PROCESSOR_FILES that are there: a checkpoint that a run resumes from may be deleted later"
 
     def stored(self, name: str) -> str:
         """Return the name in files of a tensor of the text model."""
@@ -180,7 +182,9 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}
     live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
-    setattr(orig_model, WHOLE_MODEL, Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps))
+    processors = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
+    whole = Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps, processors)
+    setattr(orig_model, WHOLE_MODEL, whole)
 
 
 def whole_config(orig_model: PreTrainedModel, whole: Whole) -> PretrainedConfig:
@@ -201,9 +205,8 @@ def write_whole_config(orig_model: PreTrainedModel, whole: Whole, folder: Path) 
     whole_config(orig_model, whole).save_pretrained(folder)  # names the class of the start
     if orig_model.generation_config is not None:
         orig_model.generation_config.save_pretrained(folder)
-    for name in PROCESSOR_FILES:
-        if (whole.folder / name).is_file():
-            shutil.copyfile(whole.folder / name, folder / name)
+    for name, content in whole.processors.items():
+        (folder / name).write_bytes(content)
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:

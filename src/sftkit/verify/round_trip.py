@@ -355,7 +355,8 @@ class RoundTrip:
         base = "bf16" if adapters is None else adapters.config.base
         facts = facts_of(model, model.generation_config, self._tokenizer)
         if (whole := whole_of(model)) is not None and adapters is not None:
-            del facts["class"], facts["tied weights"]  # no file of an adapter has them
+            for name in ("class", "tied weights", "tie_word_embeddings"):
+                del facts[name]  # no file of an adapter has them
         elif whole is not None:
             facts["class"] = whole.model_class.__name__
             facts["tied weights"] = sorted(map(whole.live_name, facts["tied weights"]))
