@@ -647,7 +647,7 @@ class BucketOrder(Order):
             bucket = np.searchsorted(layout.row_lengths, self._lengths[documents]).astype(np.uint8)
             found = documents[np.argsort(bucket, kind="stable")], np.bincount(bucket, minlength=len(layout.row_lengths))
             self._every = found if whole else None
-        return _Bucketed(self._lengths, layout, *found, self._seed(part), part.epoch)
+        return _Bucketed(self._lengths, layout, found[0], found[1], self._seed(part), part.epoch)
 
     def _chunks_of(self, part: Steps, step: int, end: int) -> Iterator[list[Step]]:
         planned = self._planned(part)

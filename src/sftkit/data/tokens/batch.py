@@ -23,7 +23,7 @@ from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
-from sftkit.data.tokens.shapes import Shape, Shapes
+from sftkit.data.tokens.shapes import RowShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError, hint
@@ -37,9 +37,9 @@ CHARACTERS_OF_A_CALL = 2**20
 LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
 MOST_HEADERS = 1024
-LONG = 256
-"Characters of a text between special tokens, among the first HEAD of a document, whose ids are kept for other rows."
-HEAD = 4
+LONG_BEGINNING = 256
+"Characters of a text between special tokens, among the first SPECIALS_BEFORE of a document, whose ids are kept for other rows."
+SPECIALS_BEFORE = 4
 MOST_BEGINNINGS = 1024
 
 RowResult = Tokenized | DataError
@@ -131,7 +131,7 @@ class RowBatches:
             self._read_tokenizer(specials)
             self._known = known
         self._results = [None] * len(rows)
-        self._tried: dict[int, Shape] = {}
+        self._tried: dict[int, RowShape] = {}
         if self._sizes is not None and self.different is None:
             # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
             collects = gc.isenabled()
@@ -286,8 +286,8 @@ class RowBatches:
         specials = pieces[1::2]
         ends = list(accumulate(map(len, pieces)))[1::2]
         begin = 0
-        for n, (end, token) in enumerate(zip(ends[:HEAD], specials, strict=False)):
-            if end - len(token) - begin >= LONG:
+        for n, (end, token) in enumerate(zip(ends[:SPECIALS_BEFORE], specials, strict=False)):
+            if end - len(token) - begin >= LONG_BEGINNING:
                 known = text[begin : end - len(token)]
                 if known in self._beginnings or hash(known) in self._met:
                     return _Waiting(row, steps, text, spans, last, specials, ends, (n, known))

@@ -122,7 +122,7 @@ class _Watched(str):
         return super().__getitem__(at)
 
 
-Place = tuple[int, int]
+FramePlace = tuple[int, int]
 "(n, i): i characters after the beginning of frame n, which is behind text n - 1."
 
 
@@ -132,8 +132,8 @@ class Framed(NamedTuple):
     frames: tuple[str, ...]
     stripped: tuple[bool, ...]
     "whether the template strips each text"
-    spans: dict[int, list[tuple[Place, Place]]]
-    texts: dict[int, tuple[Place, Place]]
+    spans: dict[int, list[tuple[FramePlace, FramePlace]]]
+    texts: dict[int, tuple[FramePlace, FramePlace]]
 
     def document(self, texts: Sequence[str], bare: Sequence[str]) -> Document:
         """Return the document with these texts; `bare`: the same, stripped."""
@@ -145,7 +145,7 @@ class Framed(NamedTuple):
         return Document("".join((*pieces, self.frames[-1])), spans, places)
 
 
-class Shape:
+class RowShape:
     """What is known of the conversations with some roles."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Shape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    def __init__(self, shape: Shape, texts: Sequence[str], bare: Sequence[str]) -> None:
+    def __init__(self, shape: RowShape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
         self.tokenizer = shape.locator.tokenizer
@@ -219,7 +219,7 @@ class Shapes:
         self._tokenizer = tokenizer
         self._learning = learning
         self._seen = seen
-        self._known: dict[Hashable, int | Shape | None] = {}
+        self._known: dict[Hashable, int | RowShape | None] = {}
         "rows with some roles, or their shape; None: they have none"
         self._pattern = special_pattern(specials)
         self._firsts = {token[0] for token in specials if token}
@@ -259,7 +259,7 @@ class Shapes:
         shape.tried += shape.agreed < Seen.ENOUGH
         return Shaped(shape, texts, bare)
 
-    def judge(self, shape: Shape, *, agrees: bool) -> None:
+    def judge(self, shape: RowShape, *, agrees: bool) -> None:
         """Note whether a row that was tried came out as it does alone."""
         shape.agreed += agrees
         if not agrees:
@@ -268,10 +268,10 @@ class Shapes:
     def start_chunk(self) -> None:
         """Let further rows be tried."""
         for one in self._known.values():
-            if isinstance(one, Shape) and one.agreed < Seen.ENOUGH:
+            if isinstance(one, RowShape) and one.agreed < Seen.ENOUGH:
                 one.tried = one.agreed
 
-    def _learned(self, roles: Sequence[str], context_messages: int) -> Shape | None:
+    def _learned(self, roles: Sequence[str], context_messages: int) -> RowShape | None:
         """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
         source = template_of(self._tokenizer).source
         inside, self._compared = literals_of(source)
@@ -303,8 +303,8 @@ class Shapes:
                     last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
                 }:
                     framed = {last: one for last, one in spaced.items() if one is not None}
-                    return Shape(locator, self._seen, skipped, framed, free)
-        return Shape(locator, self._seen, skipped, framed, frozenset())
+                    return RowShape(locator, self._seen, skipped, framed, free)
+        return RowShape(locator, self._seen, skipped, framed, frozenset())
 
     def _noted(self, locator: AnswerLocator, documents: Iterable[int]) -> set[str | None]:
         """Return what the template looks for in texts of a conversation, and None if it looks at them otherwise."""
@@ -369,7 +369,7 @@ def _framed(document: Document, marks: Sequence[str]) -> Framed | None:
     if any(mark in frame or mark[:6] in frame for mark in marks for frame in frames):
         return None
 
-    def place(at: int) -> Place:
+    def place(at: int) -> FramePlace:
         n = bisect_right(begins, at) - 1
         return n, at - begins[n]
 
