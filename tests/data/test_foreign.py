@@ -422,6 +422,21 @@ def test_tokens_at_a_url_are_read_from_copies_that_stay(
     assert all(copy.stat().st_ino == inode for copy, inode in before.items())
 
 
+def test_whole_lengths_are_known_without_reading_tokens(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "SHARD_TOKENS", 1)  # a shard for each document
+    write_megatron(tmp_path / "x", [documents[:2], documents[2:]])
+    found = load(tmp_path / "x.bin", max_length=2)
+    whole = [len(flat(documents[:2])), len(documents[2])]
+    monkeypatch.setattr(foreign.ForeignShard, "docs", property(lambda _: pytest.fail("tokens are read")))
+    monkeypatch.setattr(foreign.ForeignShard, "tokens", lambda *_: pytest.fail("tokens are read"))
+    pieces = np.diff(found.columns.row, prepend=-1).cumsum()
+    assert found.tokens.sizes(np.arange(len(found))).tolist() == [whole[i - 1] for i in pieces]
+    assert found.tokens.sizes(np.array([0, len(found) - 1])).tolist() == whole
+    assert found.tokens.sizes(np.zeros(0, int)).tolist() == []
+
+
 def test_another_index_at_a_url_is_fetched_with_its_tokens(
     tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], bucket: Any
 ) -> None:

@@ -366,8 +366,9 @@ def choose_documents(
             its = docs[own & used & ~aside]
             assert isinstance(stored, StoredTokens)
             whole = stored.learned_answers(its)
-            again = (past <= training.lengths[doc] + 1 for doc in its.tolist() for _, past in repeated.get(doc, ()))
-            learned = round((whole - sum(again)) * source.repeat)
+            ends = [(doc, past) for doc in np.intersect1d(its, [*repeated]).tolist() for _, past in repeated[doc]]
+            again = sum(past <= training.lengths[doc] + 1 for doc, past in ends)
+            learned = round((whole - again) * source.repeat)
             counts[name] |= {"answers_learned": learned, ANSWERS_LEFT_OUT: before - learned}
         if sizes["held_out"]:
             own &= aside

@@ -85,6 +85,11 @@ class ForeignShard(Shard):
         return np.asarray(self.file.start[self.documents])
 
     @property
+    def sizes(self) -> np.ndarray:
+        """Return the tokens of each document, int64 [D], without those tokens: `docs` reads them all."""
+        return np.asarray(self.file.length[self.documents])
+
+    @property
     def docs(self) -> np.ndarray:
         """Return the columns of its documents, DOCS [D].
 

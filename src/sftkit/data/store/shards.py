@@ -136,6 +136,12 @@ class Shard:
         length = docs["length"].astype(np.int64)
         return (np.cumsum(length) - length)[self._own(docs)]
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """Return the tokens of each document before any were cut off, int64 [D]."""
+        docs = self.docs
+        return np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64)
+
     def answers_of(self, doc: np.void, start: int) -> np.ndarray:
         """Return (first token, one past the last) of each answer within its document, int [A, 2].
 

@@ -85,15 +85,16 @@ class ShardTokens:
 
     def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
         """See types.StoredTokens."""
-        for shard, docs, starts in self._stored(documents):
-            for doc, start in zip(docs, starts.tolist(), strict=True):
+        for shard, entries, starts in self._stored(documents):
+            for doc, start in zip(shard.docs[entries], starts.tolist(), strict=True):
                 yield [(first, past) for first, past in shard.answers_of(doc, start).tolist()]
 
     def learned_answers(self, documents: np.ndarray) -> int:
         """See types.StoredTokens."""
         kept = self.lengths[documents].astype(np.int64) + 1
         total = first = 0
-        for shard, docs, starts in self._stored(documents):
+        for shard, entries, starts in self._stored(documents):
+            docs = shard.docs[entries]
             own = kept[first : first + len(docs)]
             is_cut = docs["length"] > own
             total += int(docs["answers"][~is_cut].sum())
@@ -104,19 +105,17 @@ class ShardTokens:
 
     def sizes(self, documents: np.ndarray) -> np.ndarray:
         """See types.StoredTokens."""
-        found = [np.zeros(0, np.int64)]
-        for _, docs, _ in self._stored(documents):
-            found.append(np.where(docs["size"] > 0, docs["size"], docs["length"]).astype(np.int64))
-        return np.concatenate(found)
+        found = [shard.sizes[entries] for shard, entries, _ in self._stored(documents)]
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
-        """Yield (shard, its entries of some documents, their first tokens), in order."""
-        for number in np.unique(self.shard[documents]).tolist():
-            here = documents[self.shard[documents] == number]
-            shard = self.shards[number]
+        """Yield (shard, numbers of its entries of some documents, their first tokens), in order."""
+        borders = np.flatnonzero(np.diff(self.shard[documents])) + 1
+        for here in np.split(documents, borders) if len(documents) else ():
+            shard = self.shards[self.shard[here[0]]]
             starts = shard.starts
-            entry = np.searchsorted(starts, self.start[here], side="right") - 1
-            yield shard, shard.docs[entry], starts[entry]
+            entries = np.searchsorted(starts, self.start[here], side="right") - 1
+            yield shard, entries, starts[entries]
 
 
 def make_examples(
