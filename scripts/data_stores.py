@@ -47,12 +47,12 @@ def export(recipe: str, settings: list[str], out: Path) -> None:
     from sftkit.config.schema import source_label
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.terminal import print_text
-    from sftkit.data.store.foreign import check_export, write_megatron
+    from sftkit.data.store.foreign import check_whole_sources, write_megatron
     from sftkit.data.tokens import sources
     from sftkit.preflight.analysis import tokenizer_of
     from sftkit.runtime.start import quiet_libraries
 
-    check_export(cfg.data)
+    check_whole_sources(cfg.data)
     quiet_libraries()
     tokenizer = tokenizer_of(cfg.model, cfg.data)
     tokenize = sources.stage_rule(stage_of_recipe(recipe))(cfg.data, tokenizer, sources.WHOLE)

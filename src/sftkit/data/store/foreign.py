@@ -263,7 +263,7 @@ def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.n
     return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
 
 
-def check_export(data: DataConfig) -> None:
+def check_whole_sources(data: DataConfig) -> None:
     """Reject settings that choose documents: an export has all of its sources.
 
     Raises:
