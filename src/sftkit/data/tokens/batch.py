@@ -23,7 +23,7 @@ from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
-from sftkit.data.tokens.shapes import RowShape, Shapes
+from sftkit.data.tokens.shapes import KnownShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError, hint
@@ -38,7 +38,7 @@ LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
 MOST_HEADERS = 1024
 LONG_BEGINNING = 256
-"Characters of a text between special tokens, among the first SPECIALS_BEFORE of a document, whose ids are kept for other rows."
+"Characters of a text between special tokens, behind few of them, whose ids are kept for other rows."
 SPECIALS_BEFORE = 4
 MOST_BEGINNINGS = 1024
 
@@ -131,7 +131,7 @@ class RowBatches:
             self._read_tokenizer(specials)
             self._known = known
         self._results = [None] * len(rows)
-        self._tried: dict[int, RowShape] = {}
+        self._tried: dict[int, KnownShape] = {}
         if self._sizes is not None and self.different is None:
             # A chunk has thousands of objects, and to look for cycles among them would take a fourth of the time.
             collects = gc.isenabled()

@@ -145,7 +145,7 @@ class Framed(NamedTuple):
         return Document("".join((*pieces, self.frames[-1])), spans, places)
 
 
-class RowShape:
+class KnownShape:
     """What is known of the conversations with some roles."""
 
     def __init__(
@@ -177,7 +177,7 @@ class RowShape:
 class Shaped:
     """Stands for the AnswerLocator of a conversation whose shape is known."""
 
-    def __init__(self, shape: RowShape, texts: Sequence[str], bare: Sequence[str]) -> None:
+    def __init__(self, shape: KnownShape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
         self.shape = shape
         self.tokenizer = shape.locator.tokenizer
@@ -219,7 +219,7 @@ class Shapes:
         self._tokenizer = tokenizer
         self._learning = learning
         self._seen = seen
-        self._known: dict[Hashable, int | RowShape | None] = {}
+        self._known: dict[Hashable, int | KnownShape | None] = {}
         "rows with some roles, or their shape; None: they have none"
         self._pattern = special_pattern(specials)
         self._firsts = {token[0] for token in specials if token}
@@ -259,7 +259,7 @@ class Shapes:
         shape.tried += shape.agreed < Seen.ENOUGH
         return Shaped(shape, texts, bare)
 
-    def judge(self, shape: RowShape, *, agrees: bool) -> None:
+    def judge(self, shape: KnownShape, *, agrees: bool) -> None:
         """Note whether a row that was tried came out as it does alone."""
         shape.agreed += agrees
         if not agrees:
@@ -268,10 +268,10 @@ class Shapes:
     def start_chunk(self) -> None:
         """Let further rows be tried."""
         for one in self._known.values():
-            if isinstance(one, RowShape) and one.agreed < Seen.ENOUGH:
+            if isinstance(one, KnownShape) and one.agreed < Seen.ENOUGH:
                 one.tried = one.agreed
 
-    def _learned(self, roles: Sequence[str], context_messages: int) -> RowShape | None:
+    def _learned(self, roles: Sequence[str], context_messages: int) -> KnownShape | None:
         """Return the shape of conversations with these roles; None: the frames of its texts are not found."""
         source = template_of(self._tokenizer).source
         inside, self._compared = literals_of(source)
@@ -303,8 +303,8 @@ class Shapes:
                     last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
                 }:
                     framed = {last: one for last, one in spaced.items() if one is not None}
-                    return RowShape(locator, self._seen, skipped, framed, free)
-        return RowShape(locator, self._seen, skipped, framed, frozenset())
+                    return KnownShape(locator, self._seen, skipped, framed, free)
+        return KnownShape(locator, self._seen, skipped, framed, frozenset())
 
     def _noted(self, locator: AnswerLocator, documents: Iterable[int]) -> set[str | None]:
         """Return what the template looks for in texts of a conversation, and None if it looks at them otherwise."""
