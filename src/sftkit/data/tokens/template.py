@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
@@ -266,7 +265,12 @@ def _binary(_context: object, operator: str, left: Any, right: Any) -> object:
 def _memory() -> int:
     """Return the bytes of memory of this process; 0 if the system does not report them."""
     with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # A number, not a file object: the alarm may end a rendering between any two steps, and a file would warn.
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY)
+        try:
+            return int(os.read(descriptor, 256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        finally:
+            os.close(descriptor)
     return 0
 
 
