@@ -129,11 +129,9 @@ class Tracker:
             if self._is_open and isinstance(error, ended_by):
                 self.record_event(event, self.step, first_line(error))  # the console has the whole error
         self._write_events()
-        if not self._dashboards:
-            return
-        from sftkit.tracking.dashboard import remote
-
         for writer in self._dashboards:
+            from sftkit.tracking.dashboard import remote
+
             writer.record(self.step, partial(remote.proof_of, self.run_dir))  # with its final checks
             # Last, as it may wait for half a minute; every file is written by then.
             if said := writer.finish(remote.ending_of(self.run_dir, self.rt.status, error)):

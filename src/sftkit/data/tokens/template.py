@@ -267,10 +267,9 @@ def _memory() -> int:
     with suppress(OSError):
         # A number, not a file object: the alarm may end a rendering between any two steps, and a file would warn.
         descriptor = os.open("/proc/self/statm", os.O_RDONLY)
-        try:
-            return int(os.read(descriptor, 256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        finally:
-            os.close(descriptor)
+        pages = int(os.read(descriptor, 256).split()[1])
+        os.close(descriptor)
+        return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
