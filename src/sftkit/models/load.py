@@ -237,14 +237,15 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     For a multimodal model this is its text model, if transformers has a class for it (Gemma 3 from 4B on); the other
     parts are not loaded, and copied into checkpoints (models/towers.py). For any other model it is the whole config.
     """
-    text = config.get_text_config()
+    text = config if config.is_encoder_decoder else config.get_text_config()
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if text is not config:
         from sftkit.models.towers import register_text_model, tied_by_whole
 
         register_text_model(config)
-    if text is config or config.is_encoder_decoder or type(text) not in causal:
-        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in causal:
+    if text is config or type(text) not in causal:
+        pictures = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if pictures and type(config) not in causal and not config.is_encoder_decoder:
             raise config_error("no text model alone", model_type=config.model_type)
         return config
     if tied_by_whole(config):
