@@ -335,7 +335,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
 def weights_index(
     plan: Mapping[str, list[str]], parameters: int, num_bytes: int, whole: Whole | None
 ) -> dict[str, object]:
-    """Return model.safetensors.index.json for the files of a plan and the tensors beside a text model."""
+    """Return model.safetensors.index.json for the files of a plan and the whole model's other tensors."""
     weight_map = {name: file for file, names in plan.items() for name in names}
     if whole is not None:
         weight_map |= dict.fromkeys(whole.unchanged, UNCHANGED)
@@ -494,7 +494,7 @@ def write_weights(
     """Write this rank's files; the main rank also writes the index, and the configuration of a whole model.
 
     Args:
-        earlier: checkpoint that this run published, with the same tensors beside a text model.
+        earlier: checkpoint that this run published, with the same tensors outside the text model.
     """
     whole = whole_of(orig_model)
     if snapshot.full is not None and whole is not None:

@@ -52,7 +52,7 @@ def auto_class_in(folder: Path) -> str:
 
 
 def whole_class(config: Mapping[str, Any]) -> str:
-    """Return the name of the auto class that loads a model with this config and all parts beside its text model."""
+    """Return the name of the auto class that loads a model with this config, its text model and all other parts."""
     if "text_config" not in config or config.get("is_encoder_decoder"):
         return auto_class(config)
     return CAPTIONS if "vision_config" in config else "AutoModelForMultimodalLM"
@@ -84,7 +84,7 @@ def text_name(name: str) -> str | None:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 UNCHANGED = "model-unchanged.safetensors"
-"File of a checkpoint with the tensors beside a text model, which no run changes (models/towers.py)."
+"File of a checkpoint with the tensors of the whole model outside its text model, which no run changes (towers.py)."
 HEADER_BYTES = 8
 "A safetensors file begins with the length of its header in so many bytes."
 LARGEST_HEADER = 100 * 2**20

@@ -27,11 +27,11 @@ from sftkit.data.types import Row
 from sftkit.errors import DataError
 
 FROM_ROW = 4
-"A shape is learned from so many rows of it on: it costs as much as some rows."
+"Rows of a shape before it is learned, because learning it costs as much as tokenizing some rows."
 MOST_SHAPES = 4096
 _ROLES = frozenset(("system", "developer", "user", "assistant"))
 _MARK = '[Text {}\n\nof  {} <É> \\ & "it\'s" 7]'
-"Stands for a text; escaped, cut or in other letters it is not found."
+"A placeholder for a text: a template that escapes it, cuts it or changes its letters makes it impossible to find."
 _SPACED = "\n {} \n"
 _OWN = ("<think>", "</think>", "<image>", "<video>", "<audio>")
 "What is looked for in texts here."
@@ -175,7 +175,7 @@ class ChatShape:
 
 
 class Shaped:
-    """Stands for the AnswerLocator of a conversation whose shape is known."""
+    """Replace the AnswerLocator of a conversation whose shape is known."""
 
     def __init__(self, shape: ChatShape, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Take the texts of the messages; `bare`: the same, stripped."""
@@ -227,7 +227,7 @@ class Shapes:
         self._compared: Set[str] = frozenset()
 
     def find(self, row: Row) -> Shaped | None:
-        """Return what stands for the locator of a conversation whose shape is known; None: it is to be rendered."""
+        """Return the replacement of the locator if the shape of a conversation is known; None: render it."""
         messages = row.messages
         if not messages or row.tools or row.template_args or row.masked_role or not row.learned:
             return None
