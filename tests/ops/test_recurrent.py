@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import Tensor
 
+from sftkit.ops import recurrent
 from sftkit.ops.recurrent import SCAN_CHUNK, _segments, fla_unsupported_reason, gated_delta_rule, normalized
 
 ROWS = [[3, 40, 70, 1, 36], [150]]
@@ -104,9 +108,21 @@ def test_chunks_of_documents_are_numbered_without_asking_the_device() -> None:
     assert all(lengths[document] == 0 and chunk == 0 for document, chunk in indices[len(real) :])
 
 
+@pytest.mark.parametrize(("error", "reason"), [(0.01, None), (0.54, "54% off"), (float("nan"), "wrong gradients")])
+def test_kernels_are_taken_only_if_their_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, error: float, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("fla", "fla.ops", "fla.ops.common"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(recurrent, "_largest_error", lambda *_: error)
+    found = recurrent.fla_unsupported_reason.__wrapped__(2, 4, 128, 128)
+    assert found is None if reason is None else reason in found
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_flash_linear_attention_compute_the_same() -> None:
-    if reason := fla_unsupported_reason():
+    if reason := fla_unsupported_reason(2, 4, 128, 128):
         pytest.skip(f"flash-linear-attention {reason}")
     given = [x.cuda() for x in inputs(2, 4, torch.float32, (128, 128))]
     exact = [x.clone().requires_grad_() for x in given]

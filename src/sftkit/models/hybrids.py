@@ -237,10 +237,10 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     """
     found = list(mixers(orig_model))
     # Decided before anything is traced.
-    if torch.cuda.is_available() and any(mixer is _DELTA for *_, mixer in found):
-        from sftkit.ops.recurrent import fla_unsupported_reason
-
-        reason = fla_unsupported_reason()
+    deltas: list[Any] = [layer for _, layer, mixer in found if mixer is _DELTA]
+    if torch.cuda.is_available() and deltas:
+        sizes = {(x.num_k_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in deltas}
+        reason = next(filter(None, (recurrent.fla_unsupported_reason(*size) for size in sizes)), None)
         _kernels["fla"] = reason is None
         if reason is not None:
             log.warning("recurrent layers take several times longer: flash-linear-attention %s", reason)
