@@ -35,6 +35,7 @@ from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import Work, train_flops
+from sftkit.ops.recurrent import fla_unsupported_reason
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
 
@@ -209,6 +210,12 @@ def run(job: Job) -> dict[str, Any]:
     precision = resolve_precision(job.config.train.precision)
     model, attention, refused = working_model(job, precision, device)
     parameters = sum(p.numel() for p in model.parameters())
+    if "linear_num_value_heads" in job.fields:
+        # It lets the kernels compute that flash-linear-attention rejects by version, as in sftkit's runs.
+        config: Any = model.config
+        heads, sizes = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
+        if reason := fla_unsupported_reason(heads, heads, *sizes):
+            raise ConfigError(f"flash-linear-attention {reason}")
     examples = synthetic_documents(job.data, model.get_input_embeddings().weight.shape[0])
     rows = rows_in_order(job, examples)
     size = job.config.train.global_batch_size

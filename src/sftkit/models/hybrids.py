@@ -239,7 +239,8 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     # Decided before anything is traced.
     deltas: list[Any] = [layer for _, layer, mixer in found if mixer is _DELTA]
     if torch.cuda.is_available() and deltas:
-        sizes = {(x.num_k_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in deltas}
+        # Layers repeat their keys for all heads of values before the function is called.
+        sizes = {(x.num_v_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in deltas}
         reason = next(filter(None, (recurrent.fla_unsupported_reason(*size) for size in sizes)), None)
         _kernels["fla"] = reason is None
         if reason is not None:
