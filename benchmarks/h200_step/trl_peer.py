@@ -23,7 +23,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from labs.bench.plan import Job, read_job
@@ -35,6 +35,7 @@ from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import Work, train_flops
+from sftkit.ops.flash import document_attention
 from sftkit.ops.recurrent import fla_unsupported_reason
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
@@ -89,6 +90,33 @@ def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
         columns["labels"].append([t for part in parts for t in np.where(part.is_target, part.ids, IGNORE).tolist()])
         columns["seq_lengths"].append([len(part.ids) for part in parts])
     return Dataset.from_dict(columns)
+
+
+_starts: list[Any] = [None]
+"Positions of the last row, where its documents start, and the longest."
+
+
+def attend_varlen(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    position_ids: torch.Tensor,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """FlashAttention-2 as torch brings it, for heads that FlashAttention-4 lacks; documents begin where positions do,
+    found once a row, as transformers does for its own FlashAttention."""
+    if position_ids is not _starts[0]:
+        first = (position_ids.flatten() == 0).nonzero().flatten().int()
+        starts = torch.cat([first, first.new_full((1,), position_ids.numel())])
+        _starts[:] = [position_ids, starts, int(starts.diff().max())]
+    _, starts, longest = _starts
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    out, _lse = document_attention(query, key, value, starts, starts, longest, scaling, sliding_window or 0, "varlen")
+    return out[None], None
 
 
 def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTrainedModel, str, list[str]]:
@@ -208,14 +236,14 @@ def run(job: Job) -> dict[str, Any]:
     quiet_libraries()
     device = start_device()
     precision = resolve_precision(job.config.train.precision)
+    if heads := job.fields.get("linear_num_value_heads"):
+        # It lets the kernels compute that flash-linear-attention rejects by version, as in sftkit's runs.
+        sizes = (int(job.fields[f"linear_{name}_head_dim"]) for name in ("key", "value"))
+        if reason := fla_unsupported_reason(int(heads), int(heads), *sizes):
+            raise ConfigError(f"flash-linear-attention {reason}")
+    AttentionInterface.register("varlen", attend_varlen)
     model, attention, refused = working_model(job, precision, device)
     parameters = sum(p.numel() for p in model.parameters())
-    if "linear_num_value_heads" in job.fields:
-        # It lets the kernels compute that flash-linear-attention rejects by version, as in sftkit's runs.
-        config: Any = model.config
-        heads, sizes = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
-        if reason := fla_unsupported_reason(heads, heads, *sizes):
-            raise ConfigError(f"flash-linear-attention {reason}")
     examples = synthetic_documents(job.data, model.get_input_embeddings().weight.shape[0])
     rows = rows_in_order(job, examples)
     size = job.config.train.global_batch_size

@@ -5,11 +5,14 @@ Its fake, gradient and FLOP formula are registered, so that a compiled block has
 flash-linear-attention computes it (extra hybrid); elsewhere it is torch's matrix products over chunks of positions.
 """
 
+import importlib
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
@@ -38,12 +41,39 @@ def fla_unsupported_reason(heads: int, value_heads: int, key_size: int, value_si
 
         # It rejects these versions for all sizes; only the comparison below knows which are wrong.
         chunk_o.TRITON_ABOVE_3_7_1 = True
+        if torch.cuda.get_device_capability()[0] == 9 and key_size == value_size == 128:
+            use_measured_settings()
         error = _largest_error(heads, value_heads, key_size, value_size)
     except Exception as failure:  # not installed, or versions that do not fit each other
         return f"does not run ({' '.join(str(failure).split())[:120]}): {install('sftkit[hybrid]')}"
     if error < WRONG:
         return None
     return f"computes wrong gradients here ({error:.0%} off): install Triton 3.7.1 (torch 2.12)"
+
+
+def use_measured_settings() -> None:
+    """Let each kernel of flash-linear-attention have the one launch setting of recurrent.yaml, instead of the fastest
+    at each start."""
+    from triton import Config
+
+    known = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()) or {}
+    for name, tuner in autotuners().items():
+        if name in known:
+            warps, stages = known[name].pop("num_warps"), known[name].pop("num_stages")
+            tuner.configs = [Config(known[name], num_warps=warps, num_stages=stages)]
+
+
+def autotuners() -> dict[str, Any]:
+    """Return, by name, the kernels of the gated delta rule whose launch settings flash-linear-attention measures."""
+    modules = ("common.chunk_o", "common.chunk_delta_h", "gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast")
+    found = {}
+    for module in (*modules, "utils.cumsum"):
+        for name, kernel in vars(importlib.import_module(f"fla.ops.{module}")).items():
+            while hasattr(kernel, "fn") and not hasattr(kernel, "configs"):
+                kernel = kernel.fn
+            if hasattr(kernel, "configs"):
+                found[name] = kernel
+    return found
 
 
 def _largest_error(heads: int, value_heads: int, key_size: int, value_size: int) -> float:
