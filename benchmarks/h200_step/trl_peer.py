@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import time
-from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,8 @@ from trl import SFTConfig, SFTTrainer
 
 from labs.bench.plan import Job, read_job
 from labs.bench.run import measured_row, run_job
-from labs.bench.worker import ModelSpec, new_model, synthetic_documents
+from labs.bench.worker import ModelSpec, new_model, rows_in_order, synthetic_documents
 from sftkit.data.batches.collate import IGNORE
-from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import Work, train_flops
@@ -63,22 +60,6 @@ class Clock(TrainerCallback):
             self.first = self.first or now
             if step % self.window == 0:
                 self.ends.append((step, now, peak_memory_gib(self.device)))
-
-
-def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
-    """Return the rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
-    cfg = job.config
-    if cfg.data.layout != "packed" or cfg.data.max_length is None:
-        raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
-    layout = make_layout(cfg.data, cfg.train, examples.lengths, cfg.data.max_length)
-    batches = Batches(StepDataset(examples, layout), seed=cfg.run.seed)
-    steps = islice(chain.from_iterable(map(batches.plan, count())), job.steps.total)
-    rows = [row for step in steps for row in step.rows]
-    if not all(rows):
-        raise ConfigError(
-            "data.documents.count: too few for the steps: an epoch ends with empty rows, which TRL has not"
-        )
-    return rows
 
 
 def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
@@ -236,7 +217,8 @@ def run(job: Job) -> dict[str, Any]:
     quiet_libraries()
     device = start_device()
     precision = resolve_precision(job.config.train.precision)
-    if heads := job.fields.get("linear_num_value_heads"):
+    heads = job.fields.get("linear_num_value_heads")
+    if heads and device.type == "cuda":
         # It lets the kernels compute that flash-linear-attention rejects by version, as in sftkit's runs.
         sizes = (int(job.fields[f"linear_{name}_head_dim"]) for name in ("key", "value"))
         if reason := fla_unsupported_reason(int(heads), int(heads), *sizes):

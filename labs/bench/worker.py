@@ -25,7 +25,8 @@ from transformers.initialization import no_init_weights
 from labs.bench.machine import ClockSamples
 from labs.bench.plan import SYNTHETIC, DataPlan, Job, read_job, read_lengths
 from labs.bench.run import graphs_of, measured_row, over_ranks, run_job
-from sftkit.data.batches.loader import Batches
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.engine.members import Members
@@ -222,6 +223,21 @@ class NoCheckpoints:
     def ended_saves(self) -> tuple[()]:
         """Return nothing: no save has ended."""
         return ()
+
+
+def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
+    """Return the rows that sftkit's loop trains on, all steps of the run, as indices of documents."""
+    cfg = job.config
+    if cfg.data.layout != "packed" or cfg.data.max_length is None:
+        raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
+    layout = make_layout(cfg.data, cfg.train, examples.lengths, cfg.data.max_length)
+    batches = Batches(StepDataset(examples, layout), seed=cfg.run.seed)
+    rows = [row for *_, step in batches.order.batches(0, job.steps.total) for row in step.rows]
+    if not all(rows):
+        raise ConfigError(
+            "data.documents.count: too few for the steps: an epoch ends with empty rows, which TRL has not"
+        )
+    return rows
 
 
 class Probe(Tracker):

@@ -48,9 +48,11 @@ from labs.bench.run import (
     read_bench_results,
     spread,
 )
-from labs.bench.worker import ModelSpec, new_model, synthetic_documents
+from labs.bench.worker import ModelSpec, new_model, rows_in_order, synthetic_documents
 from labs.jobs import bench_command, first_failure, run_logged
 from labs.tables import calls_line, graph_table, loss_table, machine_lines, markdown_report, speed_table
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import make_layout
 from sftkit.errors import ConfigError
 from sftkit.ops.nf4 import matrix_of, quantize
 from sftkit.rundir.names import graph_file
@@ -346,6 +348,22 @@ def test_documents_have_the_lengths_of_a_file_and_end_with_as_many_targets(tmp_p
     examples = synthetic_documents(job.data, vocab_size=100)
     assert (examples.lengths.tolist(), examples.num_targets.tolist()) == ([5, 9, 3], [2, 9, 1])
     assert examples[0].is_target.tolist() == [False] * 4 + [True] * 2
+
+
+def test_a_peer_is_given_the_rows_of_the_loop_in_their_order(tmp_path: Path) -> None:
+    documents = {"count": 60, "median": 6, "mean": 7, "cap": 12}
+    path = write_plan(tmp_path, data={"documents": documents, "row_length": 32})
+    (job, *_) = read_jobs(path, tmp_path / "out")
+    examples = synthetic_documents(job.data, vocab_size=100)
+    rows = rows_in_order(job, examples)
+    config = job.config
+    layout = make_layout(config.data, config.train, examples.lengths, int(config.data.max_length or 0))
+    steps = Batches(StepDataset(examples, layout), seed=config.run.seed).steps(0, job.steps.total)
+    trained = [row for step in steps for batch in step.micro_batches for row in batch.inputs["input_ids"]]
+    assert len(rows) == len(trained) >= job.steps.total
+    for documents_of_row, row in zip(rows, trained, strict=True):
+        ids = torch.cat([torch.from_numpy(examples[i].ids[:-1].astype(np.int64)) for i in documents_of_row])
+        assert torch.equal(row[: len(ids)], ids)
 
 
 @pytest.mark.parametrize(
