@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -113,11 +114,20 @@ def test_kernels_are_taken_only_if_their_gradients_are_right(
     monkeypatch: pytest.MonkeyPatch, error: float, reason: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     for name in ("fla", "fla.ops", "fla.ops.common"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     monkeypatch.setattr(recurrent, "_largest_error", lambda *_: error)
     found = recurrent.fla_unsupported_reason.__wrapped__(2, 4, 128, 128)
     assert found is None if reason is None else reason in found
+
+
+def test_each_kernel_gets_the_measured_setting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = SimpleNamespace(configs=["a", "b"])
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(Config=lambda kwargs, **named: (kwargs, named)))
+    monkeypatch.setattr(recurrent, "autotuners", lambda: {"chunk_fwd_kernel_o": tuner, "new": SimpleNamespace()})
+    recurrent.use_measured_settings()
+    assert tuner.configs == [({"BK": 64, "BV": 64}, {"num_warps": 4, "num_stages": 3})]
 
 
 @pytest.mark.gpu
