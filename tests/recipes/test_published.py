@@ -299,6 +299,17 @@ def test_inspection_without_weights_finds_answers_and_memory(
     assert found["sources"][0]["answers"]["answers_learned"] == 120
 
 
+def test_the_recipe_of_the_readme_trains_the_named_model_on_the_named_file(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    block = (root / "README.md").read_text().partition("## Your own file")[2].split("```")[1]
+    assert len(block.strip().splitlines()) <= 5
+    (tmp_path / "my.yaml").write_text(block.replace("extends: ", f"extends: {root}/"))
+    cfg = read(tmp_path / "my.yaml")
+    assert (cfg.model.path, [source.path for source in cfg.data.train]) == ("Qwen/Qwen3-0.6B-Base", ["my_chats.jsonl"])
+    assert cfg.data.val_fraction is not None
+    assert list(cfg.data.val) == []
+
+
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
 def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_in: Folder) -> None:
     cfg, tokenizer = read(recipe), stand_in(read(recipe))
