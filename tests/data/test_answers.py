@@ -648,7 +648,7 @@ def asked_by_a_server(tokenizer, messages: list[dict[str, Any]]) -> list[list[in
     ]
 
 
-@pytest.mark.parametrize("name", map(slow_if_long, sorted(SPECIALS.keys() - {"mistral"})))  # which renders no reasoning
+@pytest.mark.parametrize("name", [*map(slow_if_long, sorted(SPECIALS.keys() - {"mistral"}))])  # which renders no reasoning
 def test_in_any_mix_of_turns_every_target_follows_a_prompt_of_a_server(make, name: str) -> None:
     tokenizer, rng, checked = make(name), np.random.default_rng(1), 0
     for number in range(40):
