@@ -16,17 +16,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from sftkit.models.token_rows import in_front
 from sftkit.ops.grouped import by_expert, grouped_product, rows_in_order, rows_of_experts
 
-IMPLEMENTATION = "sftkit"
+EXPERTS_IMPLEMENTATION = "sftkit"
 "Name of our function among those of transformers."
-Product = Callable[[Any, Tensor, str, Tensor, Tensor], Tensor]
 
 
-def use_grouped_products(orig_model: PreTrainedModel) -> None:
+def compute_experts_here(orig_model: PreTrainedModel) -> None:
     """Let the experts of a model be computed here, in every precision."""
     # Private: transformers' own check for switchable experts (huggingface/transformers#42697).
     if orig_model._can_set_experts_implementation():
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, weighted_sums)
-        orig_model.set_experts_implementation(IMPLEMENTATION)
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, weighted_sums)
+        orig_model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     for module in orig_model.modules():
         if type(module).__name__ == "Llama4TextMoe":
             own: Any = type(module)
@@ -45,7 +44,11 @@ def product(experts: Any, rows: Tensor, name: str, numbers: Tensor, ends: Tensor
 
 
 def weighted_sums(
-    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, multiplied: Product = product
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    multiplied: Callable[[Any, Tensor, str, Tensor, Tensor], Tensor] = product,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [N, H].
 

@@ -147,9 +147,9 @@ def load_model(
     settle_generation_config(orig_model, tokenizer)
     use_document_lengths(orig_model)
     if any(type(module).__name__.endswith(("Experts", "Moe")) for module in orig_model.modules()):
-        from sftkit.models.experts import use_grouped_products
+        from sftkit.models.experts import compute_experts_here
 
-        use_grouped_products(orig_model)
+        compute_experts_here(orig_model)
     if adapter is not None:
         _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
     return orig_model

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+import test_towers
 import torch
 from checkpoint_worker import Run
 from helpers import cpu_runtime, make_batch, make_examples
+from safetensors.torch import load_file
 from test_gpt_oss import gpt_oss
 from test_models import build
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import LossConfig, ModelConfig
-from sftkit.models.experts import IMPLEMENTATION, ChosenExperts, use_grouped_products
+from sftkit.models.experts import EXPERTS_IMPLEMENTATION, ChosenExperts, compute_experts_here
 from sftkit.models.load import load_model
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.rundir.names import step_dir
@@ -79,7 +85,7 @@ def logits_and_gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str
 def test_logits_and_gradients_are_those_of_transformers_and_nothing_is_added_by_number(family: str) -> None:
     model = plain(family)
     ours = copy.deepcopy(model)
-    use_grouped_products(ours)
+    compute_experts_here(ours)
     wanted, exact, added = logits_and_gradients(model)
     found, gradients, ours_added = logits_and_gradients(ours)
     assert bool(added) == (family != "llama4_text")
@@ -111,7 +117,7 @@ def test_biases_of_experts_have_the_sums_of_their_rows_in_bf16_too() -> None:
 
 def test_llama_4_multiplies_the_rows_of_chosen_experts_only() -> None:
     model = plain("llama4_text")
-    use_grouped_products(model)
+    compute_experts_here(model)
     layers = sum(isinstance(module, ChosenExperts) for module in model.modules())
     with Products() as products, torch.no_grad():
         model(IDS, use_cache=False)
@@ -125,11 +131,11 @@ def test_a_loaded_model_has_our_products_and_the_plain_model_those_of_transforme
 ) -> None:
     build("qwen3_moe", vocab_size=576).save_pretrained(tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)), tokenizer, 0, precision)
-    assert model.config._experts_implementation == IMPLEMENTATION
+    assert model.config._experts_implementation == EXPERTS_IMPLEMENTATION
     other = PlainModel(ModelWithLoss(model, "reference", NextToken(LossConfig())), torch.device("cpu"))
     assert other.orig_model.config._experts_implementation in ("grouped_mm", "eager")
     model.save_pretrained(tmp_path / "saved")
-    assert IMPLEMENTATION not in (tmp_path / "saved" / "config.json").read_text()
+    assert EXPERTS_IMPLEMENTATION not in (tmp_path / "saved" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
@@ -140,7 +146,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_the_uninterrupte
 
     def model() -> PreTrainedModel:
         made = plain(family)
-        use_grouped_products(made)
+        compute_experts_here(made)
         return made
 
     whole = Run(tmp_path / "whole", tokenizer, cpu_runtime(), model=model())
@@ -154,7 +160,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_the_uninterrupte
 
 def test_gradients_have_the_same_bits_each_time_in_packed_rows() -> None:
     model = plain("gpt_oss")
-    use_grouped_products(model)
+    compute_experts_here(model)
     ours = ModelWithLoss(model, "reference", NextToken(LossConfig()))
     batch = make_batch(make_examples([100, 90, 60, 5], target_share=1.0), ((0, 1, 2, 3),), 256)
     found = []
@@ -164,3 +170,49 @@ def test_gradients_have_the_same_bits_each_time_in_packed_rows() -> None:
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+RUN = (
+    *("train.max_steps=6", "train.global_batch_size=2", "train.micro_batch_size=1", "checkpoint.every=2"),
+    *("checkpoint.keep=3", "compile.enabled=false", "attention.backend=reference", "eval.tasks=[]", "eval.samples=0"),
+    *("data.max_length=128", "data.row_length=256", "log.wandb=off", "model.chat_template=null"),
+    *(f"data.{part}=[{{path: 'builtin:tasks', max_rows: 40}}]" for part in ("train", "val")),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "qwen3_5"])
+def test_a_script_that_is_killed_and_resumed_ends_with_the_bits_of_the_uninterrupted_one(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """On two threads. Of Qwen3.5 the text model of one that reads pictures, with dropout."""
+    start = tmp_path / "start"
+    if family == "qwen3_5":
+        text, *others = test_towers.FAMILIES[family]
+        monkeypatch.setitem(test_towers.FAMILIES, family, (text | {"attention_dropout": 0.2}, *others))
+        test_towers.start(start, family)
+    else:
+        made = gpt_oss(vocab_size=576) if family == "gpt_oss" else build(family, vocab_size=576)
+        made.save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    words = [*RUN, f"model.path={start}", f"data.cache_dir={tmp_path}/cache"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "2"}
+
+    def run(name: str, *more: str) -> None:
+        given = ["scripts/chat_sft.py", "recipes/smoke/sft.yaml", *words, f"run.dir={tmp_path}/{name}", *more]
+        done = preloaded.run(given, 1, env)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+    run("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(step_dir(tmp_path / "killed", 6))
+    shutil.rmtree(step_dir(tmp_path / "killed", 4))
+    (tmp_path / "killed" / "LATEST").write_text("step-000002\n")
+    run("killed", "train.resume=auto")
+    for step in (4, 6):
+        ours, theirs = (step_dir(tmp_path / name, step) for name in ("killed", "whole"))
+        files = [path.name for path in theirs.glob("*.safetensors")]
+        assert files
+        for file in files:
+            wanted = load_file(theirs / file)
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_file(ours / file).items()), file
