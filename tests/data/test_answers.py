@@ -224,13 +224,8 @@ for name in ("qwen3_5", "qwen3_5_small"):
         (name, "reasoned call"): (
             [U, {**CALL, "reasoning_content": "I look."}, RESULT, REASONED, V, SECOND],
             [
-                QWEN
-                + f"<think>\n[[I look.\n</think>\n\n{CALLED}]]{SEEN}"
-                + "[[I think.\n</think>\n\nSo.<|im_end|>]]",
-                QWEN
-                + CALLED
-                + SEEN.removesuffix("<think>\n")
-                + f"So.{AGAIN}\n</think>\n\n[[Thus.<|im_end|>]]",
+                QWEN + f"<think>\n[[I look.\n</think>\n\n{CALLED}]]{SEEN}" + "[[I think.\n</think>\n\nSo.<|im_end|>]]",
+                QWEN + CALLED + SEEN.removesuffix("<think>\n") + f"So.{AGAIN}\n</think>\n\n[[Thus.<|im_end|>]]",
             ],
         ),
     }
@@ -648,7 +643,9 @@ def asked_by_a_server(tokenizer, messages: list[dict[str, Any]]) -> list[list[in
     ]
 
 
-@pytest.mark.parametrize("name", [*map(slow_if_long, sorted(SPECIALS.keys() - {"mistral"}))])  # which renders no reasoning
+@pytest.mark.parametrize(
+    "name", [*map(slow_if_long, sorted(SPECIALS.keys() - {"mistral"}))]
+)  # which renders no reasoning
 def test_in_any_mix_of_turns_every_target_follows_a_prompt_of_a_server(make, name: str) -> None:
     tokenizer, rng, checked = make(name), np.random.default_rng(1), 0
     for number in range(40):

@@ -78,7 +78,11 @@ def logits_and_gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str
     with Additions() as additions:
         logits = model(IDS, use_cache=False).logits
         (logits.float().square().mean() * 10).backward()
-    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, additions.found
+    return (
+        logits.detach(),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        additions.found,
+    )
 
 
 @every_family

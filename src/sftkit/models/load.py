@@ -162,10 +162,9 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     Raises:
         ConfigError: a damaged file, or an adapter of other weights.
     """
-    check_loadable(resolve(model.path or ""))
-    if files is None:
-        path = resolve(model.path or "")
-    else:
+    path = resolve(model.path or "")
+    check_loadable(path)
+    if files is not None:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():
