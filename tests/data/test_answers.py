@@ -1,7 +1,7 @@
 """Which answers are learned under templates that think, and in which words: whatever a server would have supplied is not.
 
-The templates in tests/golden are shortened from the published formats of Qwen3, SmolLM3, GLM-4.5, DeepSeek-R1's distilled
-models and gpt-oss; what is learned of a conversation stands between double brackets here.
+The templates in tests/golden are shortened from the published formats of Qwen3, Qwen3.5, SmolLM3, GLM-4.5, DeepSeek-R1's
+distilled models and gpt-oss; what is learned of a conversation stands between double brackets here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from sftkit.verify.proof import prompt_check
 
 SPECIALS = {
     "qwen3": [],
+    "qwen3_5": [],
     "smollm3": [],
     "glm45": ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"],
     "r1_distill": ["<｜User｜>", "<｜Assistant｜>"],
     "mistral": ["[INST]", "[/INST]"],
     "gpt_oss": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"],
 }
+THINKS_OR_NOT = ("defined and enable_thinking is false", "undefined or enable_thinking is not true")
+"What Qwen3.5 of 2B and less has in the place of what the larger ones have, which is all that differs."
 ENDS = {"glm45": "<|endoftext|>", "r1_distill": "</s>", "gpt_oss": "<|return|>"}
 
 U, V = {"role": "user", "content": "How?"}, {"role": "user", "content": "Why?"}
@@ -45,10 +48,20 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 RESULT = {"role": "tool", "content": "seen"}
 
 
+def slow_if_long(name: str) -> Any:
+    """The case of a template; of Qwen3.5's, which takes longest, for the slow tests."""
+    return pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5"))
+
+
 @pytest.fixture
 def make(make_tokenizer):
     def made(name: str):
-        tokenizer = make_tokenizer(name, bos="<s>", eos=ENDS.get(name, "<|im_end|>") if name != "gpt_oss" else "</s>")
+        eos = ENDS.get(name, "<|im_end|>") if name != "gpt_oss" else "</s>"
+        tokenizer = make_tokenizer(name.removesuffix("_small"), bos="<s>", eos=eos)
+        if name == "qwen3_5_small":
+            thinks, answers = THINKS_OR_NOT
+            assert thinks in tokenizer.chat_template
+            tokenizer.chat_template = tokenizer.chat_template.replace(thinks, answers)
         tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS.get(name, [])})
         if name == "gpt_oss":
             tokenizer.eos_token = "<|return|>"
@@ -187,6 +200,35 @@ GOLDEN_DOCUMENTS = {
         ],
     ),
 }
+
+CALLED = "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call><|im_end|>"
+SEEN = "\n<|im_start|>user\n<tool_response>\nseen\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+AGAIN = "<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+# Every prompt has a thinking block, open or empty: an answer without reasoning is asked for with the empty one.
+for name in ("qwen3_5", "qwen3_5_small"):
+    GOLDEN_DOCUMENTS |= {
+        (name, "plain"): ([U, PLAIN], [QWEN + "<think>\n\n</think>\n\n[[So.<|im_end|>]]"]),
+        (name, "reasoned"): (
+            [U, REASONED, V, REASONED_SECOND],
+            [
+                QWEN + "<think>\n[[I think.\n</think>\n\nSo.<|im_end|>]]",
+                QWEN + "So." + AGAIN + "[[I ponder.\n</think>\n\nThus.<|im_end|>]]",
+            ],
+        ),
+        (name, "tools"): (
+            [U, CALL, RESULT, PLAIN],
+            [
+                f"{QWEN}<think>\n\n</think>\n\n[[{CALLED}]]{SEEN}\n</think>\n\n[[So.<|im_end|>]]",
+            ],
+        ),
+        (name, "reasoned call"): (
+            [U, {**CALL, "reasoning_content": "I look."}, RESULT, REASONED, V, SECOND],
+            [
+                QWEN + f"<think>\n[[I look.\n</think>\n\n{CALLED}]]{SEEN}" + "[[I think.\n</think>\n\nSo.<|im_end|>]]",
+                QWEN + CALLED + SEEN.removesuffix("<think>\n") + f"So.{AGAIN}\n</think>\n\n[[Thus.<|im_end|>]]",
+            ],
+        ),
+    }
 
 
 @pytest.mark.parametrize("case", GOLDEN_DOCUMENTS, ids=" ".join)
@@ -513,7 +555,7 @@ def conversation(rng: np.random.Generator, turns: int) -> list[dict[str, Any]]:
     return messages
 
 
-@pytest.mark.parametrize("name", [*SPECIALS, "llama3", "default_system", "plain"])
+@pytest.mark.parametrize("name", [*map(slow_if_long, SPECIALS), "llama3", "default_system", "plain"])
 @pytest.mark.parametrize("split", [False, True])
 def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
     make, monkeypatch, name: str, split: bool
@@ -561,7 +603,7 @@ def test_golden_templates_are_all_used() -> None:
     assert {path.stem for path in GOLDEN.glob("*.jinja")} >= SPECIALS.keys()
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("name", [*SPECIALS, "qwen3_5_small"])
 def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
     tokenizer = make(name)
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
@@ -601,7 +643,9 @@ def asked_by_a_server(tokenizer, messages: list[dict[str, Any]]) -> list[list[in
     ]
 
 
-@pytest.mark.parametrize("name", sorted(SPECIALS.keys() - {"mistral"}))  # which renders no reasoning
+@pytest.mark.parametrize(
+    "name", [*map(slow_if_long, sorted(SPECIALS.keys() - {"mistral"}))]
+)  # which renders no reasoning
 def test_in_any_mix_of_turns_every_target_follows_a_prompt_of_a_server(make, name: str) -> None:
     tokenizer, rng, checked = make(name), np.random.default_rng(1), 0
     for number in range(40):

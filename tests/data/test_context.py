@@ -60,7 +60,7 @@ def test_tools_are_in_what_is_learned_or_the_row_is_rejected(
     make, name: str, messages: list[Any], targets: str
 ) -> None:
     tokenizer, settings = make(name), {"targets": targets, "thinking": "learn_empty"}
-    if name in ("chatml", "llama3", "qwen3"):
+    if name in ("chatml", "llama3", "qwen3", "qwen3_5"):
         text = text_of(tokenizer, messages, [TOOL], **settings)
         assert "description" in text.split("Hello?")[0], "the schema stands in the prompt"
         return

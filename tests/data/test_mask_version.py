@@ -49,6 +49,7 @@ TOKENS: dict[str, tuple[list[str], str | None, str]] = {
     "olmo2": (["<|user|>", "<|assistant|>", "<|system|>"], "<|endoftext|>", "<|endoftext|>"),
     "plain": ([], None, "<|endoftext|>"),
     "qwen3": ([], None, "<|im_end|>"),
+    "qwen3_5": ([], None, "<|im_end|>"),
     "r1_distill": (["<｜User｜>", "<｜Assistant｜>"], "<s>", "</s>"),
     "smollm3": ([], None, "<|im_end|>"),
 }
@@ -95,7 +96,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "all": {"learning": chat.EVERYTHING},
 }
 LEARNS_EMPTY = {"learning": chat.Learning("assistant", "learn_empty")}
-THINKS = ("qwen3", "smollm3", "glm45", "r1_distill")
+THINKS = ("qwen3", "qwen3_5", "smollm3", "glm45", "r1_distill")
 
 
 def digest(path: Path, tokenize: sources.RowTokenizer, cache_dir: Path) -> str:

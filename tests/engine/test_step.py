@@ -278,6 +278,29 @@ def test_logits_of_a_deep_model_may_differ_by_as_much_as_rounding_alone_moves_th
     assert "rounding noise alone" in row.found
 
 
+def test_noise_around_a_limit_is_measured_on_documents_as_long_as_those_that_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(documents, "REFUSED_FROM", 1e-3)
+    lengths, measure = [], documents._roundings
+    monkeypatch.setattr(
+        documents, "_roundings", lambda p, e, d: (lengths.append(e.lengths.tolist()), measure(p, e, d))[1]
+    )
+    torch.manual_seed(0)
+    fields = {**COMMON, "num_hidden_layers": 8, "initializer_range": 0.2, "sliding_window": 40}
+    orig_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **fields)).to(torch.bfloat16)
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    layout = make_layout_of("packed", [60, 10], row_length=80)
+    found = check_documents(model, "reference", torch.device("cpu"), layout)
+    assert lengths == [[48, 5], [8, 5]]
+    assert 1e-3 < found.beyond < 3 * found.beyond_roundings
+    row = document_checks(found, torch.bfloat16, "reference", logits_limit=1e-3)[0]
+    assert row.ok
+    assert row.found.count("rounding noise alone") == 2
+    worse = replace(found, beyond=1.5 * found.allowed_beyond)
+    assert not document_checks(worse, torch.bfloat16, "reference", logits_limit=1e-3)[0].ok
+
+
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())
 def test_verification_leaves_the_model_as_it_was(make_model) -> None:
     model = ModelWithLoss(make_model(), "sdpa", NextToken(LossConfig())).train()

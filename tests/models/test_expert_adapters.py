@@ -115,7 +115,7 @@ def test_loss_and_every_gradient_are_those_of_peft(
     assert gradients.keys() == factors(ours).keys()
     named = {key.replace(".default", ""): gradient for key, gradient in others.items()}
     # Norms within its attention make roundings grow.
-    tolerance = 5e-6 if name == "deepseek_v3" else 1e-6
+    tolerance = 5e-6 if name == "deepseek_v3" else 2e-6
     assert_same({f"base_model.model.{key}": value for key, value in gradients.items()}, named, tolerance)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_worker import Run
-from helpers import cpu_runtime
+from helpers import cpu_runtime, torchrun
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from sftkit.checkpoint.states import check_saved_names
-from sftkit.config.schema import AdapterConfig, LossConfig, ModelConfig
+from sftkit.config.schema import AdapterConfig, CheckpointConfig, LossConfig, ModelConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.export.export import export
 from sftkit.models.files import INDEX_FILE, UNCHANGED, auto_class_in, size_of
@@ -176,6 +176,24 @@ def test_a_resumed_run_keeps_the_other_tensors_of_its_checkpoint_when_the_start_
     assert (third / processor).read_bytes() == b'{"image_mean": [0.5]}'
 
 
+def test_a_start_needs_room_for_the_other_tensors_once(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a run that has a checkpoint, whose file later ones share."""
+    model = text_model(start(tmp_path / "start"), tokenizer)
+    run = Run(tmp_path / "run", tokenizer, cpu_runtime(), model=model, config=CheckpointConfig(every=1, keep=2))
+    other = whole_of(model).unchanged_bytes  # type: ignore[union-attr]
+    assert other > 10_000
+    monkeypatch.setattr("sftkit.checkpoint.checkpoint.free_bytes", lambda _: 3 * 10**6 + other - 1)
+    with pytest.raises(ConfigError, match=r"1\.0 MB each, at most 3 at a time, and .* MB once for the tensors beside"):
+        run.checkpoints.check_space(10**6)
+    monkeypatch.setattr("sftkit.checkpoint.checkpoint.free_bytes", lambda _: 3 * 10**6 + other)
+    run.checkpoints.check_space(10**6)
+    run.steps(0, 1, every=1, wait=True)
+    monkeypatch.setattr("sftkit.checkpoint.checkpoint.free_bytes", lambda _: 2 * 10**6)
+    run.checkpoints.check_space(10**6)
+
+
 def test_a_model_on_the_meta_device_draws_no_random_numbers() -> None:
     text, vision, more = FAMILIES["qwen3_5"]
     config = AutoConfig.for_model("qwen3_5", text_config=TEXT | text, vision_config=vision, **more)
@@ -314,3 +332,22 @@ def test_a_sharded_text_model_is_written_by_its_ranks_into_the_whole_model(tmp_p
         dist.destroy_process_group()
     own = text_model(step_dir(tmp_path / "run", 1), tokenizer)
     assert_whole(step_dir(tmp_path / "run", 1), folder, own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_two_ranks_write_into_the_whole_model_what_one_writes(tmp_path: Path, tokenizer: Any, family: str) -> None:
+    folder = start(tmp_path / "start", family)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    torchrun(2, "checkpoint_worker.py", str(tmp_path))
+    one = Run(tmp_path / "one", tokenizer, cpu_runtime(), model=text_model(folder, tokenizer))
+    one.steps(0, 2, every=1, wait=True)
+    wanted = tensors(step_dir(tmp_path / "one", 2))
+    for name in ("two", "again"):
+        step = step_dir(tmp_path / name, 2)
+        assert_whole(step, folder, text_model(step, tokenizer))
+        for key, tensor in tensors(step).items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=1e-4, atol=1e-4)
+    assert tensors(step_dir(tmp_path / "two", 2)).keys() == wanted.keys()
+    first, again = (tensors(step_dir(tmp_path / name, 2)) for name in ("two", "again"))
+    assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())

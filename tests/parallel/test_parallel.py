@@ -33,6 +33,7 @@ SLOW = (
     *("lora_experts fsdp2", "prefix fsdp2, lean", "llama muon fsdp2", "llama pipeline, checkpointing"),
     *("qwen3_5 fsdp2", "qwen3_5 muon fsdp2", "falcon_h1 fsdp2", "lfm2 fsdp2"),
     *("gpt_oss fsdp2", "gpt_oss context"),
+    *("nemotron_h fsdp2", "granite fsdp2", "qwen3_5_moe fsdp2", "llama4 fsdp2"),
 )
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS

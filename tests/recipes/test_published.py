@@ -75,7 +75,8 @@ class Words(NamedTuple):
 
 
 WORDS = {
-    "Qwen/Qwen3": Words("qwen3"),
+    "Qwen/Qwen3-": Words("qwen3"),
+    "Qwen/Qwen3.5-": Words("qwen3_5", eos="<|im_end|>"),
     "meta-llama/": Words("llama3", "<|begin_of_text|>", "<|eot_id|>"),
     "google/gemma-3": Words("gemma3", "<|begin_of_text|>", special=("<start_of_turn>", "<end_of_turn>")),
     "HuggingFaceTB/SmolLM3": Words("smollm3", eos="<|im_end|>"),

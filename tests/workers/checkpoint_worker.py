@@ -26,9 +26,10 @@ from transformers import (
 
 from sftkit.checkpoint import states
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.config.schema import CheckpointConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import CheckpointConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import CheckpointError
+from sftkit.models.load import load_model
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -160,9 +161,22 @@ def main(run_dir: str, of_one: str) -> None:
         (folder / "out.json").write_text(json.dumps(found))
 
 
+def whole_model(run_dir: str) -> None:
+    """Two ranks: shards of the text model of a model that reads pictures, saved, and resumed from the first step."""
+    rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+    folder = Path(run_dir)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    for name in ("two", "again"):
+        model = load_model(ModelConfig(path=str(folder / "start")), tokenizer, 0)
+        run = Run(folder / name, tokenizer, rt, shard=True, model=model)
+        if name == "again":
+            run.checkpoints.resume(str(folder / "two" / "step-000001"))
+        run.steps(int(name == "again"), 2, every=1, wait=True)
+
+
 def fail(text: str, *_: Any) -> None:
     raise OSError(text)
 
 
 if __name__ == "__main__":
-    script(partial(main, *sys.argv[1:]))
+    script(partial(main if len(sys.argv) > 2 else whole_model, *sys.argv[1:]))

@@ -18,11 +18,15 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
+    Llama4TextConfig,
     MistralConfig,
+    NemotronHConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -46,6 +50,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, shape_runner
 from sftkit.evals.suite import validate
 from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.experts import compute_experts_here
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.structure import decoder
 from sftkit.models.trained import factors, freeze
@@ -83,8 +88,41 @@ RECURRENT = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,  # no multiple of the ranks
 }
+MAMBA = {
+    "mamba_num_heads": 3,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "head_dim": 8,
+}
+MAMBA |= {
+    "n_routed_experts": 5,
+    "moe_shared_expert_intermediate_size": 32,
+    "layers_block_type": ["linear_attention", "moe"],
+}
+GRANITE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 5,
+    "shared_intermediate_size": 32,
+}
+GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+LLAMA4 = {
+    "head_dim": 8,
+    "num_local_experts": 5,
+    "intermediate_size_mlp": 64,
+    "attention_chunk_size": 7,
+    "moe_layers": [1],
+}
 SCAN = {"mamba_d_ssm": 48, "mamba_n_heads": 3, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 STEPS = 4
+
+
+def mixture(config: PretrainedConfig) -> PreTrainedModel:
+    """With the experts of a run."""
+    model = small(config)
+    compute_experts_here(model)
+    return model
 
 
 def frozen(model: PreTrainedModel, *patterns: str) -> PreTrainedModel:
@@ -124,9 +162,16 @@ MODELS = {
     "falcon_h1": lambda: small(FalconH1Config(**SIZES, **SCAN)),
     "lfm2": lambda: small(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
-    "gpt_oss": lambda: small(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
+    "gpt_oss": lambda: mixture(GptOssConfig(**SIZES, **SINKS)),  # sinks, windows, biases of experts
+    "nemotron_h": lambda: mixture(NemotronHConfig(**SIZES, **MAMBA, moe_intermediate_size=16, num_experts_per_tok=2)),
+    "granite": lambda: mixture(GraniteMoeHybridConfig(**SIZES, **GRANITE, num_experts_per_tok=2)),
+    "qwen3_5_moe": lambda: mixture(
+        Qwen3_5MoeTextConfig(**SIZES, **RECURRENT, **EXPERTS, shared_expert_intermediate_size=16)
+    ),
+    "llama4": lambda: mixture(Llama4TextConfig(**SIZES, **LLAMA4, no_rope_layers=[1, 0])),
 }
-GRAPHS = {"frozen": 3, "prefix": 4, "gpt_oss": 3, "lfm2": 3, "qwen3_5": 3}
+TWO_KINDS = ("gpt_oss", "lfm2", "qwen3_5", "nemotron_h", "granite", "qwen3_5_moe", "llama4")
+GRAPHS = {"frozen": 3, "prefix": 4, **dict.fromkeys(TWO_KINDS, 3)}
 """Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
 more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = dict.fromkeys(("lora", "tied_lora", "qlora", "lora_experts", "deeper", "tied", "tied_qwen2"), 3e-4)
@@ -153,6 +198,10 @@ TWO_RANKS = {
     "qwen3_5 muon fsdp2": ("qwen3_5", Topology(shards=2, sharded=True), Sharding(), "muon"),
     "falcon_h1 fsdp2": ("falcon_h1", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "lfm2 fsdp2": ("lfm2", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
+    **{
+        f"{name} fsdp2": (name, Topology(shards=2, sharded=True), Sharding(), "adamw")
+        for name in ("nemotron_h", "granite", "qwen3_5_moe", "llama4")
+    },
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
     "llama pipeline, checkpointing": ("llama", Topology(stages=2), Sharding(), "adamw"),  # transformers' own, of layers

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.models.adapter_files import belongs_to
-from sftkit.models.towers import whole_of
+from sftkit.models.towers import bytes_beside
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
@@ -273,9 +273,8 @@ class Writer:
         """Write a checkpoint, step by step on all ranks together, and return the bytes of its files."""
         # Check the space, write weights and states, hash everything; publish only after all ranks are done.
         total = sum(self._together(snapshot.num_bytes))
-        whole = None if adapters_of(self.orig_model) else whole_of(self.orig_model)  # an adapter is saved alone
-        if whole is not None and self.published is None:
-            total += whole.unchanged_bytes
+        if self.published is None:
+            total += bytes_beside(self.orig_model)
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
         # A collective of torch over the same group.

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from sftkit.models.adapter_files import EXPERT_WEIGHTS, PER_EXPERT
 from sftkit.models.adapters import Factor
+from sftkit.models.experts import product, weighted_sums
 from sftkit.models.token_rows import in_front
-from sftkit.ops.grouped import by_expert, grouped_product, rows_in_order
+from sftkit.ops.grouped import grouped_product
 from sftkit.ops.tensors import local, local_region
 
 
@@ -46,17 +47,7 @@ class LoraExperts(ExpertFactors):
         Args:
             hidden_states: [N, H]. top_k_index, top_k_weights: [N, experts of a token].
         """
-        visits = top_k_index.shape[-1]
-        numbers, order, back, ends = by_expert(top_k_index.flatten(), len(self.down_proj))
-        # Some routers choose no expert, by a number above theirs: its rows are never written by the products.
-        own = (numbers < len(self.down_proj))[:, None]
-        rows = rows_in_order(hidden_states, order, back, visits).where(own, 0.0)
-        # Private: what transformers calls between the two products of its own experts (huggingface/transformers#42697),
-        # for which each architecture has its activation.
-        rows = self._apply_gate(self._product(rows, "gate_up_proj", numbers, ends))
-        rows = rows_in_order(self._product(rows, "down_proj", numbers, ends).where(own, 0.0), back, order, 1)
-        weighted = rows * top_k_weights.reshape(-1, 1)
-        return weighted.view(-1, visits, weighted.shape[-1]).sum(1).to(hidden_states.dtype)
+        return weighted_sums(self, hidden_states, top_k_index, top_k_weights, LoraExperts._product)
 
     def _product(self, rows: Tensor, name: str, numbers: Tensor, ends: Tensor) -> Tensor:
         """Return the products of rows [S, in] with a matrix of their experts and its factors, [S, out].
@@ -64,11 +55,8 @@ class LoraExperts(ExpertFactors):
         Args:
             numbers: [S], the experts, ascending. ends: [E], where the rows of each end.
         """
-        weight = getattr(self, name)
-        y = grouped_product(rows, weight.transpose(1, 2) if self.is_transposed else weight, ends)
-        if self.has_bias:
-            y = y + getattr(self, f"{name}_bias")[numbers.clamp(max=len(weight) - 1)]
-        a, b = by_expert_factors(pair_of(self, name), len(weight))
+        y = product(self, rows, name, numbers, ends)
+        a, b = by_expert_factors(pair_of(self, name), len(self.down_proj))
         # Grouped products take rows of a multiple of 16 bytes.
         missing = -a.shape[1] % 8
         a = F.pad(a, (0, 0, 0, missing)).to(rows.dtype)

@@ -146,11 +146,10 @@ def load_model(
     # Set up the model for training and checkpoints.
     settle_generation_config(orig_model, tokenizer)
     use_document_lengths(orig_model)
-    # Private: transformers' own check for switchable experts (huggingface/transformers#42697).
-    if precision == "fp32" and orig_model._can_set_experts_implementation():
-        # In fp32 grouped_mm falls back to an operator whose backward pass cannot be compiled: it branches on the counts
-        # of tokens (huggingface/transformers#47991).
-        orig_model.set_experts_implementation("batched_mm")
+    if any(type(module).__name__.endswith(("Experts", "Moe")) for module in orig_model.modules()):
+        from sftkit.models.experts import compute_experts_here
+
+        compute_experts_here(orig_model)
     if adapter is not None:
         _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
     return orig_model
@@ -163,10 +162,9 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     Raises:
         ConfigError: a damaged file, or an adapter of other weights.
     """
-    check_loadable(resolve(model.path or ""))
-    if files is None:
-        path = resolve(model.path or "")
-    else:
+    path = resolve(model.path or "")
+    check_loadable(path)
+    if files is not None:
         path = resolve(str(files.base.path))
         check_loadable(path)
         if (Path(path) / ADAPTER_CONFIG).is_file():

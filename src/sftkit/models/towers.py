@@ -30,6 +30,7 @@ from sftkit.errors import config_error
 from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
 from sftkit.models.quantized import PACKED
 from sftkit.models.structure import decoder, output_projection
+from sftkit.models.trained import adapters_of
 from sftkit.rundir.files import read_manifest, sha256_of
 
 WHOLE_MODEL = "sftkit_whole"
@@ -134,6 +135,14 @@ def register_text_model(config: PretrainedConfig) -> None:
 def whole_of(orig_model: torch.nn.Module) -> Whole | None:
     """Return the model that a text model belongs to; None: it is a model of its own."""
     return getattr(orig_model, WHOLE_MODEL, None)
+
+
+def bytes_beside(orig_model: torch.nn.Module) -> int:
+    """Return the size of the tensors beside a text model in its first checkpoint, which later ones share; an adapter is
+    saved alone.
+    """
+    whole = None if adapters_of(orig_model) else whole_of(orig_model)
+    return 0 if whole is None else whole.unchanged_bytes
 
 
 def class_of(config: PretrainedConfig) -> Any:

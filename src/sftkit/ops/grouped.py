@@ -50,6 +50,26 @@ class _Ordered(torch.autograd.Function):
         return gradient.index_select(0, back).unflatten(0, (-1, ctx.visits)).sum(1), None, None, None
 
 
+def rows_of_experts(bias: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    """Return row `numbers[i]` of a bias [E, out] at i, of numbers and ends from `by_expert`."""
+    return _OfExperts.apply(bias, numbers, ends)
+
+
+class _OfExperts(torch.autograd.Function):
+    """Its gradient, a sum over the rows of each expert, is a grouped product with ones: in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return bias.index_select(0, numbers.clamp(max=len(bias) - 1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        ones = gradient.new_ones(len(gradient), 8)  # products take rows of a multiple of 16 bytes
+        return _gradient_of_matrices(gradient, ones, ends)[..., 0], None, None
+
+
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor, *, computed: bool = False) -> Tensor:
     """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind
     the last, anything.

@@ -70,11 +70,18 @@ class DocumentCheck:
     """largest relative difference that random rounding alone makes to the plain model's logits; 0: not measured, as
     the logits are closer than REFUSED_FROM
     """
+    beyond_roundings: float = 0.0
+    "the same of the documents at the limits: rounding noise grows with the length"
 
     @property
     def allowed(self) -> float:
         """Return the relative difference of the logits from which on no run starts."""
         return max(REFUSED_FROM, min(APART * self.roundings, WIDEST))
+
+    @property
+    def allowed_beyond(self) -> float:
+        """Return the same of the logits at the limits."""
+        return max(REFUSED_FROM, min(APART * self.beyond_roundings, WIDEST))
 
 
 def check_documents(
@@ -120,15 +127,15 @@ def check_documents(
                 found = _compare(model, forward or model, plain, backend, device, length)
             if layout is not None:
                 found = _at_limits(model, forward or model, plain, backend, device, layout, found)
-            if not (found.logits_difference < REFUSED_FROM and found.beyond < REFUSED_FROM):
+            if not found.logits_difference < REFUSED_FROM:
                 with short_windows(plain.orig_model):
-                    found = replace(found, roundings=_roundings(model, plain, device, length))
+                    found = replace(found, roundings=_roundings(plain, _two_documents(model, length), device))
     # Errors of a model called with unknown arguments; running out of memory says nothing about the model.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
-    if found.logits_difference < found.allowed and found.beyond < found.allowed:
+    if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond:
         return found
     if plain.differing:
         raise ConfigError(
@@ -144,8 +151,8 @@ def check_documents(
         )
     raise ConfigError(
         f"{name} is not supported with documents of more than {first_of(list(map(str, found.limits)))} positions: at "
-        f"this limit of its config the logits of its own forward pass and sftkit's differ by {found.beyond:.0%}. Set "
-        f"data.max_length={min(found.limits)} or less"
+        f"this limit of its config the logits of its own forward pass and sftkit's differ by {found.beyond:.0%} "
+        f"(rounding alone moves them by {found.beyond_roundings:.1%}). Set data.max_length={min(found.limits)} or less"
     )
 
 
@@ -188,9 +195,9 @@ def _two_documents(model: ModelWithLoss, length: int) -> Examples:
     return Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
 
 
-def _roundings(model: ModelWithLoss, plain: PlainModel, device: torch.device, length: int) -> float:
-    """Return how far random rounding moves the plain model's logits; 0.0 in fp32."""
-    (own,) = documents_of(_two_documents(model, length), [(0, 1)], device)
+def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> float:
+    """Return how far random rounding moves the plain model's logits of two documents; 0.0 in fp32."""
+    (own,) = documents_of(examples, [(0, 1)], device)
 
     def logits() -> torch.Tensor:
         return torch.cat([plain_logits(plain, document) for document in own])
@@ -243,10 +250,12 @@ def _at_limits(
     if model.orig_model.config.is_encoder_decoder or not limits:
         return found
     differences = []
+    compared = []
     for limit in limits:
         sizes = (min(limit + _BEYOND, longest), _SIZES[1])
         ids = np.random.default_rng(limit).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
         examples = Examples.of(ids, sizes)
+        compared.append(examples)
         # Together as in a step: in one row, in two rows of a micro-batch, or alone.
         if layout.kind == "packed" and sum(sizes) <= row_length:
             batches: list[list[tuple[int, ...]]] = [[(0, 1)]]
@@ -262,14 +271,19 @@ def _at_limits(
                     start = 0
                     for number in numbers:
                         end = start + sizes[number]
-                        compared = hidden[row, max(start, end - 2 * _BEYOND) : end][None]
-                        own[number] = _projected(model, compared)[0]
+                        last = hidden[row, max(start, end - 2 * _BEYOND) : end][None]
+                        own[number] = _projected(model, last)[0]
                         start = end
         (alone,) = documents_of(examples, [(0, 1)], device)
         with _last_positions(plain.orig_model, 2 * _BEYOND):
             theirs = [plain_logits(plain, document) for document in alone]
         differences += [_relative(own[number], theirs[number]) for number in (0, 1)]
-    return replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
+    found = replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
+    if not found.beyond < REFUSED_FROM:
+        with _last_positions(plain.orig_model, 2 * _BEYOND):
+            alone_moves = max(_roundings(plain, examples, device) for examples in compared)
+        found = replace(found, beyond_roundings=alone_moves)
+    return found
 
 
 @contextmanager
@@ -336,16 +350,20 @@ def document_checks(
     isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
     alone = bool(stand_in) and isolated and layout_kind != "packed"
-    beyond = f"; {check.beyond:.2e} around {', '.join(map(str, check.limits))} positions" if check.limits else ""
-    if check.roundings:
-        beyond += f"; rounding noise alone: {check.roundings:.2e}"
-        logits_limit = check.allowed
+    noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
+    limit = check.allowed if check.roundings else logits_limit
+    beyond_limit = check.allowed_beyond if check.beyond_roundings else logits_limit
+    beyond = expected = ""
+    if check.limits:
+        beyond = f"; {check.beyond:.2e} around {', '.join(map(str, check.limits))} positions"
+        beyond += f" (rounding noise alone: {check.beyond_roundings:.2e})" if check.beyond_roundings else ""
+        expected = f", {beyond_limit:.1e} there" if beyond_limit != limit else ""
     return [
         Check(
             "Same logits as the plain model",
-            check.logits_difference < logits_limit and check.beyond < logits_limit,
-            f"relative difference {check.logits_difference:.2e}{beyond}",
-            f"below {logits_limit:.1e}",
+            check.logits_difference < limit and check.beyond < beyond_limit,
+            f"relative difference {check.logits_difference:.2e}{noise}{beyond}",
+            f"below {limit:.1e}{expected}",
             "two documents and padding in one row through this run's attention and head, each alone through a model "
             "that transformers made from the start files; longer documents on both sides of the config's limits",
         ),

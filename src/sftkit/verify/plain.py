@@ -100,8 +100,8 @@ class PlainModel:
 
             as_written(self.orig_model)
         if self.orig_model._can_set_experts_implementation():
-            # Private, as in models.load: experts use the trained model's operator, which transformers chooses.
-            self.orig_model.set_experts_implementation(live.config._experts_implementation)
+            # Private, as in models.experts: transformers chooses among its own functions of experts.
+            self.orig_model.set_experts_implementation(self.orig_model.get_correct_experts_implementation(None))
         own = dict(self.orig_model.named_parameters(remove_duplicate=False))
         self.differing: dict[str, float] = {}
         "name of a parameter or buffer -> share of its compared elements that differ from the files, over all ranks"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import run_eagerly
+from sftkit.compile.contract import random_state_kept, run_eagerly
 from sftkit.compile.watch import Records
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading.rows import ELSEWHERE
@@ -145,7 +145,8 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     allowed = limits(dtype, len(decoder_blocks(orig_model)), fp8=engine.setup.fp8)
     eager = eager_backend(model.backend, orig_model)
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
-    plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
+    with random_state_kept():  # transformers draws numbers for some models that it loads, and a resumed run loads again
+        plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
     # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
     moved: AbstractContextManager[None] = nullcontext()
     if adapters_of(orig_model) is not None:
