@@ -355,42 +355,42 @@ class RowBatches:
             rest = [one for one, is_here in zip(group, here, strict=True) if is_here]
             others = [one for one, is_here in zip(group, here, strict=True) if not is_here]
             return others + (self._place(shape, rest) if rest else [])
-        at = at.reshape(len(group), -1)
-        fits = (ids.take(at) == specials).all(1)
-        at -= starts[:, None]
+        places = at.reshape(len(group), -1)
+        fits = (ids.take(places) == specials).all(1)
+        places -= starts[:, None]
         if any(one.cut is not None for one, _ in group):
             pieces = np.split(ids, starts[1:])
             for i, (one, _) in enumerate(group):
                 if one.cut is not None and one.beginning is not None:
                     n = one.beginning[0]
-                    pieces[i] = np.concatenate([pieces[i][: at[i, n]], one.cut, pieces[i][at[i, n] :]])
-                    at[i, n:] += len(one.cut)
+                    pieces[i] = np.concatenate([pieces[i][: places[i, n]], one.cut, pieces[i][places[i, n] :]])
+                    places[i, n:] += len(one.cut)
             ids = np.concatenate(pieces)
             lengths = np.array(list(map(len, pieces)))
             starts = lengths.cumsum() - lengths
-        fits &= (lengths <= self.settings["max_length"]) & (at[:, -1] + 1 == lengths)
+        fits &= (lengths <= self.settings["max_length"]) & (places[:, -1] + 1 == lengths)
         fits &= self._sizes.whole.take(ids.take(starts))
         fits &= np.add.reduceat(self._text_sizes.take(ids), starts) == [len(one.text.encode()) for one, _ in group]
         borders = np.empty((len(group), len(answers), 2), np.int64)
         for k, (before, header, past) in enumerate(answers):
-            begin = at[:, before]
+            begin = places[:, before]
             found = ids.take((starts + begin)[:, None] + np.arange(len(header)), mode="clip")
             fits &= (found == header).all(1)
             borders[:, k, 0] = begin + len(header)
-            borders[:, k, 1] = at[:, past] + 1
+            borders[:, k, 1] = places[:, past] + 1
         change = np.zeros(len(ids) + 1, np.int8)
-        change[(starts[:, None] + borders[:, :, 0]).clip(max=len(ids))] += 1
-        change[starts[:, None] + borders[:, :, 1]] -= 1
+        change[starts[fits, None] + borders[fits, :, 0]] += 1
+        change[starts[fits, None] + borders[fits, :, 1]] -= 1
         is_target = change[:-1].cumsum(dtype=np.int8) > 0
         num_bytes = np.add.reduceat(self._sizes.sizes.take(ids) * is_target, starts)
         columns = (column.tolist() for column in (fits, starts, lengths, num_bytes, borders))
         left = []
-        for (one, encoded), fit, start, length, size, places in zip(group, *columns, strict=True):
+        for (one, encoded), fit, start, length, size, parts in zip(group, *columns, strict=True):
             if not fit:
                 left.append((one, encoded))
                 continue
             mine = slice(start, start + length)
-            more = {"size": length, "answers": tuple(map(tuple, places))}
+            more = {"size": length, "answers": tuple(map(tuple, parts))}
             self._results[one.row] = Tokenized(
                 [TokenizedExample(ids[mine], is_target[mine], size, **more)], counts=shape.counts
             )

@@ -345,7 +345,7 @@ class Shapes:
             return None
         found = [(n, match) for n, frame in enumerate(document.frames) for match in self._pattern.finditer(frame)]
         borders = [(n, match.end()) for n, match in found]
-        special_ids: list[int] = self._tokenizer.convert_tokens_to_ids([match[0] for _, match in found])
+        special_ids: Any = self._tokenizer.convert_tokens_to_ids([match[0] for _, match in found])
         whole = len(document.frames) - 1, len(document.frames[-1])
         if whole not in borders or special_ids[-1] not in end_of_turn_ids(self._tokenizer):
             return None
