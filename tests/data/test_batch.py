@@ -285,6 +285,28 @@ def test_conversations_of_one_shape_are_rendered_a_few_times(
     assert all(map(batch.same, one_by_one(tokenize, given[70:]), found))
 
 
+@pytest.mark.parametrize("template", ["llama3", "ours"])
+def test_answers_of_a_known_shape_are_placed_for_all_rows_at_once_and_only_others_one_by_one(
+    of_template, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    tokenizer = of_template("chatml" if template == "ours" else template)
+    if template == "ours":
+        tokenizer.chat_template = OUR_TEMPLATE.read_text()
+    tokenize = RowTokenizer(chat.tokenize, tokenizer, 300)
+    given = [*asked(40), *asked(60), *asked(60, "fine", "世🎈é", "long " * 99)]
+    tokenize.many(given[:40])
+    tokenize.many(given[40:100])  # tries the shape
+    singly: list[int] = []
+    after = batch.RowBatches._after
+    monkeypatch.setattr(
+        batch.RowBatches, "_after", lambda self, one, ids: singly.append(one.row) or after(self, one, ids)
+    )
+    found = tokenize.many(given[100:])
+    assert singly == list(range(2, 60, 3)), "rows that are longer than max_length"
+    assert all(map(batch.same, one_by_one(tokenize, given[100:]), found))
+    assert not tokenize.differs
+
+
 LOOKS = """{% for m in messages %}<|im_start|>{{ m.role }}
 LOOK{{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

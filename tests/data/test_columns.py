@@ -446,3 +446,47 @@ def test_no_name_is_in_two_lists() -> None:
     meaning = {*columns.SYSTEM, *columns.CONTEXT_COLUMNS, *columns.WITH_ANSWERS, *columns.MARKS, *columns.PREFERENCES}
     meaning |= {*columns.MARKS_OF_PARTS, *columns.MEDIA, *columns.MESSAGE, *columns.REJECTED_KEYS}
     assert not {name for name in meaning if columns.is_metadata(name)} - {"tool_call_id"}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [ASK, ANSWER], "id": 7, "language": None},
+        {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER]},
+        {"messages": [ASK, ANSWER], "quality": 3},
+        {"messages": [ASK, ANSWER], "label": False},
+        {"messages": [ASK, ANSWER], "weight": 0},
+        {"messages": [ASK, ANSWER], "system": "Be brief."},
+        {"messages": [ASK, ANSWER], "input": "What is in none of the messages."},
+        {"messages": [ASK, {**ANSWER, "mood": "dry"}]},
+        {"messages": [ASK, {"role": "Assistant", "content": "So."}]},
+        {"messages": []},
+        {"messages": "How?"},
+        {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}], "source": "x"},
+        {"instruction": "How?", "input": "", "output": "So.", "category": "qa"},
+        {"instruction": "How?", "context": "It is.", "response": "So.", "score": float("nan")},
+        {"instruction": "How?", "output": "So.", "history": [["Who?", "He."]]},
+        {"instruction": "How?", "output": "So.", "rejected": "No."},
+        {"prompt": [ASK], "completion": [ANSWER], "model": "x"},
+        {"prompt": "How?", "response": "So.", "messages": [{**ASK, "content": "Why?"}, ANSWER]},
+        {"question": "How?", "answer": "So.", "choices": ["So.", "No."]},
+        {"question": "How?", "answer": 4},
+    ],
+    ids=str,
+)
+def test_a_conversation_next_to_metadata_is_read_as_one_whose_columns_are_all_looked_at(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcome() -> object:
+        rows._shapes.cache_clear()
+        try:
+            return rows.convert(raw, "x:1")
+        except DataError as error:
+            return str(error)
+
+    before = json.dumps(raw)
+    found = outcome()
+    assert json.dumps(raw) == before
+    monkeypatch.setattr(rows, "_SIMPLE", ())
+    assert found == outcome()
+    rows._shapes.cache_clear()

@@ -162,6 +162,23 @@ def test_documents_of_a_flat_file_end_with_eos(
     assert borders.stat().st_ino == before
 
 
+def test_borders_of_another_version_or_that_are_damaged_are_found_again(
+    tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.array(flat(documents), "<u2").tofile(tmp_path / "x.bin")
+    load(tmp_path / "x.bin")
+    (borders,) = (tmp_path / "cache" / "borders").glob("*.npy")
+    for damage in (b"", b"no array", borders.read_bytes()[:-1]):
+        borders.write_bytes(damage)
+        assert ids_of(load(tmp_path / "x.bin")) == documents
+    assert np.load(borders).dtype == np.int64
+    np.save(borders, np.zeros(1))  # as if another version had kept something else
+    assert ids_of(load(tmp_path / "x.bin")) == documents
+    monkeypatch.setattr(foreign, "BORDERS_FORMAT", foreign.BORDERS_FORMAT + 1)
+    np.save(borders, np.zeros(1, np.int64))
+    assert ids_of(load(tmp_path / "x.bin")) == documents
+
+
 def test_a_file_with_the_header_of_numpy_is_read_by_it(
     tmp_path: Path, documents: list[list[int]], load: Callable[..., Examples]
 ) -> None:

@@ -197,7 +197,8 @@ class Corpus:
                     owner.append(i)
                     columns.append((number, len(row.messages or ()), content_hash(row), head_hash(row)))
         types = (np.int32, np.int32, np.uint64, np.uint64)
-        of_rows = DocumentColumns(*(np.array(c, t) for c, t in zip(zip(*columns, strict=True), types, strict=True)))
+        arrays = [np.array(c, t) for c, t in zip(zip(*columns, strict=True), types, strict=True)]
+        of_rows = DocumentColumns(lambda: arrays)
         ids = np.array([word for text in texts for word in text])
         names = tuple(map(source_label, sources))
         made = Examples.of(ids, [len(text) - 1 for text in texts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -11,7 +12,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
-from sftkit.data.store import keeping, making
+from sftkit.data.store import keeping, making, view
 from sftkit.data.store.view import ROLE_COUNTS
 from sftkit.data.tokens import chat, processes, sources, text
 from sftkit.data.tokens.batch import RowBatches
@@ -395,6 +396,74 @@ def test_a_store_that_a_process_reads_is_not_pruned(tmp_path: Path, load: Any, c
     release()
     keeping.remove_least_used(tmp_path / "cache", "0")
     assert not list(keeping.kept_in(tmp_path / "cache"))
+
+
+def test_a_start_waits_for_a_store_that_is_being_pruned_and_makes_it_again(
+    tmp_path: Path, load: Any, capsys: Any
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    cache = tmp_path / "cache"
+    before = load(path)
+    release()
+    [store] = (cache / "stores").iterdir()
+    pruning = os.open(store, os.O_RDONLY)
+    fcntl.flock(pruning, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as thread:
+        started = thread.submit(load, path)
+        with pytest.raises(TimeoutError):
+            started.result(0.3)
+        os.rename(store, tmp_path / "gone")
+        os.close(pruning)
+        examples = started.result(30)
+    keeping.remove_least_used(cache, "0")
+    assert f"in use {store}" in capsys.readouterr().out
+    assert [one.ids.tolist() for one in map(examples.__getitem__, range(len(examples)))] == [
+        one.ids.tolist() for one in map(before.__getitem__, range(len(before)))
+    ]
+
+
+def test_what_is_pruned_is_gone_at_once_and_another_process_may_prune_too(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    load(write(tmp_path / "a.jsonl", TEXTS))
+    release()
+    kept = list(keeping.kept_in(cache))
+    there: list[bool] = []
+    remove = keeping.shutil.rmtree
+    folders = [one.path for one in kept if one.path.is_dir()]
+    monkeypatch.setattr(
+        keeping.shutil, "rmtree", lambda path: there.append(folders[len(there)].exists()) or remove(path)
+    )
+    assert keeping.remove_least_used(cache, "0") == sum(one.num_bytes for one in kept)
+    assert there == [False] * len(folders)
+    monkeypatch.setattr(keeping, "kept_in", lambda cache: iter(kept))
+    assert keeping.remove_least_used(cache, "0") == 0
+
+
+def test_a_view_keeps_20_bytes_a_document_and_all_columns_are_those_of_wide_ones(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", some_rows(i)) for i, name in enumerate("ab")]
+    settings = {"max_length": 60, "on_bad_row": "skip"}
+    narrow = load(*paths, cache_dir=str(tmp_path / "narrow"), **settings)
+    monkeypatch.setattr(view, "NARROW", ())
+    wide = load(*paths, cache_dir=str(tmp_path / "wide"), **settings)
+    names = ("lengths", "num_targets", "num_bytes", "source")
+    sizes = []
+    for one in (narrow, wide):
+        arrays = [*(getattr(one, name) for name in names), one.tokens.shard, one.tokens.start]
+        sizes.append(sum(array.itemsize for array in arrays))
+    assert sizes[0] <= 18, sizes
+    assert sizes[1] == 28
+    for name in names:
+        assert np.array_equal(getattr(narrow, name), getattr(wide, name)), name
+    every = np.arange(len(narrow))
+    assert all(map(np.array_equal, narrow.gather(every), wide.gather(every)))
+    docs = np.concatenate([shard.docs for shard in narrow.tokens.shards])
+    entry = np.searchsorted(np.unique(docs["content"]), narrow.columns.content)
+    assert np.array_equal(np.unique(docs["content"])[entry], narrow.columns.content)
+    assert all(map(np.array_equal, narrow.take(every[::3]).columns, (column[::3] for column in wide.columns)))
 
 
 def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, load: Any, capsys: Any) -> None:

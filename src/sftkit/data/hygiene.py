@@ -22,7 +22,7 @@ import numpy as np
 
 from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
-from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text
+from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text, is_plain
 from sftkit.data.reading.origin import find_source
 from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
@@ -46,6 +46,8 @@ def content_hash(row: Row) -> int:
     parts = [str(row.context_messages), row.masked_role, _text(row.tools), _text(row.template_args)]
     for message in row.messages:
         parts += str(message.get("role")), _text(message.get("content")), _text(message.get("tool_calls"))
+        if is_plain(message):
+            continue
         parts += [_text(value) for key in (*REASONING, PARTS) if (value := message.get(key))]
         parts += [key for key in MARKS if message.get(key, 1) in (0, "0")]
     return _hash(parts)

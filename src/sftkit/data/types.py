@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -137,17 +138,44 @@ class EncoderInputs:
     "int64 [D]; document i is given entry index[i]"
 
 
-class DocumentColumns(NamedTuple):
-    """What documents are chosen by (hygiene.py), arrays [D]."""
+@dataclass(frozen=True)
+class DocumentColumns:
+    """What documents are chosen by (hygiene.py), arrays [D], read when they are first asked for: most runs choose
+    none."""
 
-    row: np.ndarray
-    "int, number of its row in the source"
-    turns: np.ndarray
-    "int, messages of its row; 0: a text"
-    content: np.ndarray
-    "uint64, hygiene.content_hash of its row"
-    head: np.ndarray
-    "uint64, hygiene.head_hash of its row"
+    read: Callable[[], Sequence[np.ndarray]]
+    "returns row, turns, content and head"
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple(self.read())
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self._arrays)
+
+    @property
+    def row(self) -> np.ndarray:
+        """Return the number of its row in the source, int."""
+        return self._arrays[0]
+
+    @property
+    def turns(self) -> np.ndarray:
+        """Return the messages of its row, int; 0: a text."""
+        return self._arrays[1]
+
+    @property
+    def content(self) -> np.ndarray:
+        """Return hygiene.content_hash of its row, uint64."""
+        return self._arrays[2]
+
+    @property
+    def head(self) -> np.ndarray:
+        """Return hygiene.head_hash of its row, uint64."""
+        return self._arrays[3]
+
+    def of(self, documents: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of some documents."""
+        return [array[documents] for array in self]
 
 
 class Tokens(Protocol):
@@ -266,7 +294,7 @@ and the messages of each role in conversations that are learned from, see view.R
         if self.encoder_sources:
             taken["encoder_sources"] = [self.encoder_sources[i] for i in documents.tolist()]
         if self.columns is not None:
-            taken["columns"] = DocumentColumns(*(column[documents] for column in self.columns))
+            taken["columns"] = DocumentColumns(partial(self.columns.of, documents))
         return replace(self, **{**taken, "tokens": _Taken(self.tokens, documents), "key": "", **others})
 
     def name(self, i: int) -> str:

@@ -38,12 +38,14 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
         kind, reason: as in Finding.
         where: file:line of the first of them, and what is wrong there.
     """
-    if kind == "unused" and (kind, reason) not in tally and sum(known == kind for known, _ in tally) >= MAX_UNUSED:
+    known = tally.get((kind, reason))
+    if known is None and kind == "unused" and sum(one == kind for one, _ in tally) >= MAX_UNUSED:
         reason = MORE_UNUSED
-    first = where.replace("\n", "\\n")  # as in errors.DataError
-    first = first if len(first) <= MAX_EXAMPLE else f"{first[:MAX_EXAMPLE]}..."
-    known = tally.get((kind, reason), Finding(kind, reason, 0, first))
-    tally[kind, reason] = replace(known, rows=known.rows + rows)
+        known = tally.get((kind, reason))
+    if known is None:
+        first = where.replace("\n", "\\n")  # as in errors.DataError
+        known = Finding(kind, reason, 0, first if len(first) <= MAX_EXAMPLE else f"{first[:MAX_EXAMPLE]}...")
+    tally[kind, reason] = Finding(kind, reason, known.rows + rows, known.first)
 
 
 def sort_findings(tally: Tally, repeat: float = 1) -> tuple[Finding, ...]:

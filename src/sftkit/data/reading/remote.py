@@ -50,6 +50,8 @@ class RemoteFile:
     size: int
     identity: tuple[object, ...]
     "size and digest; without a digest path, size and time"
+    mark: tuple[str, str] | None = None
+    "name and value of the digest or time"
 
 
 def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath, RemoteFile]]:
@@ -109,18 +111,23 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
         raise ConfigError(f"data source {source.path}: {why}: {reason}") from error
     files = {}
     for path, info in described.items():
-        marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
         size = info.get("size") or 0
-        digest = next((marks[key] for key in DIGESTS if marks.get(key)), None)
-        time = next((marks[key] for key in TIMES if marks.get(key)), None)
-        identity = (size, str(digest)) if digest else (path, size, str(time))
+        mark = _mark(info)
+        is_digest = mark is not None and mark[0] in DIGESTS
+        identity = (size, mark[1]) if mark and is_digest else (path, size, mark[1] if mark else "None")
         if info["type"] == "file":
-            files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity)
+            files[PurePosixPath(name(path))] = RemoteFile(fs, path, size, identity, mark)
     if protocol.startswith("http") and files.keys() == {at := PurePosixPath(name(root))} and suffix_of(at) is None:
         raise config_error("web address of no file", path=source.path)
     if not files:
         raise ConfigError(f"data source {source.path}: no files are there")
     return PurePosixPath(name(root)), files
+
+
+def _mark(info: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the name and the value of what changes with the content of a file, by what its file system says of it."""
+    marks = info | (info.get("lfs") or {})  # the hub describes large files in an object of their own
+    return next(((key, str(marks[key])) for key in (*DIGESTS, *TIMES) if marks.get(key)), None)
 
 
 def beside(path: str) -> list[str]:
@@ -210,6 +217,9 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
             one.fs.get_file(one.path, str(temporary), callback=Stopping())
             if one.size not in (0, size := temporary.stat().st_size):
                 raise OSError(f"it breaks off: {size:,} of {one.size:,} bytes")
+            if changed := _changed(one):
+                failed = TRIES
+                raise OSError(changed)
             os.replace(temporary, path)
         except Exception as error:  # every file system raises errors of its own
             reason = str(error).strip() or type(error).__name__
@@ -218,6 +228,17 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
         finally:
             temporary.unlink(missing_ok=True)
     return path, lock
+
+
+def _changed(one: RemoteFile) -> str:
+    """Return how the digest of a file differs from the listed one; empty: not at all, or its file system has none.
+    Times count for nothing: listings of some file systems write them otherwise."""
+    with suppress(Exception):  # every file system raises errors of its own, and the file is here
+        one.fs.invalidate_cache()
+        name, now = _mark(one.fs.info(one.path)) or ("", "")
+        if one.mark is not None and name in DIGESTS and name == one.mark[0] and now != one.mark[1]:
+            return f"it changed since it was listed: {name} was {one.mark[1]} and is {now}"
+    return ""
 
 
 def _locked(path: Path) -> IO[bytes] | None:

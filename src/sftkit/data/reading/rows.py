@@ -47,6 +47,10 @@ RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", 
 "Arguments of rendering that a record may not set."
 
 
+_PRESENT = frozenset((str, list, dict, int, bool))
+"Types of cells that are neither null nor NaN."
+
+
 def parse(raw: RawRow) -> Row:
     """Convert a raw row to a Row, as the settings of its source say; raises a DataError for a bad one, and LeftOut for
     one that `where` leaves out."""
@@ -68,11 +72,20 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     # NaN is the null of tables.
-    given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
+    given = raw
+    if not _PRESENT.issuperset(map(type, raw.values())):
+        given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
     present = columns.named(given, where)
     if "input_ids" in present and columns.is_empty(present["input_ids"]):
-        del present["input_ids"]
-    fitting, name = _shapes(frozenset(present))
+        present = {key: value for key, value in present.items() if key != "input_ids"}
+    fitting, name, is_simple = _shapes(frozenset(present))
+    row = fitting[0].make(present, where) if is_simple else None
+    messages = row.messages if row is not None and source is None else None
+    is_plain = isinstance(messages, list) and all(
+        columns.is_plain(one) and one["role"] in conversation.ROLES for one in messages
+    )
+    if row is not None and is_plain and messages:
+        return row.changed(shape=name)  # all that follows is about what such rows do not have
     if not fitting:
         columns.check_preferences(present, list, where)
         if "message_tree_id" in present:
@@ -93,7 +106,7 @@ def convert(raw: object, where: str, source: SourceConfig | None = None) -> Row:
     shape = fitting[0]
     of_tokens = shape.name == ELSEWHERE
     marked = {k: v for k, v in present.items() if k not in columns.MASKS} if of_tokens else present
-    row = shape.make(present, where)
+    row = row or shape.make(present, where)
     # The fields of the row that no kind of rows decides.
     fields: dict[str, Any] = {"learned": columns.is_learned(marked, where), "shape": name}
     marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
@@ -491,15 +504,26 @@ FORMATS = (
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 
 
+_SIMPLE = ("messages", "turns", "alpaca", "dolly", "prompt", "query", "question", "input and output")
+"Kinds of conversations of which most rows have nothing but their columns."
+_MEANINGS = frozenset(
+    (*columns.MARKS, *columns.MARKS_OF_PARTS, *columns.MEDIA, *columns.PREFERENCES, *columns.SYSTEM)
+).union(columns.WITH_ANSWERS)
+
+
 @lru_cache(maxsize=4096)
-def _shapes(present: frozenset[str]) -> tuple[tuple[RowShape, ...], str]:
-    """Return the kinds of rows that have these columns, and the name of the first with what it reads: alpaca
-    (instruction, output, input)."""
+def _shapes(present: frozenset[str]) -> tuple[tuple[RowShape, ...], str, bool]:
+    """Return the kinds of rows that have these columns, the name of the first with what it reads, such as alpaca
+    (instruction, output, input), and whether it is a conversation next to metadata alone."""
     fitting = tuple(shape for shape in FORMATS if present.issuperset(shape.columns))
     if not fitting:
-        return (), ""
-    read = [*fitting[0].columns, *(name for name in fitting[0].extra if name in present)]
-    return fitting, fitting[0].name if read == [fitting[0].name] else f"{fitting[0].name} ({', '.join(read)})"
+        return (), "", False
+    first = fitting[0]
+    read = [*first.columns, *(name for name in first.extra if name in present)]
+    others = (one for one in fitting[1:] if one.columns[0] in _CONVERSATIONS and not {*one.columns} < {*first.columns})
+    is_simple = first.name in _SIMPLE and present.isdisjoint(_MEANINGS) and not any(others)
+    is_simple = is_simple and all(map(columns.is_metadata, present.difference(read)))
+    return fitting, first.name if read == [first.name] else f"{first.name} ({', '.join(read)})", is_simple
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------

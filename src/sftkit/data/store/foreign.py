@@ -45,6 +45,8 @@ PASS = 2**24
 "Tokens that a pass over a file holds at a time."
 HEAD_TOKENS = 64
 "Tokens by which a document goes to training or validation."
+BORDERS_FORMAT = 1
+"The version of what a pass over a file keeps."
 MEGATRON = b"MMIDIDX\0\0\1\0\0\0\0\0\0\0"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -72,6 +74,7 @@ class TokenFile:
 class ForeignShard(Shard):
     """Some documents of a file of tokens."""
 
+    slow_docs = True
     file: TokenFile
     documents: np.ndarray
     "int64: those that have something to learn, by number in the file"
@@ -244,23 +247,25 @@ def _between(
 
 def _kept(cache: Path, files: Sequence[Path], what: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     """Return what a pass over files finds, from the cache if it was found before in files of this content."""
-    digest = blake2b(repr([content_identity(files), what]).encode(), digest_size=16).hexdigest()
+    digest = blake2b(repr([BORDERS_FORMAT, content_identity(files), what]).encode(), digest_size=16).hexdigest()
     path = cache / f"{digest}.npy"
-    if not path.is_file():
-        found = make()
-        temporary = own_name(path)
+    with suppress(OSError, ValueError, EOFError):  # there is none, it was pruned, or it is damaged
+        os.utime(path)  # `sftkit data prune` removes what was not used for long
+        known: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        if known.dtype == np.int64 and known.ndim == 1:
+            return known
+    found = make().astype(np.int64)
+    temporary = own_name(path)
+    with suppress(OSError):  # a full disk: each start makes the pass
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 np.save(file, found, allow_pickle=False)
             os.replace(temporary, path)
-        except OSError:  # a full disk: each start makes the pass
-            return found
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
         finally:
             temporary.unlink(missing_ok=True)
-    with suppress(OSError):  # `sftkit data prune` removes what was not used for long
-        os.utime(path)
-    return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return] # as numpy types it
+    return found
 
 
 def check_whole_sources(data: DataConfig) -> None:

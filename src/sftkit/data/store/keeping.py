@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sftkit.config.terminal import print_text
+from sftkit.data.reading import folders
 from sftkit.data.reading.remote import FOLDER
 from sftkit.data.store.making import STORE_FILE, read_about
 from sftkit.data.store.shards import Store
 from sftkit.errors import ConfigError
-from sftkit.rundir.files import HASHES
+from sftkit.rundir.files import HASHES, own_name
 from sftkit.runtime.script import counted
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
@@ -63,14 +64,17 @@ def kept_in(cache: Path, *, verify: bool = False) -> Iterator[Kept]:
         store = Store(path, 0)
         lines = store.lines().values()
         damaged = tuple(filter(None, (store.damage(line, again=True) for line in lines))) if verify else ()
-        marks = {path, path / STORE_FILE, *(path.rglob("*") if kind == "copied file" else ())}
-        used = max((mark.stat().st_mtime for mark in marks if mark.exists()), default=0.0)
+        times = [0.0]
         size = 0
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            with suppress(FileNotFoundError):  # a lock or a draft of a run that fills the store
-                size += file.stat().st_size if file.is_file() else 0
+        with suppress(FileNotFoundError):  # drafts of a run that fills it, or a process that removes it
+            for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+                with suppress(FileNotFoundError):
+                    stat = file.stat()
+                    size += stat.st_size if file.is_file() else 0
+                    if file in (path, path / STORE_FILE) or kind == "copied file":
+                        times.append(stat.st_mtime)
         totals = (sum(line[name] for line in lines) for name in ("tokens", "documents"))
-        found.append(Kept(path, kind, str(read_about(store).get("source", "")), size, used, damaged, *totals))
+        found.append(Kept(path, kind, str(read_about(store).get("source", "")), size, max(times), damaged, *totals))
     return iter(sorted(found, key=lambda one: -one.used))
 
 
@@ -103,22 +107,30 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
         raise ConfigError(f"--keep-size {keep_size}: a number of bytes is expected, such as 200G or 500M")
     left = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
     freed = 0
+    for folder in ("stores", "views", "borders", FOLDER):
+        folders.sweep(cache / folder)
     for one in kept_in(cache):
         left -= one.num_bytes
         if left >= 0:
             continue
         what = f"{one.path}: {one.num_bytes / 1e6:,.1f} MB  {one.source or one.kind}"
         in_use = False
-        with ExitStack() as held:  # until it is removed
-            for locked in [one.path, *(one.path.rglob("*") if one.kind == "copied file" else ())]:
-                descriptor = os.open(locked, os.O_RDONLY)
-                held.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:  # else a file system without locks
-                    in_use |= isinstance(error, BlockingIOError)
-            if not in_use:
-                shutil.rmtree(one.path) if one.path.is_dir() else one.path.unlink()
-                freed += one.num_bytes
+        try:
+            with ExitStack() as held:  # until it is removed
+                for locked in [one.path, *(one.path.rglob("*") if one.kind == "copied file" else ())]:
+                    descriptor = os.open(locked, os.O_RDONLY)
+                    held.callback(os.close, descriptor)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except OSError as error:  # else a file system without locks
+                        in_use |= isinstance(error, BlockingIOError)
+                if not in_use:
+                    # First another name: a start finds all of it or nothing.
+                    gone = own_name(one.path)
+                    os.rename(one.path, gone)
+                    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+                    freed += one.num_bytes
+        except FileNotFoundError:  # another process has removed it
+            continue
         print_text(f"{'in use' if in_use else 'removed'} {what}")
     return freed

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -83,6 +83,8 @@ class RowSpan(NamedTuple):
 class Shard:
     """A shard that is there."""
 
+    slow_docs: ClassVar[bool] = False
+    "Whether `docs` takes a pass over its tokens."
     line: dict[str, Any]
     "of the manifest"
     dtype: str

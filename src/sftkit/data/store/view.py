@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -41,11 +42,19 @@ BECAME = {
 ROLE_COUNTS = {role: f"messages_{role}" for role in ROLES}
 "Role -> name of the count of its messages, in conversations that are learned from."
 VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard", "row", "turns"), np.dtype(np.int32)),
+    **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
+}
+"Arrays of a view: the columns of Examples, and of each document its shard and first token. NARROW are written smaller."
+CHOSEN_BY: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("row", "turns"), np.dtype(np.int32)),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
 }
-"Arrays of a view: the columns of Examples and of DocumentColumns, and of each document its shard and first token."
+"Arrays of DocumentColumns, which a view has if its shards would take a pass over their tokens for them."
+NARROW = ("source", "shard", "start")
+"Columns that nothing computes with, so they may have the smallest type that holds them."
+VIEW_FORMAT = 1
+"The version of the files of a view, next to that of a store."
 CountBytes = Callable[[np.ndarray, np.ndarray], int]
 "Takes ids and is_target; returns the UTF-8 bytes of the targets."
 
@@ -108,6 +117,15 @@ class ShardTokens:
         found = [shard.sizes[entries] for shard, entries, _ in self._stored(documents)]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
+    def columns(self) -> list[np.ndarray]:
+        """Return row, turns, content and head of all documents (types.DocumentColumns), from their shards."""
+        parts: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int32),) * 2 + (np.zeros(0, np.uint64),) * 2]
+        for shard, entries, _ in self._stored(np.arange(len(self.lengths))):
+            docs = shard.docs[entries]
+            numbers = docs["row"].astype(np.int32), docs["roles"].sum(1).astype(np.int32)
+            parts.append((*numbers, docs["content"], docs["head"]))
+        return [np.concatenate(one) for one in zip(*parts, strict=True)]
+
     def _stored(self, documents: np.ndarray) -> Iterator[tuple[Shard, np.ndarray, np.ndarray]]:
         """Yield (shard, numbers of its entries of some documents, their first tokens), in order."""
         borders = np.flatnonzero(np.diff(self.shard[documents])) + 1
@@ -139,7 +157,7 @@ def make_examples(
     if found is not None:
         return found
     documents = partial(_documents, sources, limits, count_bytes)
-    write = partial(_write, documents)
+    write = partial(_write, documents, _kept_columns(shards))
     instead = "every start will tokenize"
     folders.save(folder, write, lambda: load_view(folder, shards, "") is not None, instead=instead)
     if (found := load_view(folder, shards, "")) is not None:
@@ -148,59 +166,80 @@ def make_examples(
         raise ConfigError(hint("full data cache", folder=str(folder), error="no view could be written"))
     about: dict[str, Any] = {}
     parts = list(documents(about))
-    return _examples({name: np.concatenate([part[name] for part in parts]) for name in VIEW_COLUMNS}, about, shards, "")
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in _kept_columns(shards)}
+    return _examples(arrays, about, shards, "")
+
+
+def _kept_columns(shards: Sequence[Shard]) -> dict[str, np.dtype[Any]]:
+    return VIEW_COLUMNS | (CHOSEN_BY if any(shard.slow_docs for shard in shards) else {})
 
 
 def load_view(folder: Path, shards: Sequence[Shard], instead: str) -> Examples | None:
     """Return the examples of a view, as folders.load."""
 
+    kept = _kept_columns(shards)
+
     def build(arrays: dict[str, Any]) -> Examples:
         about = json.loads((folder / "about.json").read_text())
-        for name, dtype in VIEW_COLUMNS.items():
-            if arrays[name].dtype != dtype or arrays[name].shape != arrays["start"].shape:
+        for name, dtype in kept.items():
+            is_narrow = name in NARROW and arrays[name].dtype.kind == "u"
+            if (arrays[name].dtype != dtype and not is_narrow) or arrays[name].shape != arrays["lengths"].shape:
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}")
         return _examples(arrays, about, shards, folder.name)
 
-    return folders.load(folder, VIEW_COLUMNS, build, instead=instead)
+    return folders.load(folder, kept, build, instead=instead)
 
 
 def _examples(
     arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], shards: Sequence[Shard], key: str
 ) -> Examples:
     own: dict[str, Any] = {name: arrays[name] for name in ("lengths", "num_targets", "num_bytes", "source")}
+    tokens = ShardTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"])
     return Examples(
-        ShardTokens(shards, arrays["shard"], arrays["start"], arrays["lengths"]),
+        tokens,
         **own,
         source_names=tuple(about["source_names"]),
         counts=about["counts"],
         findings={name: tuple(Finding(**one) for one in found) for name, found in about["findings"].items()},
         encoder_sources=about["encoder_sources"],
-        columns=DocumentColumns(*(arrays[name] for name in DocumentColumns._fields)),
+        columns=DocumentColumns(partial(itemgetter(*CHOSEN_BY), arrays) if "row" in arrays else tokens.columns),
         key=key,
     )
 
 
-def _write(documents: Callable[[dict[str, Any]], Iterator[dict[str, np.ndarray]]], folder: Path) -> None:
+def _write(
+    documents: Callable[[dict[str, Any]], Iterator[dict[str, np.ndarray]]],
+    columns: Mapping[str, np.dtype[Any]],
+    folder: Path,
+) -> None:
     """Write the columns piece by piece, as .npy files whose header is written last."""
     about: dict[str, Any] = {}
     number = 0
     with ExitStack() as opened:
         files: dict[str, BinaryIO] = {}
-        for name in VIEW_COLUMNS:
+        for name, dtype in columns.items():
             files[name] = opened.enter_context((folder / f"{name}.npy").open("wb"))
-            _write_header(files[name], name, 0)
+            _write_header(files[name], dtype, 0)
         for part in documents(about):
             number += len(part["start"])
-            for name, dtype in VIEW_COLUMNS.items():
+            for name, dtype in columns.items():
                 files[name].write(part[name].astype(dtype).tobytes())
         for name, file in files.items():
             file.seek(0)
-            _write_header(file, name, number)
+            _write_header(file, columns[name], number)
+    for name in NARROW if number else ():
+        path = folder / f"{name}.npy"
+        wide = np.load(path, mmap_mode="r")
+        path.unlink()  # the map stays
+        narrow = np.lib.format.open_memmap(path, "w+", np.min_scalar_type(int(wide.max()) + 1), wide.shape)
+        for i in range(0, number, 2**20):
+            narrow[i : i + 2**20] = wide[i : i + 2**20]
+        narrow.flush()
     (folder / "about.json").write_text(json.dumps(about, indent=1))
 
 
-def _write_header(file: BinaryIO, name: str, number: int) -> None:
-    header = {"descr": VIEW_COLUMNS[name].str, "fortran_order": False, "shape": (number,)}
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], number: int) -> None:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (number,)}
     np.lib.format.write_array_header_1_0(file, header)
     assert file.tell() == 128  # whatever the number
 
@@ -319,7 +358,7 @@ def _of_shard(
             findings.add(tally, one.kind, one.reason, one.first, one.rows)
     of_rows = {"row": docs["row"], "turns": docs["roles"].sum(1), "content": docs["content"], "head": docs["head"]}
     own = {"lengths": length - 1, "num_targets": targets, "num_bytes": num_bytes, "start": starts}
-    return {**own, **{name: array[entry] for name, array in of_rows.items()}}
+    return {**own, **({name: array[entry] for name, array in of_rows.items()} if shard.slow_docs else {})}
 
 
 def _count_cut(

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
 from sftkit.data.tokens.shapes import ChatShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
-from sftkit.data.types import Row, Tokenized
+from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, hint
 
 COMPARED_ONE_IN = 128
@@ -39,6 +39,8 @@ LONGEST_HEADER = 256
 MOST_HEADERS = 1024
 LONG_BEGINNING = 256
 "Characters between two of the first BEGINNING_TOKENS special tokens of a document, whose ids are kept for others."
+KNOWN_WORDS = 2**17
+"Words whose ids a tokenizer keeps, some 300 bytes for each: its own 10,000 are a few hundred rows of a corpus."
 BEGINNING_TOKENS = 4
 MOST_BEGINNINGS = 1024
 
@@ -93,6 +95,8 @@ class _Waiting:
     "ids of that text, which is not encoded again"
     prompt: np.ndarray | None = None
     "ids of the text before the last answer, if the two are encoded apart"
+    shape: ChatShape | None = None
+    "of a row that did not start its steps: its shape says where the answers are"
 
     @property
     def to_encode(self) -> str:
@@ -149,6 +153,9 @@ class RowBatches:
         return [self.by_itself(row) if one is None else one for row, one in zip(rows, done, strict=True)]
 
     def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
+        model = self.tokenizer.backend_tokenizer.model
+        if hasattr(model, "_resize_cache"):  # of BPE and Unigram, since tokenizers 0.20.2; no public name
+            model._resize_cache(KNOWN_WORDS)
         self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
         self._seen = Seen()
         learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS
@@ -187,7 +194,7 @@ class RowBatches:
             alone = self.by_itself(row)
             agrees = same(alone, result)
             if tried is not None:
-                self._shapes.judge(tried, agrees=agrees)
+                self._shapes.judge(tried, alone, agrees=agrees)
                 self._results[i] = alone
             elif not agrees:
                 self.different = row.where
@@ -258,12 +265,27 @@ class RowBatches:
                 shaped = self._shapes.find(row)
                 if shaped is not None and shaped.shape.agreed < Seen.ENOUGH:
                     self._tried[i] = shaped.shape
-                waiting += self._next(i, chat.steps(row, self.tokenizer, **settings, shaped=shaped), None)
+                steps = chat.steps(row, self.tokenizer, **settings, shaped=shaped)
+                if shaped is None or shaped.shape.counts is None:
+                    waiting += self._next(i, steps, None)
+                elif _is_encoded_here(given := shaped.only_text):
+                    waiting.append(self._waiting(i, steps, given, {}, 0))
+                    waiting[-1].shape = shaped.shape
         while waiting:
             self._cut(waiting)
             encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
-            now = zip(waiting, encoded, strict=True)
-            waiting = [following for one, ids in now for following in self._after(one, ids)]
+            alike: dict[ChatShape, list[tuple[_Waiting, list[int]]]] = {}
+            following = []
+            for one, ids in zip(waiting, encoded, strict=True):
+                if one.shape is None:
+                    following += self._after(one, ids)
+                else:
+                    alike.setdefault(one.shape, []).append((one, ids))
+            for shape, group in alike.items():
+                for one, ids in self._place(shape, group):
+                    _, spans, last = one.steps.send(None)  # type: ignore[arg-type]  # None starts a generator
+                    following += self._after(replace(one, spans=spans, last=last, shape=None), ids)
+            waiting = following
 
     def _next(self, row: int, steps: chat.ChatSteps[Tokenized], tokens: tuple[Any, set[int]] | None) -> list[_Waiting]:
         """Take a row to its next text, or to its result; neither: it is tokenized by itself."""
@@ -315,6 +337,64 @@ class RowBatches:
         for one in waiting:
             if one.beginning and one.prompt is None:
                 one.cut = self._beginnings.get(one.beginning[1])
+
+    def _place(self, shape: ChatShape, group: list[tuple[_Waiting, list[int]]]) -> list[tuple[_Waiting, list[int]]]:
+        """Make the documents of rows of a shape from their ids, all at once, as _after does one by one. Return the rows
+        whose answers are not where the shape has them."""
+        assert shape.placement is not None
+        assert shape.counts is not None
+        assert self._sizes is not None
+        specials, answers = shape.placement
+        lengths = np.array([len(encoded) for _, encoded in group])
+        ids = np.fromiter(chain.from_iterable(encoded for _, encoded in group), np.int32, lengths.sum())
+        starts = lengths.cumsum() - lengths
+        at = self._is_special.take(ids).nonzero()[0]
+        number = np.bincount(np.searchsorted(starts, at, side="right") - 1, minlength=len(group)).tolist()
+        here = [n == len(specials) == len(one.specials) for n, (one, _) in zip(number, group, strict=True)]
+        if not all(here):
+            rest = [one for one, is_here in zip(group, here, strict=True) if is_here]
+            others = [one for one, is_here in zip(group, here, strict=True) if not is_here]
+            return others + (self._place(shape, rest) if rest else [])
+        places = at.reshape(len(group), -1)
+        fits = (ids.take(places) == specials).all(1)
+        places -= starts[:, None]
+        if any(one.cut is not None for one, _ in group):
+            pieces = np.split(ids, starts[1:])
+            for i, (one, _) in enumerate(group):
+                if one.cut is not None and one.beginning is not None:
+                    n = one.beginning[0]
+                    pieces[i] = np.concatenate([pieces[i][: places[i, n]], one.cut, pieces[i][places[i, n] :]])
+                    places[i, n:] += len(one.cut)
+            ids = np.concatenate(pieces)
+            lengths = np.array(list(map(len, pieces)))
+            starts = lengths.cumsum() - lengths
+        fits &= (lengths <= self.settings["max_length"]) & (places[:, -1] + 1 == lengths)
+        fits &= self._sizes.whole.take(ids.take(starts))
+        fits &= np.add.reduceat(self._text_sizes.take(ids), starts) == [len(one.text.encode()) for one, _ in group]
+        borders = np.empty((len(group), len(answers), 2), np.int64)
+        for k, (before, header, past) in enumerate(answers):
+            begin = places[:, before]
+            found = ids.take((starts + begin)[:, None] + np.arange(len(header)), mode="clip")
+            fits &= (found == header).all(1)
+            borders[:, k, 0] = begin + len(header)
+            borders[:, k, 1] = places[:, past] + 1
+        change = np.zeros(len(ids) + 1, np.int8)
+        change[starts[fits, None] + borders[fits, :, 0]] += 1
+        change[starts[fits, None] + borders[fits, :, 1]] -= 1
+        is_target = change[:-1].cumsum(dtype=np.int8) > 0
+        num_bytes = np.add.reduceat(self._sizes.sizes.take(ids) * is_target, starts)
+        columns = (column.tolist() for column in (fits, starts, lengths, num_bytes, borders))
+        left = []
+        for (one, encoded), fit, start, length, size, parts in zip(group, *columns, strict=True):
+            if not fit:
+                left.append((one, encoded))
+                continue
+            mine = slice(start, start + length)
+            more = {"size": length, "answers": tuple(map(tuple, parts))}
+            self._results[one.row] = Tokenized(
+                [TokenizedExample(ids[mine], is_target[mine], size, **more)], counts=shape.counts
+            )
+        return left
 
     def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""

@@ -9,21 +9,23 @@ rows of a shape are also tokenized alone, and one that comes out otherwise ends 
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.columns import MESSAGE
 from sftkit.data.reading.conversation import require_answer, special_pattern
 from sftkit.data.tokens import loss_mask
-from sftkit.data.tokens.chat import Learning
+from sftkit.data.tokens.chat import BORDER, Learning, end_of_turn_ids
+from sftkit.data.tokens.encode import encode
 from sftkit.data.tokens.loss_mask import AnswerLocator, Document, Seen
 from sftkit.data.tokens.template import literals_of, render_conversation, template_of
-from sftkit.data.types import Row
+from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 
 FROM_ROW = 4
@@ -135,14 +137,27 @@ class Framed(NamedTuple):
     spans: dict[int, list[tuple[FramePlace, FramePlace]]]
     texts: dict[int, tuple[FramePlace, FramePlace]]
 
+    def pieces(self, texts: Sequence[str], bare: Sequence[str]) -> list[str]:
+        """Return the frames and these texts in turn; `bare`: the texts, stripped."""
+        given = [b if strips else t for t, b, strips in zip(texts, bare, self.stripped, strict=False)]
+        return [*chain.from_iterable(zip(self.frames, given, strict=False)), self.frames[-1]]
+
     def document(self, texts: Sequence[str], bare: Sequence[str]) -> Document:
         """Return the document with these texts; `bare`: the same, stripped."""
-        given = [b if strips else t for t, b, strips in zip(texts, bare, self.stripped, strict=False)]
-        pieces = [piece for pair in zip(self.frames, given, strict=False) for piece in pair]
+        pieces = self.pieces(texts, bare)
         begins = [0, *accumulate(map(len, pieces))][::2]
         spans = {k: [(begins[n] + i, begins[m] + j) for (n, i), (m, j) in parts] for k, parts in self.spans.items()}
         places = {k: (begins[n] + i, begins[m] + j) for k, ((n, i), (m, j)) in self.texts.items()}
-        return Document("".join((*pieces, self.frames[-1])), spans, places)
+        return Document("".join(pieces), spans, places)
+
+
+class Placement(NamedTuple):
+    """Where the answers of a document are among its special tokens, of which the last ends it."""
+
+    specials: np.ndarray
+    "int32 [S], ids of the special tokens in order"
+    answers: tuple[tuple[int, np.ndarray, int], ...]
+    "of each answer: the special token that its header begins with, the ids of the header, the token that ends it"
 
 
 class ChatShape:
@@ -155,6 +170,7 @@ class ChatShape:
         skipped: dict[int, str],
         documents: dict[int, Framed],
         free: frozenset[int],
+        placement: Placement | None,
     ) -> None:
         """Take the conversation of marks.
 
@@ -162,12 +178,16 @@ class ChatShape:
             seen: what is the same in all rows.
             documents: by their last answer.
             free: messages whose texts may begin and end with white space.
+            placement: of the answers of the only document; None: they are to be found in each row.
         """
         self.locator = locator
         self.seen = seen
         self.skipped = skipped
         self.documents = documents
         self.free = free
+        self.placement = placement
+        self.counts: Mapping[str, int] | None = None
+        "Counts of each row whose answers are where `placement` has them; None: not known."
         self.thinking_off = {k for k in locator.answers if locator.turns_thinking_off(k)}
         self.agreed = 0
         "rows that came out as they do alone"
@@ -196,6 +216,12 @@ class Shaped:
         return self.shape.documents[last].document(self._texts, self._bare)
 
     everything = document
+
+    @property
+    def only_text(self) -> str:
+        """Return the text of the only document."""
+        [document] = self.shape.documents.values()
+        return "".join(document.pieces(self._texts, self._bare))
 
     def reasoned(self, last: int, known: Collection[int]) -> set[int]:
         """Return no answer: none has reasoning."""
@@ -259,11 +285,15 @@ class Shapes:
         shape.tried += shape.agreed < Seen.ENOUGH
         return Shaped(shape, texts, bare)
 
-    def judge(self, shape: ChatShape, *, agrees: bool) -> None:
-        """Note whether a row that was tried came out as it does alone."""
+    def judge(self, shape: ChatShape, alone: Tokenized | DataError, *, agrees: bool) -> None:
+        """Note whether a row that was tried came out as it does `alone`."""
         shape.agreed += agrees
         if not agrees:
             self._known = {key: None if one is shape else one for key, one in self._known.items()}
+        elif shape.placement is not None and isinstance(alone, Tokenized):
+            is_usual = len(alone.examples) == 1 and not (alone.note or alone.odd or alone.unused)
+            if is_usual and not alone.counts.get(BORDER):
+                shape.counts = alone.counts
 
     def start_chunk(self) -> None:
         """Let further rows be tried."""
@@ -303,8 +333,33 @@ class Shapes:
                     last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
                 }:
                     framed = {last: one for last, one in spaced.items() if one is not None}
-                    return ChatShape(locator, self._seen, skipped, framed, free)
-        return ChatShape(locator, self._seen, skipped, framed, frozenset())
+                    return ChatShape(locator, self._seen, skipped, framed, free, self._placement(framed))
+        return ChatShape(locator, self._seen, skipped, framed, frozenset(), self._placement(framed))
+
+    def _placement(self, documents: Mapping[int, Framed]) -> Placement | None:
+        """Return where answers are in rows of a single document, if the frames alone say it; else None."""
+        if len(documents) != 1 or self._learning.targets == "all":
+            return None
+        [(last, document)] = documents.items()
+        if any(len(parts) != 1 for parts in document.spans.values()):
+            return None
+        found = [(n, match) for n, frame in enumerate(document.frames) for match in self._pattern.finditer(frame)]
+        borders = [(n, match.end()) for n, match in found]
+        special_ids: Any = self._tokenizer.convert_tokens_to_ids([match[0] for _, match in found])
+        whole = len(document.frames) - 1, len(document.frames[-1])
+        if whole not in borders or special_ids[-1] not in end_of_turn_ids(self._tokenizer):
+            return None
+        answers = []
+        for [((n, start), past)] in document.spans.values():
+            # The header lies in one frame, from the last special token before the answer.
+            before = bisect_right(borders, (n, start)) - 1
+            if before < 0 or borders[before][0] != n or past not in borders:
+                return None
+            header = encode(self._tokenizer, document.frames[n][found[before][1].start() : start])
+            answers.append((before, header.ids, borders.index(past)))
+        if document.spans[last][0][1] != whole:
+            return None
+        return Placement(np.array(special_ids, np.int32), tuple(answers))
 
     def _noted(self, locator: AnswerLocator, documents: Iterable[int]) -> set[str | None]:
         """Return what the template looks for in texts of a conversation, and None if it looks at them otherwise."""

@@ -37,7 +37,7 @@ from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
-from sftkit.rundir.files import stamp_of
+from sftkit.rundir.files import make_folder, stamp_of
 from sftkit.runtime.script import counted
 
 MASK_VERSION = 3
@@ -198,12 +198,18 @@ IN_USE: dict[Path, int] = {}
 
 
 def use(folder: Path) -> None:
-    """Keep a store from being pruned while this process lives: the files of a shard are opened when they are read."""
-    if (known := IN_USE.pop(folder, None)) is not None:  # the folder may be another one of that name
-        os.close(known)
-    with suppress(OSError):  # there is none on a full disk, or its file system has no locks
-        IN_USE[folder] = os.open(folder, os.O_RDONLY)
-        fcntl.flock(IN_USE[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
+    """Make the folder of a store, and keep it from being pruned while this process lives: what a manifest names is
+    opened later. Waits while `sftkit data prune` removes a folder of this name."""
+    with suppress(OSError):  # a full disk, or a file system without locks
+        for _ in range(3):
+            if (known := IN_USE.get(folder)) is not None:
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(known), folder.stat()):
+                        return
+                os.close(IN_USE.pop(folder))  # it was removed, or is another one of that name
+            make_folder(folder)
+            IN_USE[folder] = os.open(folder, os.O_RDONLY)
+            fcntl.flock(IN_USE[folder], fcntl.LOCK_SH)
 
 
 def load_sources(
@@ -224,7 +230,7 @@ def load_sources(
         limits = limits._replace(too_long="skip")
     used = [(one.path, one.repeat, source_label(one), [shard.line for shard in shards]) for one, shards in stored]
     # Tokens of other programs do not say which tokenizer their bytes are counted by.
-    follows_from = [used, limits, tokenizer_fingerprint(tokenize.tokenizer), MASK_VERSION, FORMAT]
+    follows_from = [used, limits, tokenizer_fingerprint(tokenize.tokenizer), MASK_VERSION, FORMAT, view.VIEW_FORMAT]
     folder = Path(data.cache_dir) / "views" / _digest(follows_from)
     count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
     examples = view.make_examples(stored, limits, count_bytes, folder, peers)
@@ -278,7 +284,6 @@ def prepare(
     shards = []
     with suppress(OSError):  # `sftkit data prune` removes what was not used for long
         os.utime(store.folder / making.STORE_FILE)
-    use(store.folder)
     from sftkit.data.tokens.processes import chunk_tokenizer
 
     try:
@@ -316,6 +321,7 @@ def _store_of(
         about["place"] = str(Path(source.path).resolve())
     key = _digest(about)
     store = Store(folder / key, len(tokenize.tokenizer))
+    use(store.folder)  # before anything is read
     libraries = [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
     about |= {"source": source.path, "libraries": [libraries]}
     there = making.read_about(store)
@@ -324,6 +330,7 @@ def _store_of(
             making.write_about(store, {**there, "libraries": [*there["libraries"], libraries]})
         else:
             store = Store(folder / _digest([key, libraries]), len(tokenize.tokenizer))
+            use(store.folder)
     return store, about
 
 
