@@ -71,7 +71,11 @@ def python_arguments(word: str) -> list[str]:
     if word not in commands.SCRIPTS:
         near = difflib.get_close_matches(word, ["init", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
-        load.fail(f"sftkit {word}: no such word. {keys.instead_of('no_word', word) or hint}")
+        # A setting, ours or of another trainer, that was typed as a word.
+        settings = [key for key in keys.own_names(word.replace("-", "_")) if "." in key]
+        setting = f"It is a setting of recipes: {' or '.join(settings)}" if settings else None
+        known = [keys.instead_of(table, word) for table in ("no_word", "no_key")]
+        load.fail(f"sftkit {word}: no such word. {next(filter(None, [*known, setting]), hint)}")
     script = f"scripts/{commands.SCRIPTS[word]}"
     # Stages alone go through the launcher: all others are one process.
     launcher = ["-m", "sftkit.launch"] if word in tables.STAGE_SCRIPTS else []
