@@ -85,7 +85,7 @@ def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_r
     assert first.replace("--machine_rank 0", "--machine_rank 1") == second
     assert "--num_machines 2 --num_processes 16" in first
     assert "--main_process_ip node7" in first
-    assert first.endswith(f"run.dir={run_dir} train.resume=auto")
+    assert first.endswith(f"run.dir={run_dir} train.global_batch_size=16 train.resume=auto")
     assert rest == (["requeued 42"] if requeued else [])
 
 
