@@ -29,6 +29,7 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
   explain RECIPE        where the graph breaks, which module is to blame
+  convert FILE          a recipe from a YAML file of TRL, Axolotl, LLaMA-Factory
   launch --slurm N ...  a Slurm script that trains a recipe on N machines
   patterns              a small model in every layout of processes
   dashboard ...         the wandb workspace of a project
@@ -53,6 +54,10 @@ def main() -> None:
         )
     elif word == "init":
         init(words)
+    elif word == "convert":
+        from sftkit.config import convert  # only this word needs it
+
+        convert.print_recipe(words)
     elif word == "launch":
         from sftkit.launch import slurm  # only this word needs it
 
@@ -74,7 +79,7 @@ def python_arguments(word: str) -> list[str]:
     if word in LABS:
         return ["-m", f"labs.{word}"]
     if word not in commands.SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", "launch", *LABS, *commands.SCRIPTS], n=1)
+        near = difflib.get_close_matches(word, ["init", "convert", "launch", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
         # A setting, ours or of another trainer, that was typed as a word.
         settings = [key for key in keys.own_names(word.replace("-", "_")) if "." in key]
