@@ -238,9 +238,9 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 def judge(trio: Trio) -> list[Verdict]:
     """Return the verdicts on all criteria; an unfinished run fails those that need it."""
-    ok, found = _finished(trio)
+    finished, found = _finished(trio)
     wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
-    verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
+    verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=finished)]
     failed = trio.eager.error or trio.compiled.error or trio.other_seed.error
     for name, check, wanted in CRITERIA:
         ok, found = (False, "not measured: a run failed") if failed else check(trio)

@@ -1,4 +1,5 @@
-"""The commands of docs/distributed.md and docs/multi_node.md are commands: bash takes them, their files exist, they run."""
+"""The commands of docs/distributed.md, docs/multi_node.md and docs/cluster are commands: bash takes them, their files
+exist, they run."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from sftkit.config.load import read_config
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
@@ -143,3 +147,40 @@ def test_the_commands_form_one_run(tmp_path: Path, block: str, machines: int, to
     assert [launcher.returncode for launcher in launchers] == [0] * machines, outputs
     said = sorted(line for output, _ in outputs for line in output.splitlines())
     assert said == [f"0/2: {topology}", f"1/2: {topology}"]
+
+
+CLUSTER = {path.name: path for path in sorted((ROOT / "docs" / "cluster").glob("*.yaml"))}
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_task_of_a_cluster_names_files_that_exist_and_a_recipe_that_its_gpus_can_run(name: str) -> None:
+    task = yaml.safe_load(CLUSTER[name].read_text())
+    if name == "trainjob.yaml":
+        trainer = task["spec"]["trainer"]
+        (command,) = trainer["args"]
+        gpus = trainer["numProcPerNode"]
+        assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == gpus
+        processes = trainer["numNodes"] * gpus
+    else:
+        command = task["run"]
+        processes = task["num_nodes"] * int(task["resources"]["accelerators"].partition(":")[2])
+    subprocess.run(["bash", "-n"], input=command, text=True, check=True)
+    files = re.findall(r"(?:accelerate_configs|scripts|recipes)/[\w./-]+\.(?:yaml|py)", command)
+    assert files
+    assert not [file for file in files if not (ROOT / file).is_file()]
+    words = command.replace("\\\n", " ").split()
+    recipe = next(word for word in words if word.startswith("recipes/"))
+    cfg = read_config(ROOT / recipe, words[words.index(recipe) + 1 :], world_size=processes)
+    assert (cfg.train.resume, cfg.run.dir) == ("auto", "/shared/runs/sft")
+
+
+@pytest.mark.slow
+def test_the_schemas_of_their_projects_accept_the_tasks_of_clusters() -> None:
+    """With kubeflow-trainer-api and skypilot, where they are installed."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    job = yaml.safe_load(CLUSTER["trainjob.yaml"].read_text())
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).spec.trainer.num_nodes == 2
+    task = yaml.safe_load(CLUSTER["skypilot.yaml"].read_text())
+    jsonschema.validate(task, schemas.get_task_schema())

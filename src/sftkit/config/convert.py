@@ -84,7 +84,7 @@ VALUES: dict[str, dict[Any, Any]] = {
 "Our settings -> their value -> ours."
 REASONS = {
     "attention.backend": "attention.backend=auto takes the fastest kernel",
-    "model.chat_template": "the template of the model's tokenizer is taken; model.chat_template=chatml or a file for another",
+    "model.chat_template": "the template of the model's tokenizer is taken; model.chat_template names another",
     "adapter": "frozen weights are bf16 or nf4: adapter.base",
     "train.resume": "the same command with train.resume=auto resumes",
 }
@@ -144,7 +144,7 @@ class _Conversion:
             ours = our_key(name)
             if ours is None:
                 if value is not False:
-                    self.left[name] = keys.instead_of("no_key", name) or f"no setting of sftkit is known for it"
+                    self.left[name] = keys.instead_of("no_key", name) or "no setting of sftkit is known for it"
             elif ours.startswith("adapter.") and not self.adapter():
                 if value is not False and name in self.given:
                     self.left[name] = "the file trains all weights"
@@ -177,7 +177,9 @@ class _Conversion:
         accumulated = self.theirs["gradient_accumulation_steps"]
         self.put("train.micro_batch_size", rows, micro)
         self.put("train.global_batch_size", rows * accumulated, f"{micro}, gradient_accumulation_steps")
-        self.notes.append("train.global_batch_size is of all GPUs together; there it was of each: N GPUs took N times it")
+        self.notes.append(
+            "train.global_batch_size is of all GPUs together; there it was of each: N GPUs took N times it"
+        )
         packed = any(self.theirs.get(key) for key in ("packing", "sample_packing", "neat_packing"))
         self.put("data.layout", "packed" if packed else "bucketed")
         self.origins["data.layout"] = "as packing there" if packed else "a document a row, as without packing there"
@@ -227,13 +229,17 @@ class _Conversion:
             named = [part.strip() for part in layers.split(",")] if isinstance(layers, str) else list(layers)
             self.put("adapter.targets", named, name)
         else:
-            self.notes.append(f"{self.trainer} leaves the layers of adapters to peft, often q_proj and v_proj; here: all")
+            self.notes.append(
+                f"{self.trainer} leaves the layers of adapters to peft, often q_proj and v_proj; here: all"
+            )
 
     def logging(self) -> None:
         """Take over dashboards."""
         reported = self.theirs.get("report_to", [])
         named = [reported] if isinstance(reported, str) else list(reported)
-        named += ["tensorboard"] * bool(self.theirs.get("use_tensorboard")) + ["wandb"] * ("wandb_project" in self.given)
+        named += ["tensorboard"] * bool(self.theirs.get("use_tensorboard")) + ["wandb"] * (
+            "wandb_project" in self.given
+        )
         trackers = [name for name in dict.fromkeys(named) if name in ("wandb", "tensorboard")]
         source = next((key for key in ("report_to", "use_tensorboard", "wandb_project") if key in self.given), None)
         self.put("log.tracker", trackers, source or "report_to")
@@ -378,7 +384,10 @@ def converted(path: Path) -> str:
     order = [section for section in keys.section_classes() if section in made.recipe]
     text = render_yaml({section: made.recipe[section] for section in order}, lambda at: made.origins.get(_key(at), ""))
     word = "base" if stage == "pt" or "pretraining_dataset" in given else "sft"
-    head = [f"made by sftkit convert of a file of {trainer}; the comment behind a setting is its key there", *made.notes]
+    head = [
+        f"made by sftkit convert of a file of {trainer}; the comment behind a setting is its key there",
+        *made.notes,
+    ]
     lines = [*(f"# {line}" for line in head), f"# sftkit {word} THIS_FILE", text.rstrip("\n")]
     if made.left:
         lines += ["", "# Not taken over:", *(f"#   {key}: {reason}" for key, reason in made.left.items())]

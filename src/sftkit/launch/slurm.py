@@ -43,8 +43,11 @@ srun --kill-on-bad-exit=0 bash -c 'exec $accelerate launch --config_file $config
     $script "$$@"' launcher "$${WORDS[@]}"
 code=$$?
 
-read_status='import json, sys; of = json.load(open(sys.argv[1])); print(of["status"] if of["time"] >= int(sys.argv[2]) else "unchanged")'
-status=$$(test ! -e "$$RUN_DIR/run_status.json" && echo unchanged || python3 -c "$$read_status" "$$RUN_DIR/run_status.json" "$$begun")
+read_status='import json, sys
+of = json.load(open(sys.argv[1]))
+print(of["status"] if of["time"] >= int(sys.argv[2]) else "unchanged")'
+status=unchanged
+test -e "$$RUN_DIR/run_status.json" && status=$$(python3 -c "$$read_status" "$$RUN_DIR/run_status.json" "$$begun")
 echo "launchers ended with $$code, run: $$status"
 case $$status in
     preempted) scontrol requeue "$$SLURM_JOB_ID" ;;
