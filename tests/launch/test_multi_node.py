@@ -9,8 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -147,6 +150,65 @@ def test_the_commands_form_one_run(tmp_path: Path, block: str, machines: int, to
     assert [launcher.returncode for launcher in launchers] == [0] * machines, outputs
     said = sorted(line for output, _ in outputs for line in output.splitlines())
     assert said == [f"0/2: {topology}", f"1/2: {topology}"]
+
+
+@pytest.mark.slow
+def test_a_machine_that_leaves_a_torchrun_and_returns_resumes_with_the_others(tmp_path: Path) -> None:
+    """Two launchers of one CPU process, of which the second is killed with its rank, and started again."""
+    (text,) = [t for name, t in BLOCKS if name.startswith("multi_node") and ".venv/bin/torchrun" in t]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = (
+        "train.max_steps=100000 checkpoint.every=20 log.every=5 eval.every=null log.wandb=off compile.enabled=false"
+    )
+    words = f"scripts/base_train.py recipes/smoke/base.yaml run.dir={tmp_path}/run data.cache_dir={tmp_path}/cache {settings}"
+    start, _, _ = text.partition("    scripts/chat_sft.py")
+    here = f"{start} {words} train.resume=auto".replace("10.0.0.1:29500", f"127.0.0.1:{port}")
+    here = here.replace("--nproc_per_node 8", "--nproc_per_node 1 --local_addr 127.0.0.1")
+    here = here.replace(".venv/bin/torchrun", f"exec {Path(sys.executable).parent}/torchrun")
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+
+    def launch(number: int) -> subprocess.Popen[bytes]:
+        with logs[number].open("wb") as log:
+            return subprocess.Popen(["bash", "-ec", here], cwd=ROOT, env=env, stdout=log, stderr=log)
+
+    def said() -> str:
+        """Return all that the launchers said, first that of the one which is killed."""
+        return "\n".join(logs[number].read_text() for number in (1, 0, 2) if logs[number].exists())
+
+    def steps(text: str) -> list[int]:
+        return [int(step) for step in re.findall(r"^step\s+(\d+)/", text, re.MULTILINE)]
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    def wait_for(what: Callable[[], object]) -> None:
+        until = time.monotonic() + 300
+        while not what():
+            assert time.monotonic() < until, said()[-4000:]
+            time.sleep(0.5)
+
+    first = second = launch(0)
+    try:
+        wait_for(listens)  # it holds the store of the rendezvous
+        second = launch(1)
+        wait_for(lambda: max(steps(said()), default=0) >= 25)
+        for process in (*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)):
+            process.kill()
+        second.wait()
+        wait_for(lambda: "failed (exitcode" in logs[0].read_text())
+        assert first.poll() is None
+        second = launch(2)
+        wait_for(lambda: re.search(r"resumed \S+/run/step-\d{6}: ", said()))
+        wait_for(lambda: steps(said().rpartition("resumed ")[2]))
+        assert steps(said().rpartition("resumed ")[2])[0] >= 25
+    finally:
+        for launcher in (first, second):
+            if launcher.poll() is None:
+                launcher.terminate()
+                launcher.wait(120)
 
 
 CLUSTER = {path.name: path for path in sorted((ROOT / "docs" / "cluster").glob("*.yaml"))}
