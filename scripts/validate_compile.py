@@ -26,7 +26,7 @@ def main() -> int:
     args = parse(__doc__)
 
     from labs.validate.run import judge_again, run_validation
-    from labs.validate.verdicts import markdown_page, open_ledger, record_validation, send_result
+    from labs.validate.verdicts import criteria_passed, markdown_page, open_ledger, record_validation, send_result
     from sftkit.config.load import read_config
     from sftkit.config.terminal import print_text
 
@@ -41,6 +41,7 @@ def main() -> int:
     print_text(f"\n{markdown_page(result)}\nresult: {out}/validation.html")
     if ledger and ledger.records:
         print_text(record_validation(result, ledger.path))
+    print_text(criteria_passed(result))
     return 0 if result["passed"] else 1
 
 

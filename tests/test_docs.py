@@ -6,6 +6,9 @@ import re
 import runpy
 from pathlib import Path
 
+from sftkit.config.commands import SCRIPTS
+from sftkit.config.keys import key_table, section_classes
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,3 +57,24 @@ def test_the_page_of_the_tests_has_a_line_for_each_folder_and_names_files_that_a
     named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", page))
     assert {name for name in named if not any(file.endswith(name) for file in files)} == set()
     assert len(named) > 20
+
+
+GUIDES = ("which_settings.md", "after_training.md", "coming_from.md", "multi_node.md")
+
+
+def test_guides_name_settings_and_commands_that_exist() -> None:
+    text = "\n".join((ROOT / "docs" / name).read_text() for name in GUIDES)
+    sections = "|".join(section_classes())
+    settings = set(re.findall(rf"(?:`|\s)((?:{sections})\.[a-z_]+)(?=[`:=, ])", text))
+    assert settings - key_table().keys() == set()
+    assert len(settings) > 60
+    words = set(re.findall(r"(?:`|/bin/)sftkit ([a-z]+)", text))
+    assert words - {"convert", "launch", *SCRIPTS} == set()
+    assert len(words) > 8
+
+
+def test_the_page_of_settings_has_ten_rows_of_symptom_setting_and_reason() -> None:
+    rows = (ROOT / "docs" / "which_settings.md").read_text().partition("|---|---|---|\n")[2].splitlines()
+    table = [row.strip("|").split(" | ") for row in rows if row.startswith("|")]
+    assert len(table) == 10
+    assert all(len(row) == 3 and "`" in row[1] for row in table)

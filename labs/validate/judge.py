@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast
 
+import yaml
+
+from sftkit.config.yaml import RecipeLoader
 from sftkit.reports.values import duration, format_value
 from sftkit.rundir.files import MetricsLine, read_metric_rows, read_object, read_results
 from sftkit.rundir.names import (
+    CONFIG,
     ENVIRONMENT,
     ERRORS,
     EVALS,
@@ -84,6 +88,8 @@ class Measured:
     proof: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     rank_errors: list[str] = field(default_factory=list)
+    backend: str | None = None
+    "compile.backend of its recipe; None: unknown, as in results of earlier versions"
 
     def timed(self, warm_up: int) -> list[MetricsLine]:
         """Return the windows after this many steps."""
@@ -132,7 +138,16 @@ def measure(folder: Path, error: str | None) -> Measured:
         proof=read_object(folder / PROOF),
         environment=read_object(folder / ENVIRONMENT),
         rank_errors=sorted(path.name for path in (folder / ERRORS).glob("*")),
+        backend=_backend(folder / CONFIG),
     )
+
+
+def _backend(config: Path) -> str | None:
+    """Return compile.backend of a run's config.yaml; None if it cannot be read."""
+    try:
+        return cast(str, yaml.load(config.read_text(), Loader=RecipeLoader)["compile"]["backend"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def format_spread(values: list[float], form: str) -> str:
@@ -144,6 +159,8 @@ def format_spread(values: list[float], form: str) -> str:
 
 # Limits of the criteria; labs/validate/README.md explains each.
 SPEEDUP = 1.3
+NO_CODE = ("eager", "aot_eager")
+"Backends that capture graphs and call the same operators: no speed is expected of them."
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1
 _LOSS = 0.05
@@ -221,9 +238,9 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 def judge(trio: Trio) -> list[Verdict]:
     """Return the verdicts on all criteria; an unfinished run fails those that need it."""
-    ok, found = _finished(trio)
+    finished, found = _finished(trio)
     wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
-    verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
+    verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=finished)]
     failed = trio.eager.error or trio.compiled.error or trio.other_seed.error
     for name, check, wanted in CRITERIA:
         ok, found = (False, "not measured: a run failed") if failed else check(trio)
@@ -291,12 +308,15 @@ def speedup(trio: Trio) -> float:
     return median(trio.compiled.speeds(trio.warm_up)) / median(trio.eager.speeds(trio.warm_up))
 
 
-def faster(trio: Trio) -> tuple[bool, str]:
-    """Check that the compiled run is faster by SPEEDUP."""
+def faster(trio: Trio) -> tuple[bool | None, str]:
+    """Check that the compiled run is faster by SPEEDUP; None with a backend that generates no code."""
     ratio = speedup(trio)
     eager, compiled = (format_spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
     found, time = f"{ratio:.2f}: {compiled} against {eager} tokens/s", in_time(trio)
-    return ratio >= SPEEDUP, f"{found}; {time.words}" if time else found
+    found = f"{found}; {time.words}" if time else found
+    if trio.compiled.backend in NO_CODE:
+        return None, f"{found}; not judged: compile.backend {trio.compiled.backend} generates no code"
+    return ratio >= SPEEDUP, found
 
 
 def in_time(trio: Trio) -> Pays | None:
@@ -429,10 +449,12 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
     """Yield verdicts on whether compiling pays off on several processes as much as on the fewest."""
     first = trios[0]
     for trio in trios[1:]:
-        ok, found = False, "not measured: a run failed"
+        ok: bool | None = False
+        found = "not measured: a run failed"
         if not any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
-            alone, several = speedup(first), speedup(trio)
-            ok = several >= SCALING * alone
+            alone = speedup(first)
+            several = speedup(trio)
+            ok = None if trio.compiled.backend in NO_CODE else several >= SCALING * alone
             found = f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}"
         wanted = f"{SCALING} of the ratio on {first.processes} or more"
         yield trio_verdict(trio, "ratio on several processes", found, wanted, ok=ok)

@@ -53,10 +53,15 @@ def mark(*, ok: bool | None) -> str:
 
 
 def criteria_passed(result: dict[str, Any]) -> str:
-    """Return how many criteria passed."""
+    """Return how many criteria passed, or how many failed and which."""
     states = [verdict["ok"] for verdict in result["verdicts"]]
+    judged = len(states) - states.count(None)
     unknown = f", {states.count(None)} not checked" if None in states else ""
-    return f"{mark(ok=result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
+    if result["passed"]:
+        return f"PASS: {judged} of {judged} criteria passed{unknown}"
+    failed = dict.fromkeys(verdict["criterion"] for verdict in result["verdicts"] if verdict["ok"] is False)
+    named = f": {', '.join(failed)}" if len(failed) <= 3 else ""
+    return f"FAIL: {states.count(False)} of {judged} criteria failed{unknown}{named}"
 
 
 def _facts(result: dict[str, Any]) -> list[str]:

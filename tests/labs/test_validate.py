@@ -94,6 +94,21 @@ def test_each_criterion_fails_on_its_own_fault(change: Callable[[], dict[str, An
     assert [v.criterion for v in judge(trio(**change())) if not v.ok] == failed
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_speed_is_asked_of_a_backend_that_generates_no_code(backend: str) -> None:
+    slow = trio(compiled=replace(run(90.0, compiled=True), backend=backend))
+    (verdict,) = (v for v in judge(slow) if v.criterion == "tokens/s ratio")
+    assert verdict.ok is None
+    assert verdict.found.endswith(f"not judged: compile.backend {backend} generates no code")
+    assert [v.ok for v in scaling([trio(), replace(slow, processes=4)])] == [None]
+
+
+def test_a_run_is_measured_with_the_backend_of_its_recipe(tmp_path: Path) -> None:
+    assert measure(tmp_path, None).backend is None
+    (tmp_path / "config.yaml").write_text("compile:\n  backend: aot_eager\n")
+    assert measure(tmp_path, None).backend == "aot_eager"
+
+
 def ratio_row(one: Trio) -> str:
     return next(v.found for v in judge(one) if v.criterion == "tokens/s ratio")
 
@@ -172,10 +187,10 @@ def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) ->
     result = judged(result_of(trio(), error="<script>alert(1)</script>"))
     page, text = html(result), markdown_page(result)
     assert "<script>" not in page
-    assert "FAIL: 0 of 13 criteria" in page
+    assert "FAIL: 13 of 13 criteria failed" in page
     assert text.count("| FAIL |") == 13
     good = judged(result_of(trio()))
-    assert "PASS: 13 of 13 criteria" in html(good)
+    assert "PASS: 13 of 13 criteria passed" in html(good)
     assert markdown_page(good).count("| PASS |") == 13
 
 
@@ -185,10 +200,13 @@ def test_earlier_runs_are_judged_again_from_their_json_alone(tmp_path: Path) -> 
     words = [sys.executable, "scripts/validate_compile.py", "--judge", str(path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS: 13 of 13 criteria passed, 1 not checked"
     assert json.loads(path.read_text())["passed"] is True
     assert "PASS: 13 of 13" in (tmp_path / "validation.html").read_text()
     path.write_text(json.dumps(result_of(trio(**with_lines(**{"compile/recompiles": 1})))))
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 1
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "FAIL: 1 of 13 criteria failed, 1 not checked: no recompiles in training"
     path.write_text("{}")
     assert subprocess.run(words, cwd=ROOT, capture_output=True, check=False).returncode == 2
 

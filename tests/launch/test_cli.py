@@ -79,6 +79,8 @@ def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
             ("lora",),
             "sftkit lora: no such word. an adapter is a setting of a recipe: `sftkit sft recipes/qwen3_8b/lora.y",
         ),
+        (("deepspeed",), "sftkit deepspeed: no such word. the launcher decides it: accelerate launch --config_file"),
+        (("learning-rate",), "sftkit learning-rate: no such word. It is a setting of recipes: optim.lr"),
         (("init",), "usage: sftkit init DIR"),
         (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
         (

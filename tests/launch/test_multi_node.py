@@ -1,4 +1,5 @@
-"""The commands of docs/distributed.md and docs/multi_node.md are commands: bash takes them, their files exist, they run."""
+"""The commands of docs/distributed.md, docs/multi_node.md and docs/cluster are commands: bash takes them, their files
+exist, they run."""
 
 from __future__ import annotations
 
@@ -8,9 +9,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
+
+from sftkit.config.load import read_config
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
@@ -85,7 +92,7 @@ def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_r
     assert first.replace("--machine_rank 0", "--machine_rank 1") == second
     assert "--num_machines 2 --num_processes 16" in first
     assert "--main_process_ip node7" in first
-    assert first.endswith(f"run.dir={run_dir} train.resume=auto")
+    assert first.endswith(f"run.dir={run_dir} train.global_batch_size=16 train.resume=auto")
     assert rest == (["requeued 42"] if requeued else [])
 
 
@@ -143,3 +150,99 @@ def test_the_commands_form_one_run(tmp_path: Path, block: str, machines: int, to
     assert [launcher.returncode for launcher in launchers] == [0] * machines, outputs
     said = sorted(line for output, _ in outputs for line in output.splitlines())
     assert said == [f"0/2: {topology}", f"1/2: {topology}"]
+
+
+@pytest.mark.slow
+def test_a_machine_that_leaves_a_torchrun_and_returns_resumes_with_the_others(tmp_path: Path) -> None:
+    """Two launchers of one CPU process, of which the second is killed with its rank, and started again."""
+    (text,) = [t for name, t in BLOCKS if name.startswith("multi_node") and ".venv/bin/torchrun" in t]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = (
+        "train.max_steps=100000 checkpoint.every=20 log.every=5 eval.every=null log.wandb=off compile.enabled=false"
+    )
+    words = f"scripts/base_train.py recipes/smoke/base.yaml run.dir={tmp_path}/run data.cache_dir={tmp_path}/cache {settings}"
+    start, _, _ = text.partition("    scripts/chat_sft.py")
+    here = f"{start} {words} train.resume=auto".replace("10.0.0.1:29500", f"127.0.0.1:{port}")
+    here = here.replace("--nproc_per_node 8", "--nproc_per_node 1 --local_addr 127.0.0.1")
+    here = here.replace(".venv/bin/torchrun", f"exec {Path(sys.executable).parent}/torchrun")
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+
+    def launch(number: int) -> subprocess.Popen[bytes]:
+        with logs[number].open("wb") as log:
+            return subprocess.Popen(["bash", "-ec", here], cwd=ROOT, env=env, stdout=log, stderr=log)
+
+    def said() -> str:
+        """Return all that the launchers said, first that of the one which is killed."""
+        return "\n".join(logs[number].read_text() for number in (1, 0, 2) if logs[number].exists())
+
+    def steps(text: str) -> list[int]:
+        return [int(step) for step in re.findall(r"^step\s+(\d+)/", text, re.MULTILINE)]
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    def wait_for(what: Callable[[], object]) -> None:
+        until = time.monotonic() + 300
+        while not what():
+            assert time.monotonic() < until, said()[-4000:]
+            time.sleep(0.5)
+
+    first = second = launch(0)
+    try:
+        wait_for(listens)  # it holds the store of the rendezvous
+        second = launch(1)
+        wait_for(lambda: max(steps(said()), default=0) >= 25)
+        for process in (*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)):
+            process.kill()
+        second.wait()
+        wait_for(lambda: "failed (exitcode" in logs[0].read_text())
+        assert first.poll() is None
+        second = launch(2)
+        wait_for(lambda: re.search(r"resumed \S+/run/step-\d{6}: ", said()))
+        wait_for(lambda: steps(said().rpartition("resumed ")[2]))
+        assert steps(said().rpartition("resumed ")[2])[0] >= 25
+    finally:
+        for launcher in (first, second):
+            if launcher.poll() is None:
+                launcher.terminate()
+                launcher.wait(120)
+
+
+CLUSTER = {path.name: path for path in sorted((ROOT / "docs" / "cluster").glob("*.yaml"))}
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_task_of_a_cluster_names_files_that_exist_and_a_recipe_that_its_gpus_can_run(name: str) -> None:
+    task = yaml.safe_load(CLUSTER[name].read_text())
+    if name == "trainjob.yaml":
+        trainer = task["spec"]["trainer"]
+        (command,) = trainer["args"]
+        gpus = trainer["numProcPerNode"]
+        assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == gpus
+        processes = trainer["numNodes"] * gpus
+    else:
+        command = task["run"]
+        processes = task["num_nodes"] * int(task["resources"]["accelerators"].partition(":")[2])
+    subprocess.run(["bash", "-n"], input=command, text=True, check=True)
+    files = re.findall(r"(?:accelerate_configs|scripts|recipes)/[\w./-]+\.(?:yaml|py)", command)
+    assert files
+    assert not [file for file in files if not (ROOT / file).is_file()]
+    words = command.replace("\\\n", " ").split()
+    recipe = next(word for word in words if word.startswith("recipes/"))
+    cfg = read_config(ROOT / recipe, words[words.index(recipe) + 1 :], world_size=processes)
+    assert (cfg.train.resume, cfg.run.dir) == ("auto", "/shared/runs/sft")
+
+
+@pytest.mark.slow
+def test_the_schemas_of_their_projects_accept_the_tasks_of_clusters() -> None:
+    """With kubeflow-trainer-api and skypilot, where they are installed."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    job = yaml.safe_load(CLUSTER["trainjob.yaml"].read_text())
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).spec.trainer.num_nodes == 2
+    task = yaml.safe_load(CLUSTER["skypilot.yaml"].read_text())
+    jsonschema.validate(task, schemas.get_task_schema())

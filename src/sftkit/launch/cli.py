@@ -29,6 +29,8 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
   explain RECIPE        where the graph breaks, which module is to blame
+  convert FILE          a recipe from a YAML file of TRL, Axolotl, LLaMA-Factory
+  launch --slurm N ...  a Slurm script that trains a recipe on N machines
   patterns              a small model in every layout of processes
   dashboard ...         the wandb workspace of a project
 
@@ -52,6 +54,14 @@ def main() -> None:
         )
     elif word == "init":
         init(words)
+    elif word == "convert":
+        from sftkit.config import convert  # only this word needs it
+
+        convert.print_recipe(words)
+    elif word == "launch":
+        from sftkit.launch import slurm  # only this word needs it
+
+        slurm.print_script(words)
     else:
         env = os.environ | {commands.TYPED: word}
         if word in LABS:
@@ -69,9 +79,13 @@ def python_arguments(word: str) -> list[str]:
     if word in LABS:
         return ["-m", f"labs.{word}"]
     if word not in commands.SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", *LABS, *commands.SCRIPTS], n=1)
+        near = difflib.get_close_matches(word, ["init", "convert", "launch", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
-        load.fail(f"sftkit {word}: no such word. {keys.instead_of('no_word', word) or hint}")
+        # A setting, ours or of another trainer, that was typed as a word.
+        settings = [key for key in keys.own_names(word.replace("-", "_")) if "." in key]
+        setting = f"It is a setting of recipes: {' or '.join(settings)}" if settings else None
+        known = [keys.instead_of(table, word) for table in ("no_word", "no_key")]
+        load.fail(f"sftkit {word}: no such word. {next(filter(None, [*known, setting]), hint)}")
     script = f"scripts/{commands.SCRIPTS[word]}"
     # Stages alone go through the launcher: all others are one process.
     launcher = ["-m", "sftkit.launch"] if word in tables.STAGE_SCRIPTS else []

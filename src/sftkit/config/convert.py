@@ -1,0 +1,430 @@
+"""Recipes made of the YAML files of TRL, Axolotl and LLaMA-Factory: `sftkit convert FILE`. Their keys mean what the
+messages about unknown keys say (hints.yaml). No torch."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sftkit.config import keys, load, terminal
+from sftkit.config.yaml import KeyPath, RecipeLoader, dotted, render_yaml
+from sftkit.errors import ConfigError
+
+USAGE = """usage: sftkit convert FILE > recipe.yaml
+       sftkit convert --keys
+
+Prints the recipe that a YAML file of TRL (trl sft --config), Axolotl or LLaMA-Factory stands for, with the origin of
+each setting, their defaults where ours differ, and below it what was not taken over and why. --keys lists their keys
+and ours (docs/coming_from.md)."""
+Theirs = Mapping[str, Any]
+Named = tuple[str, Any]
+
+# What a file that leaves a key out gets there, where sftkit's default is another: of TRL 1.10, Axolotl 0.18 and
+# LLaMA-Factory 0.9.6, over transformers 5.
+_HUGGING_FACE = {
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "save_steps": 500,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "TRL": _HUGGING_FACE
+    | {"learning_rate": 2e-5, "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "LLaMA-Factory": _HUGGING_FACE
+    | {"learning_rate": 5e-5, "cutoff_len": 2048, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"},
+    "Axolotl": {
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "num_epochs": 1.0,
+        "sequence_len": 512,
+    },
+}
+_MARKS = {
+    "Axolotl": {"base_model", "sequence_len", "micro_batch_size"},
+    "LLaMA-Factory": {"finetuning_type", "cutoff_len", "template", "dataset_dir", "dataset"},
+    "TRL": {"model_name_or_path", "dataset_name", "use_peft", "dataset_train_split", "max_length"},
+}
+"Keys that only its files have; the first trainer with one of them counts."
+COPIED = {
+    *("optim.lr", "optim.eps", "optim.weight_decay", "optim.max_grad_norm", "optim.warmup_ratio", "optim.min_lr_ratio"),
+    *("model.path", "model.revision", "model.tokenizer", "model.trust_remote_code", "data.max_length", "data.num_proc"),
+    *("data.num_workers", "adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.lr_ratio_b", "run.dir"),
+    *("run.seed", "train.neftune_alpha", "loss.label_smoothing", "loss.router_aux_loss_coef", "checkpoint.every"),
+    *("checkpoint.keep", "log.every", "log.project", "eval.every"),
+}
+"Our settings that take their values as they are."
+VALUES: dict[str, dict[Any, Any]] = {
+    "optim.schedule": {
+        **{name: name for name in ("cosine", "linear", "constant")},
+        "constant_with_warmup": "constant",
+        "cosine_with_min_lr": "cosine",
+        "warmup_stable_decay": "wsd",
+    },
+    "optim.name": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw_32bit"), "adamw"),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw8bit"),
+        "muon": "muon",
+    },
+    "adapter.scaling": {True: "rslora"},
+    "adapter.method": {True: "dora"},
+    "adapter.base": {True: "nf4", 4: "nf4", "nf4": "nf4"},
+    "train.memory": {True: "balanced", "offload": "low", "unsloth": "balanced"},
+    "train.precision": {True: "bf16", "bf16": "bf16", "bfloat16": "bf16", "float32": "fp32"},
+    "loss.dft": {True: True, "dft": True},
+    "model.chat_template": {"chatml": "chatml"},
+}
+"Our settings -> their value -> ours."
+REASONS = {
+    "attention.backend": "attention.backend=auto takes the fastest kernel",
+    "model.chat_template": "the template of the model's tokenizer is taken; model.chat_template names another",
+    "adapter": "frozen weights are bf16 or nf4: adapter.base",
+    "train.resume": "the same command with train.resume=auto resumes",
+}
+"Our settings -> why a value that is not known was not taken over."
+_SWITCHED_BY = ("adapter", "finetuning_type", "use_peft", "stage", "do_train", "packing", "sample_packing")
+_SILENT = {
+    *("datasets", "dataset", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+    *("dataset_dir", "max_samples", "eval_dataset", "test_datasets", "pretraining_dataset", "eval_strategy"),
+    *("evaluation_strategy", "save_strategy", "per_device_train_batch_size", "micro_batch_size", "neat_packing"),
+    *("gradient_accumulation_steps", "num_train_epochs", "num_epochs", "max_steps", "warmup_steps", "adam_beta1"),
+    *("adam_beta2", "report_to", "use_tensorboard", "wandb_project", "train_on_inputs", "train_on_prompt"),
+    *("mask_history", "assistant_only_loss", "completion_only_loss", "lora_target", "lora_target_modules"),
+    *("lora_target_linear", "val_set_size", "val_size", "test_split_size", "eval_sample_packing", "eval_packing"),
+    *_SWITCHED_BY,
+}
+"Keys that `_Conversion` reads together, or that say nothing beyond what it reads."
+_STANDARD = {"role": ("role", "from"), "content": ("content", "value")}
+
+
+class _Conversion:
+    """A recipe in the making."""
+
+    def __init__(self, trainer: str, given: Theirs, folder: Path) -> None:
+        self.trainer = trainer
+        self.given = {key: value for key, value in given.items() if value not in (None, "", [], {})}
+        self.theirs = {**DEFAULTS[trainer], **self.given}
+        self.folder = folder
+        self.recipe: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        "our key -> the comment behind it"
+        self.left: dict[str, str] = {}
+        "their key -> why it was not taken over"
+        self.notes: list[str] = []
+
+    def put(self, ours: str, value: Any, theirs: str = "") -> None:
+        """Set one of our settings, with the key that it comes from."""
+        section, _, name = ours.partition(".")
+        self.recipe.setdefault(section, {})[name] = value
+        if theirs:
+            default = "" if any(key in self.given for key in theirs.split(", ")) else f"{self.trainer}'s default of "
+            self.origins[ours] = f"{default}{theirs}"
+
+    def first(self, *names: str) -> Named | None:
+        """Return (key, value) of the first of these keys that is set."""
+        return next(((name, self.theirs[name]) for name in names if name in self.theirs), None)
+
+    def adapter(self) -> bool:
+        """Return whether the file trains an adapter."""
+        on = self.theirs.get("adapter") in ("lora", "qlora") or bool(self.theirs.get("use_peft"))
+        return on or (self.trainer == "LLaMA-Factory" and self.theirs["finetuning_type"] == "lora")
+
+    def table(self) -> None:
+        """Take over every key that the tables have."""
+        for name, value in self.theirs.items():
+            if name in _SILENT:
+                continue
+            ours = our_key(name)
+            if ours is None:
+                if value is not False:
+                    self.left[name] = keys.instead_of("no_key", name) or "no setting of sftkit is known for it"
+            elif ours.startswith("adapter.") and not self.adapter():
+                if value is not False and name in self.given:
+                    self.left[name] = "the file trains all weights"
+            elif ours in COPIED:
+                self.put(ours, value, name)
+            elif value in VALUES.get(ours, {}) and not isinstance(value, dict):
+                self.put(ours, VALUES[ours][value], name)
+            elif value not in (False, "auto", "tokenizer_default"):
+                known = VALUES.get(ours)
+                allowed = f"known are {', '.join(map(str, known))}" if known else "set it by hand"
+                self.left[name] = REASONS.get(ours, f"{ours} has no such value; {allowed}")
+
+    def optimization(self) -> None:
+        """Take over what several keys say together: betas, warm-up, length, batch, layout."""
+        self.put("optim.betas", [self.theirs["adam_beta1"], self.theirs["adam_beta2"]], "adam_beta1, adam_beta2")
+        steps = self.theirs.get("max_steps", -1)
+        name, epochs = self.first("num_train_epochs", "num_epochs") or ("", 1.0)
+        if steps > 0:
+            self.put("train.max_steps", steps, "max_steps")
+        elif float(epochs).is_integer():
+            self.put("train.epochs", int(epochs), name)
+        else:
+            self.left[name] = "epochs are whole numbers: set train.max_steps"
+        warm = self.theirs.get("warmup_steps", 0)
+        if 0 < warm < 1 or (warm > 0 and steps > 0):
+            self.put("optim.warmup_ratio", warm if warm < 1 else round(warm / steps, 6), "warmup_steps")
+        elif warm:
+            self.left["warmup_steps"] = f"optim.warmup_ratio is a share: {warm} / the steps of the run"
+        micro, rows = self.first("micro_batch_size", "per_device_train_batch_size") or ("", 1)
+        accumulated = self.theirs["gradient_accumulation_steps"]
+        self.put("train.micro_batch_size", rows, micro)
+        self.put("train.global_batch_size", rows * accumulated, f"{micro}, gradient_accumulation_steps")
+        self.notes.append(
+            "train.global_batch_size is of all GPUs together; there it was of each: N GPUs took N times it"
+        )
+        packed = any(self.theirs.get(key) for key in ("packing", "sample_packing", "neat_packing"))
+        self.put("data.layout", "packed" if packed else "bucketed")
+        self.origins["data.layout"] = "as packing there" if packed else "a document a row, as without packing there"
+        saved = self.theirs.get("save_strategy", "steps")
+        every = self.theirs.get("save_steps", 1)
+        if saved != "steps" or every < 1:
+            self.recipe.get("checkpoint", {}).pop("every", None)
+            self.left["save_steps"] = "checkpoint.every counts steps"
+        of_steps = self.theirs.get("eval_strategy", self.theirs.get("evaluation_strategy", "steps")) == "steps"
+        if "eval_steps" in self.given and not (of_steps and self.given["eval_steps"] >= 1):
+            self.recipe["eval"].pop("every", None)
+            self.left["eval_steps"] = "eval.every counts steps"
+        if self.recipe.get("checkpoint", {}).get("keep", 2) < 2:
+            self.put("checkpoint.keep", 2, "save_total_limit")
+
+    def learned(self) -> None:
+        """Take over which tokens are learned, and adapters and their layers."""
+        for name, value in (("train_on_inputs", "all"), ("train_on_prompt", "all"), ("mask_history", "last_turn")):
+            if self.theirs.get(name):
+                self.put("data.targets", value, name)
+        if self.trainer == "TRL":
+            if self.theirs.get("completion_only_loss") is False:
+                self.put("data.targets", "all", "completion_only_loss")
+            elif not self.theirs.get("assistant_only_loss") and "completion_only_loss" not in self.theirs:
+                self.notes.append(
+                    "TRL learns every token of `messages` unless assistant_only_loss is set; sftkit learns answers: "
+                    "data.targets=all for the other"
+                )
+        if not self.adapter():
+            return
+        self.recipe.setdefault("adapter", {})
+        if self.recipe.get("optim", {}).get("name") == "adamw8bit":
+            del self.recipe["optim"]["name"]
+            self.left["optimizer"] = "an adapter has few states, which are kept in fp32"
+        if self.theirs.get("adapter") == "qlora":
+            self.put("adapter.base", "nf4", "adapter")
+        rank = self.recipe["adapter"].get("rank", 8)
+        if self.trainer == "LLaMA-Factory" and "lora_alpha" not in self.theirs:
+            self.put("adapter.alpha", 2 * rank, "lora_alpha")
+        name, layers = self.first("lora_target", "lora_target_modules") or ("", None)
+        if self.theirs.get("lora_target_linear"):
+            name = "lora_target_linear"
+            layers = "all"
+        if layers in ("all", "all-linear", "all_linear"):
+            self.put("adapter.targets", ["all-linear"], name)
+        elif layers is not None:
+            named = [part.strip() for part in layers.split(",")] if isinstance(layers, str) else list(layers)
+            self.put("adapter.targets", named, name)
+        else:
+            self.notes.append(
+                f"{self.trainer} leaves the layers of adapters to peft, often q_proj and v_proj; here: all"
+            )
+
+    def logging(self) -> None:
+        """Take over dashboards."""
+        reported = self.theirs.get("report_to", [])
+        named = [reported] if isinstance(reported, str) else list(reported)
+        named += ["tensorboard"] * bool(self.theirs.get("use_tensorboard")) + ["wandb"] * (
+            "wandb_project" in self.given
+        )
+        trackers = [name for name in dict.fromkeys(named) if name in ("wandb", "tensorboard")]
+        source = next((key for key in ("report_to", "use_tensorboard", "wandb_project") if key in self.given), None)
+        self.put("log.tracker", trackers, source or "report_to")
+        if "wandb_project" in self.given:
+            self.put("log.project", self.given["wandb_project"], "wandb_project")
+        if others := [name for name in named if name not in (*trackers, "none")]:
+            self.left["report_to"] = f"{', '.join(others)}: take wandb or tensorboard; metrics.jsonl has every line"
+
+    def data(self) -> None:
+        """Take over the data sets.
+
+        Raises:
+            ConfigError: the file names none.
+        """
+        listed = self.theirs.get("datasets") or self.theirs.get("pretraining_dataset") or []
+        train = [source for one in as_list(listed) for source in self.source("datasets", one)]
+        val = [source for one in as_list(self.theirs.get("test_datasets", [])) for source in self.source("test", one)]
+        if self.trainer == "TRL" and not train and "dataset_name" in self.theirs:
+            found: dict[str, Any] = {"path": self.theirs["dataset_name"]}
+            found |= {"subset": self.theirs["dataset_config"]} if "dataset_config" in self.theirs else {}
+            split = self.theirs.get("dataset_train_split", "train")
+            train = [found | ({"split": split} if split != "train" else {})]
+            if self.theirs.get("eval_strategy", "no") != "no":
+                val = [found | {"split": self.theirs.get("dataset_test_split", "test")}]
+        if self.trainer == "LLaMA-Factory":
+            train = list(self.named_sources("dataset"))
+            val = list(self.named_sources("eval_dataset"))
+        if not train:
+            raise ConfigError("it names no data set that can be read: name one, and convert it again")
+        self.put("data.train", train)
+        if val:
+            self.put("data.val", val)
+        name, share = self.first("val_set_size", "val_size", "test_split_size") or ("", 0)
+        if 0 < share < 1 and not val:
+            self.put("data.val_fraction", share, name)
+        elif share >= 1:
+            self.left[name] = "data.val_fraction is a share of the rows"
+
+    def source(self, name: str, one: Theirs | str) -> Iterator[dict[str, Any]]:
+        """Yield the sources of a data set of Axolotl or TRL. `name`: of the list that it stands in."""
+        one = {"path": one} if isinstance(one, str) else one
+        found: dict[str, Any] = {"path": one.get("path")}
+        for theirs, value in one.items():
+            where = f"{name}.{theirs}"
+            if value in (None, "", [], {}, False) or theirs in ("path", "type", "ds_type", "data_files"):
+                continue
+            if theirs == "name":
+                found["subset"] = value
+            elif theirs in ("split", "revision"):
+                found |= {theirs: value} if value != "train" else {}
+            elif theirs == "field_messages":
+                found["columns"] = found.get("columns", {}) | {"messages": value}
+            elif theirs == "roles" and isinstance(value, dict):
+                found["roles"] = {alias: role for role, aliases in value.items() for alias in as_list(aliases)}
+            elif theirs == "message_property_mappings" and isinstance(value, dict):
+                if any(column not in _STANDARD.get(part, (part,)) for part, column in value.items()):
+                    self.left[where] = "messages have role and content, or from and value (docs/data_formats.md)"
+            elif not (theirs == "roles_to_train" and value == ["assistant"]):
+                instead = keys.instead_of("no_key", theirs) or "no setting of a source (docs/data_formats.md)"
+                self.left[where] = instead
+        if isinstance(one.get("type"), str) and one["type"].partition(".")[0] in ("completion", "pretrain"):
+            self.notes.append("these are texts: train it with `sftkit base` or `sftkit mid`, which learn every token")
+        files = as_list(one.get("data_files", []))
+        if files and found["path"] in ("json", "csv", "parquet", "text", "arrow"):
+            yield from ({**found, "path": file} for file in files)
+        else:
+            yield found | ({"files": files} if files else {})
+
+    def named_sources(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the sources of LLaMA-Factory's data sets, which its dataset_info.json describes."""
+        given = self.theirs.get(name, "")
+        names = [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given)
+        folder = Path(self.theirs.get("dataset_dir", "data"))
+        table = next((p for p in (folder, self.folder / folder) if (p / "dataset_info.json").is_file()), None)
+        known = json.loads((table / "dataset_info.json").read_text(encoding="utf-8")) if table else {}
+        for one in filter(None, names):
+            entry = known.get(one)
+            if entry is None:
+                where = folder / "dataset_info.json"
+                self.notes.append(f"{one}: not found in {where}: put the path of its file, or its hub id, for it")
+                entry = {"hf_hub_url": one}
+            at = entry.get("hf_hub_url") or str((table or folder) / entry.get("file_name", one))
+            found: dict[str, Any] = {"path": at}
+            found |= {key: entry[key] for key in ("subset", "split") if entry.get(key)}
+            if most := self.theirs.get("max_samples") or entry.get("num_samples"):
+                found["max_rows"] = most
+            ours = {"messages": "messages", "system": "system", "tools": "tools"}
+            ours |= {"prompt": "prompt", "response": "completion"}
+            columns = {ours[k]: v for k, v in entry.get("columns", {}).items() if k in ours and v not in (k, ours[k])}
+            found |= {"columns": columns} if columns else {}
+            tags = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
+            roles = {v: tags[k] for k, v in entry.get("tags", {}).items() if k in tags and v != tags[k]}
+            found |= {"roles": roles} if roles else {}
+            yield found
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and anything else as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def our_key(name: str) -> str | None:
+    """Return the setting of ours that a key of theirs means; None if there is none, or several."""
+    if found := keys.own_names(name):
+        return found[-1] if name in ("optimizer", "optim") else found[0] if len(found) == 1 else None
+    if name == "optim":
+        return "optim.name"
+    same = [key for key in (*COPIED, *VALUES) if key.rpartition(".")[2] == name]
+    return same[0] if len(same) == 1 else None
+
+
+def converted(path: Path) -> str:
+    """Return the recipe that a file of another trainer stands for, as text.
+
+    Raises:
+        ConfigError: there is no such file, it is no YAML, of no trainer that is known, or trains what sftkit does not.
+    """
+    try:
+        given = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: no mapping of keys")
+    trainer = next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    if trainer is None:
+        raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}: {USAGE}")
+    stage = given.get("stage", "sft")
+    if stage not in ("sft", "pt") or given.get("rl") or given.get("reward_model") is True:
+        raise ConfigError(f"{path}: {keys.instead_of('no_key', 'rl')}")
+    made = _Conversion(trainer, given, path.parent)
+    try:
+        made.table()
+        made.optimization()
+        made.learned()
+        made.logging()
+        made.data()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{path}: a value is not one that {trainer} takes: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    made.recipe.setdefault("run", {}).setdefault("dir", f"runs/{path.stem}")
+    order = [section for section in keys.section_classes() if section in made.recipe]
+    text = render_yaml({section: made.recipe[section] for section in order}, lambda at: made.origins.get(_key(at), ""))
+    word = "base" if stage == "pt" or "pretraining_dataset" in given else "sft"
+    head = [
+        f"made by sftkit convert of a file of {trainer}; the comment behind a setting is its key there",
+        *made.notes,
+    ]
+    lines = [*(f"# {line}" for line in head), f"# sftkit {word} THIS_FILE", text.rstrip("\n")]
+    if made.left:
+        lines += ["", "# Not taken over:", *(f"#   {key}: {reason}" for key, reason in made.left.items())]
+    return "\n".join(lines)
+
+
+def _key(at: KeyPath) -> str:
+    return dotted(at[:2])
+
+
+def key_tables() -> str:
+    """Return their keys and ours as two tables of Markdown: keys that mean settings, and keys that have none."""
+    hints = keys.hints()
+    rows = ["| sftkit | keys of other trainers | it takes |", "|---|---|---|"]
+    named: list[tuple[str, str]] = list(hints["other_names"].items())
+    named += [(f"data.train.N.{ours}", theirs) for ours, theirs in hints["of_sources"].items()]
+    for ours, theirs in named:
+        cell = ", ".join(f"`{key}`" for key in ours.split(", "))
+        names = ", ".join(f"`{key}`" for key in theirs.split())
+        rows.append(f"| {cell} | {names} | {hints['takes'].get(ours, '')} |")
+    rows += ["", "| keys of other trainers | instead |", "|---|---|"]
+    for instead, theirs in hints["no_key"].items():
+        rows.append(f"| {', '.join(f'`{key}`' for key in theirs.split())} | {instead} |")
+    return "\n".join(rows)
+
+
+def print_recipe(words: Sequence[str]) -> None:
+    """Print what the words of `sftkit convert` ask for. Exits with code 2 if they are wrong."""
+    if words in (["-h"], ["--help"]):
+        terminal.print_text(USAGE)
+    elif words == ["--keys"]:
+        terminal.print_text(key_tables())
+    elif len(words) != 1 or words[0].startswith("-"):
+        load.fail(USAGE)
+    else:
+        try:
+            text = converted(Path(words[0]))
+        except ConfigError as error:
+            load.fail(f"\nerror: {error}")
+        terminal.print_text(text)
