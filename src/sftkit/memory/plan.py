@@ -256,10 +256,10 @@ def make_plan(
     if found is not None and not fits(found, total_bytes):
         # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by
         # some percent.
-        from sftkit.memory.remedies import advice
+        from sftkit.memory.remedies import fitting_advice
 
         assert setup is not None
-        words = advice(setup, total_bytes, cfg.data, cfg.compile, cfg.optim)
+        words = fitting_advice(setup, total_bytes, cfg.data, cfg.compile, cfg.optim)
         warning = "this run is estimated at %s of the device's %s and may run out of memory. %s"
         log.warning(warning, gib(found.total), gib(total_bytes or 0), words)
     return plan
@@ -326,15 +326,15 @@ def _check_room(s: EstimateInputs, cfg: Config, total_bytes: int | None) -> None
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    from sftkit.memory.remedies import advice
+    from sftkit.memory.remedies import fitting_advice
 
     # Replicas hold the same state: only the other processes divide it.
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
-    ways = [advice(s, total_bytes, cfg.data, cfg.compile, cfg.optim)]
+    ways = [fitting_advice(s, total_bytes, cfg.data, cfg.compile, cfg.optim)]
     # One process's bytes times the number of shards give the whole model; rounded up to whole GPUs.
     if not s.shape.nf4:
         least = -(-held * shards // total_bytes)
-        ways.append(f"With other settings as they are, accelerate_configs/fsdp2.yaml needs {least} such GPUs or more")
+        ways.append(f"accelerate_configs/fsdp2.yaml on {least} such GPUs or more holds them too")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
         f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. {'. '.join(ways)}"

@@ -118,7 +118,7 @@ def combination(
     return None
 
 
-def advice(
+def fitting_advice(
     s: EstimateInputs, total_bytes: int | None, data: DataConfig, compile: CompileConfig, optim: OptimConfig
 ) -> str:
     """Return which settings let a run fit that does not."""

@@ -46,7 +46,7 @@ from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
 from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.memory.remedies import advice
+from sftkit.memory.remedies import fitting_advice
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
@@ -155,7 +155,7 @@ def memory_facts(
         "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
         "advice": None
         if fits(plan.estimate, plan.total_bytes)
-        else advice(replace(plan.setup, layout=layout), plan.total_bytes, data, compile, optim),
+        else fitting_advice(replace(plan.setup, layout=layout), plan.total_bytes, data, compile, optim),
     }
 
 
