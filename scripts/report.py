@@ -31,7 +31,8 @@ def main() -> None:
             raise ConfigError(f"--out {args.out}: must be a file ending in .html in a folder that exists")
         run = args.run or newest_run_under(Path("runs"))
         page = write_report(run, args.against, args.out)
-        print_text(f"{page}\nchecks: {checks_of(run)}")
+        print_text(str(page))
+        print_text(f"checks: {checks_of(run)}", error=True)
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}") from error
 
