@@ -24,7 +24,7 @@ from sftkit.models.files import GIB
 from sftkit.runtime.launcher import may_have_gpu
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """A line of the output."""
 
     state: str
@@ -66,7 +66,7 @@ SMALL_GIB = 30.0
 SLOW_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smbfs", "fuse.sshfs", "9p", "lustre")
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[Diagnosis]:
     """Yield what was found, one subject after the other."""
     yield from versions()
     yield from gpus()
@@ -84,14 +84,14 @@ def _required() -> list[str]:
         return []
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[Diagnosis]:
     """Yield Python and the packages that sftkit requires."""
     python = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield Finding("fault", "python", python, f"Make an environment with Python {oldest} or newer")
+        yield Diagnosis("fault", "python", python, f"Make an environment with Python {oldest} or newer")
     else:
-        yield Finding("ok", "python", python)
+        yield Diagnosis("ok", "python", python)
     for requirement in map(Requirement, _required()):
         if requirement.marker is not None:  # an extra's
             continue
@@ -99,32 +99,32 @@ def versions() -> Iterator[Finding]:
         try:
             found = version(name)
         except PackageNotFoundError:
-            yield Finding("fault", name, "not installed", install(str(requirement)))
+            yield Diagnosis("fault", name, "not installed", install(str(requirement)))
             continue
         if not requirement.specifier.contains(found, prereleases=True):
             text = f"{found}, and sftkit needs {requirement.specifier}"
-            yield Finding("fault", name, text, install(str(requirement)))
+            yield Diagnosis("fault", name, text, install(str(requirement)))
         elif name in NEWEST:
             if Version(found).release[:2] > Version(NEWEST[name]).release[:2]:
                 todo = f"If something breaks: {install(f'{name}=={NEWEST[name]}.*')}"
-                yield Finding("note", name, f"{found}, newer than any tested version", todo)
+                yield Diagnosis("note", name, f"{found}, newer than any tested version", todo)
             else:
-                yield Finding("ok", name, found)
+                yield Diagnosis("ok", name, found)
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[Diagnosis]:
     """Yield each GPU that torch finds, or why it finds none."""
     try:
         import torch
 
         from sftkit.runtime.hardware import gpu_unavailable_reason
     except Exception as error:  # whatever a broken installation raises
-        yield Finding("fault", "torch", f"cannot be imported: {error}", install("torch --force-reinstall"))
+        yield Diagnosis("fault", "torch", f"cannot be imported: {error}", install("torch --force-reinstall"))
         return
     if (reason := gpu_unavailable_reason()) is not None:
         listed = [line for line in nvidia_smi("-L") if line.startswith("GPU ")]
         if not listed and not may_have_gpu():
-            yield Finding(
+            yield Diagnosis(
                 "slow", "gpu", "none: runs compute on the CPU", "Take a machine with one for more than a first look"
             )
             return
@@ -133,7 +133,7 @@ def gpus() -> Iterator[Finding]:
             todo = "Install torch for CUDA: https://pytorch.org/get-started/locally"
         else:
             todo = "Compare the driver of nvidia-smi with torch.version.cuda, and look at CUDA_VISIBLE_DEVICES"
-        yield Finding("fault", "gpu", f"{here}, and torch {torch.__version__} can use none: {reason}", todo)
+        yield Diagnosis("fault", "gpu", f"{here}, and torch {torch.__version__} can use none: {reason}", todo)
         return
     count = torch.cuda.device_count()
     for index in range(count):
@@ -141,46 +141,46 @@ def gpus() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(index)
         text = f"{index}: {torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if major < 8 and torch.version.hip is None:
-            yield Finding(
+            yield Diagnosis(
                 "slow", "gpu", f"{text}, no bf16 (compute capability {major}.{minor})", "Set train.precision=fp32"
             )
         elif free < 0.9 * total:
-            yield Finding("slow", "gpu", text, "Another process holds the rest: nvidia-smi lists it")
+            yield Diagnosis("slow", "gpu", text, "Another process holds the rest: nvidia-smi lists it")
         else:
-            yield Finding("ok", "gpu", text)
+            yield Diagnosis("ok", "gpu", text)
     apart = [(a, b) for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         text = f"{len(apart)} of {count * (count - 1) // 2} pairs of GPUs exchange through the memory of the host"
-        yield Finding("slow", "links", text, "Prefer accelerate_configs/ddp.yaml and large global batches")
+        yield Diagnosis("slow", "links", text, "Prefer accelerate_configs/ddp.yaml and large global batches")
 
 
-def compiler() -> Iterator[Finding]:
+def compiler() -> Iterator[Diagnosis]:
     """Yield whether torch.compile finds what it calls."""
     names = [name for name in (os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "gcc", "clang") if name]
     found = next((name for name in names if shutil.which(name)), None)
     if found is None:
         todo = "Install one, on Debian and Ubuntu: apt install build-essential"
-        yield Finding("slow", "compiler", "no C++ compiler, so steps run uncompiled", todo)
+        yield Diagnosis("slow", "compiler", "no C++ compiler, so steps run uncompiled", todo)
     elif not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         todo = f"Install them, on Debian and Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-dev"
-        yield Finding("slow", "compiler", f"{found}, but not the headers of Python, so steps run uncompiled", todo)
+        yield Diagnosis("slow", "compiler", f"{found}, but not the headers of Python, so steps run uncompiled", todo)
     else:
-        yield Finding("ok", "compiler", found)
+        yield Diagnosis("ok", "compiler", found)
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Iterator[Diagnosis]:
     """Yield which extras are installed."""
     capability = _capability()
     for extra in EXTRAS:
         texts = [text for text in _required() if re.search(rf"""extra == ['"]{extra}['"]""", text)]
         about = f"sftkit[{extra}]"
         if texts and all(map(_has, map(Requirement, texts))):
-            yield Finding("ok", "extra", f"{about}: {EXTRAS[extra]}")
+            yield Diagnosis("ok", "extra", f"{about}: {EXTRAS[extra]}")
             continue
         least = OF_GPUS.get(extra)
         slower = least is not None and capability is not None and capability >= least
         text = f"{about} not installed: {EXTRAS[extra]}"
-        yield Finding("slow" if slower else "note", "extra", text, install(about))
+        yield Diagnosis("slow" if slower else "note", "extra", text, install(about))
 
 
 def _capability() -> tuple[int, int] | None:
@@ -198,7 +198,7 @@ def _has(requirement: Requirement) -> bool:
         return False
 
 
-def disks() -> Iterator[Finding]:
+def disks() -> Iterator[Diagnosis]:
     """Yield free space and kind of the disks that runs, tokenized data, the hub's files and temporary ones are on."""
     from huggingface_hub import constants
 
@@ -216,16 +216,16 @@ def disks() -> Iterator[Finding]:
         text = f"{free:,.1f} GiB free for {name} in {absolute}"
         elsewhere = f"Set {setting} to a folder of another disk"
         if not os.access(folder, os.W_OK):
-            yield Finding("fault", "disk", f"{folder} is not writable, for {name}", elsewhere)
+            yield Diagnosis("fault", "disk", f"{folder} is not writable, for {name}", elsewhere)
         elif free < FULL_GIB:
-            yield Finding("fault", "disk", text, f"Free some. {elsewhere}")
+            yield Diagnosis("fault", "disk", text, f"Free some. {elsewhere}")
         elif kind in SLOW_FILE_SYSTEMS and name != "runs":
-            yield Finding("slow", "disk", f"{text}, over the network ({kind})", elsewhere)
+            yield Diagnosis("slow", "disk", f"{text}, over the network ({kind})", elsewhere)
         elif free < SMALL_GIB:
             todo = f"A checkpoint of 1 billion parameters takes up to 12 GiB. {elsewhere} for those"
-            yield Finding("note", "disk", text, todo)
+            yield Diagnosis("note", "disk", text, todo)
         else:
-            yield Finding("ok", "disk", text)
+            yield Diagnosis("ok", "disk", text)
 
 
 def file_system(folder: Path) -> str:
@@ -234,28 +234,28 @@ def file_system(folder: Path) -> str:
     return max(inside, key=lambda part: len(part.mountpoint)).fstype if inside else ""
 
 
-def host() -> Iterator[Finding]:
+def host() -> Iterator[Diagnosis]:
     """Yield cores, memory and variables of the environment that slow a run down."""
     cores = cpu_cores()
     idle = idle_cores()
     text = f"{cores} cores" if idle is None else f"{cores} cores, {idle} of them idle"
     if idle is not None and idle < cores / 2:
-        yield Finding("slow", "cpu", text, "Other programs use them: top lists these")
+        yield Diagnosis("slow", "cpu", text, "Other programs use them: top lists these")
     elif cores < 4:
-        yield Finding("note", "cpu", text, "Tokenizing takes its time: data.num_proc stays 1")
+        yield Diagnosis("note", "cpu", text, "Tokenizing takes its time: data.num_proc stays 1")
     else:
-        yield Finding("ok", "cpu", text)
+        yield Diagnosis("ok", "cpu", text)
     free = psutil.virtual_memory().available / GIB
     text = f"{free:.1f} GiB of the host's memory available"
     if free < FULL_GIB:
-        yield Finding(
+        yield Diagnosis(
             "fault", "memory", text, "End other programs: loading a model would end in one's death by the kernel"
         )
     else:
-        yield Finding("ok", "memory", text)
+        yield Diagnosis("ok", "memory", text)
     for name, what in SLOW_VARIABLES.items():
         if os.environ.get(name, "0") not in ("", "0"):
-            yield Finding("slow", "variable", f"{name}={os.environ[name]}: {what}", f"unset {name}")
+            yield Diagnosis("slow", "variable", f"{name}={os.environ[name]}: {what}", f"unset {name}")
     if re.fullmatch("1|true|yes|on", os.environ.get("HF_HUB_OFFLINE", ""), re.IGNORECASE):
         text = "HF_HUB_OFFLINE is set: only models and data of the cache are found"
-        yield Finding("note", "variable", text, "unset HF_HUB_OFFLINE to download")
+        yield Diagnosis("note", "variable", text, "unset HF_HUB_OFFLINE to download")

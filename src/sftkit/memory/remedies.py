@@ -78,7 +78,7 @@ PRICES = {
 }
 """What a setting costs, by how it begins: 1 hardly any speed, 2 some speed, 4 more of it or other rounding, 9 the ends
 of documents, 12 twice the GPUs. Of the combinations that fit, the cheapest is suggested."""
-SHORTEST_ROW = 256
+LEAST_ROW = 256
 "Positions of the shortest row that is suggested."
 
 
@@ -106,7 +106,7 @@ def combination(
         own_optim = replace(optim, name=s.optimizer) if "optim.name" in chosen else optim
         own_data = replace(data, row_length=s.layout.row_lengths[-1]) if "data.row_length" in chosen else data
         for text, after in itertools.chain.from_iterable(_unused(s, own_data, compile, own_optim)):
-            if after.layout.row_lengths[-1] < min(SHORTEST_ROW, s.layout.row_lengths[-1]):
+            if after.layout.row_lengths[-1] < min(LEAST_ROW, s.layout.row_lengths[-1]):
                 continue
             parts = re.split(r" and | (?=data\.)", text)
             keys = [part.partition("=")[0] if "=" in part else "GPUs" for part in parts]
