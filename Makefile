@@ -22,7 +22,7 @@ $(foreach goal,$(filter-out $(READ_$(name)) install dev,$(MAKECMDGOALS)),$(error
 $(if $(RECIPE),,$(foreach goal,$(filter inspect validate,$(MAKECMDGOALS)),$(error make $(goal) needs RECIPE=recipes/.../sft.yaml)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev test lint smoke lora base mid sft eval chat inspect report export bench validate explain lab patterns toolkit
+.PHONY: help install dev test lint smoke lora base mid sft eval chat inspect report export doctor bench validate explain lab patterns toolkit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,9 @@ inspect: install ## look at data and costs before training: make inspect RECIPE=
 
 export: install ## a folder for transformers, vLLM, llama.cpp: make export ARGS="runs/x/sft --out exported/sft"
 	$(PY) scripts/export.py $(ARGS)
+
+doctor: install ## what this machine lacks, and what would be slow
+	$(PY) scripts/doctor.py
 
 report: install ## a page about a run: make report ARGS="runs/x/sft --against runs/y/sft"; alone: the newest
 	$(PY) scripts/report.py $(ARGS)

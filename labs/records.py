@@ -27,7 +27,6 @@ import numpy as np
 from labs.tables import markdown_table
 from sftkit.config.commands import install
 from sftkit.config.load import read_config
-from sftkit.config.tables import stage_of_recipe
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.rundir.files import read_metric_rows
@@ -246,7 +245,7 @@ def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
     tokenizer = tokenizer_of(cfg.model, cfg.data)
     if cfg.data.max_length is None:
         raise ConfigError(f"{recipe}: data.max_length: set it, since it decides where documents are cut")
-    tokenize = stage_rule(stage_of_recipe(str(recipe)))(cfg.data, tokenizer, cfg.data.max_length)
+    tokenize = stage_rule(cfg.run.stage or "sft")(cfg.data, tokenizer, cfg.data.max_length)
     examples, _ = load_examples(cfg.data, tokenize)
     chosen = np.random.default_rng(0).permutation(len(examples))[: int(count)]
     positions = examples.lengths[chosen].tolist()

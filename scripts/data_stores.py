@@ -41,11 +41,13 @@ def main() -> int:
 def export(recipe: str, settings: list[str], out: Path) -> None:
     """Write the documents of each source of data.train as Megatron has them, and the tokenizer."""
     from sftkit.config.load import read_config
+    from sftkit.errors import ConfigError
 
     cfg = read_config(recipe, settings, 1)  # mistakes in it are rejected here, before torch is imported
+    if cfg.run.stage is None:
+        raise ConfigError(f"{recipe}: run.stage: not set, so it is not known how rows are read: set base, mid or sft")
 
     from sftkit.config.schema import source_label
-    from sftkit.config.tables import stage_of_recipe
     from sftkit.config.terminal import print_text
     from sftkit.data.store.foreign import check_whole_sources, write_megatron
     from sftkit.data.tokens import sources
@@ -55,7 +57,7 @@ def export(recipe: str, settings: list[str], out: Path) -> None:
     check_whole_sources(cfg.data)
     quiet_libraries()
     tokenizer = tokenizer_of(cfg.model, cfg.data)
-    tokenize = sources.stage_rule(stage_of_recipe(recipe))(cfg.data, tokenizer, sources.WHOLE)
+    tokenize = sources.stage_rule(cfg.run.stage)(cfg.data, tokenizer, sources.WHOLE)
     for source in cfg.data.train:
         examples = sources.load_sources([source], cfg.data, tokenize)
         prefix = out / source_label(source)

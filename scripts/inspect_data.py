@@ -2,10 +2,10 @@
 Tokenized data stays in the cache, where training finds it.
 
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
-.venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
+.venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu H100 --json preflight.json
 .venv/bin/python scripts/inspect_data.py my_recipe.yaml --stage mid
 .venv/bin/python scripts/inspect_data.py recipes/llama_3_1_8b/sft.yaml --config_file accelerate_configs/fsdp2.yaml \
---gpu-gib 79
+--gpu A100
 """
 
 import json
@@ -15,11 +15,10 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     """Inspect the data, print the findings, and write the requested files."""
-    from sftkit.preflight.inputs import parse
+    from sftkit.preflight.flags import parse
 
     cfg, flags = parse(__doc__)  # invalid arguments are rejected here, before torch is imported
 
-    from sftkit.config.tables import stage_of_recipe
     from sftkit.config.terminal import print_text
     from sftkit.config.topology import machines_of
     from sftkit.data.tokens.sources import stage_rule
@@ -28,6 +27,7 @@ def main() -> None:
     from sftkit.models.structure import positions
     from sftkit.preflight import analysis
     from sftkit.preflight import terminal as inspection
+    from sftkit.runtime.hardware import gpu_here
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
@@ -41,9 +41,8 @@ def main() -> None:
     max_length, start = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
     print_text(start)
 
-    stage = flags.stage or stage_of_recipe(flags.recipe)
-    print_text(inspection.stage_text(stage, by_name=flags.stage is None))
-    tokenize = stage_rule(stage)(cfg.data, tokenizer, max_length)
+    print_text(inspection.stage_text(flags.stage, is_asked=flags.is_asked))
+    tokenize = stage_rule(flags.stage)(cfg.data, tokenizer, max_length)
     if cfg.adapters:
         from sftkit.train.several import data_of_several  # most recipes have one adapter or none
 
@@ -55,12 +54,12 @@ def main() -> None:
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         print_text(line)
 
-    found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
+    found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan, card=flags.gpu or gpu_here())
     samples = inspection.previews(data["examples"], tokenizer, flags.preview)
     inspection.print_preflight(found, samples)
     if flags.html:
         flags.html.write_text(
-            inspection.page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8"
+            inspection.page(f"Before training: {flags.recipe}, {flags.stage}", found, samples), encoding="utf-8"
         )
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")

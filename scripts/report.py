@@ -17,7 +17,7 @@ def main() -> None:
     from sftkit.config.terminal import print_text
     from sftkit.errors import ConfigError
     from sftkit.reports.collect import newest_run_under
-    from sftkit.reports.page import write_report
+    from sftkit.reports.page import checks_of, write_report
 
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="?", type=path, help="run directory; default: the newest under runs/")
@@ -29,7 +29,10 @@ def main() -> None:
     try:
         if args.out is not None and (args.out.suffix != ".html" or not args.out.absolute().parent.is_dir()):
             raise ConfigError(f"--out {args.out}: must be a file ending in .html in a folder that exists")
-        print_text(str(write_report(args.run or newest_run_under(Path("runs")), args.against, args.out)))
+        run = args.run or newest_run_under(Path("runs"))
+        page = write_report(run, args.against, args.out)
+        print_text(str(page))
+        print_text(f"checks: {checks_of(run)}", error=True)
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}") from error
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from helpers import tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.config.schema import ModelConfig
-from sftkit.data.demo import builtin
 from sftkit.data.tokens import chat
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.generation.decode import introduction, learned_questions, stream, text_of
+from sftkit.generation.decode import introduction, stream, text_of
 from sftkit.generation.repl import Sampling
 from sftkit.models.tokenizer import set_template_arguments
 
@@ -85,25 +84,41 @@ def test_a_failure_while_decoding_reaches_the_caller(model, tokenizer) -> None:
         list(stream(model, tokenizer, HI, Sampling()))
 
 
-def test_the_introduction_says_who_answers_and_shows_three_questions_that_it_has_learned(
+def evaluated(folder: Path, marks: dict[str, float]) -> None:
+    """An evaluation of a step: a question of one message of each family, and one that follows an answer."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"a question\nof {family}"}],
+            "marks": {"acc": mark},
+            "source": {"family": family},
+        }
+        for family, mark in marks.items()
+    ]
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+    rows.append({"prompt": turns, "marks": {"acc": 1.0}, "source": {"family": "turns"}})
+    (folder / "families.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_introduction_shows_held_out_questions_that_this_checkpoint_answered_right(
     tmp_path: Path, tokenizer
 ) -> None:
-    recipe = {"data": {"train": [{"path": "builtin:docs"}, {"path": "builtin:tasks"}]}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    orig_model = tiny_llama()
-    told = introduction(str(tmp_path), orig_model, tokenizer, newest=True).splitlines()
-    assert told[0] == f"{tmp_path}, the newest run, answers: LlamaForCausalLM of 0.0 million parameters on cpu"
-    questions = learned_questions(tmp_path)
-    assert len(questions) == 3
-    heldout = {task.messages[-2]["content"] for task in builtin.tasks("heldout")}
-    assert set(questions) <= heldout
-    assert (
-        "\n".join(told[2:-1]).replace("  ", "").replace("\\\n", "\n").count("\n") == "".join(questions).count("\n") + 2
-    )
+    step, orig_model = tmp_path / "step-000020", tiny_llama()
+    evaluated(tmp_path / "evals" / "step-000010", dict.fromkeys("abc", 1.0))
+    evaluated(tmp_path / "evals" / "step-000020", {"a": 0.0, "b": 1.0, "c": 0.0, "d": 1.0, "e": 1.0, "f": 1.0})
+    told = introduction(str(step), orig_model, tokenizer, newest=True).splitlines()
+    assert told[0] == f"{step}, the newest run, answers: LlamaForCausalLM of 0.0 million parameters on cpu"
+    shown = [line for family in "bde" for line in ("  a question\\", f"  of {family}")]
+    assert told[1:-1] == ["Questions that were not in training and that this checkpoint answered right:", *shown]
     assert told[-1].startswith("/help")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": [{"path": "mine.jsonl"}]}}))
-    assert len(introduction(str(tmp_path), orig_model, tokenizer, newest=False).splitlines()) == 2
-    assert learned_questions(Path("some/hub-id")) == []
+
+
+def test_a_checkpoint_that_answered_nothing_right_gets_no_questions_and_the_reason(tmp_path: Path, tokenizer) -> None:
+    evaluated(tmp_path / "evals" / "step-000020", dict.fromkeys("abc", 0.0))
+    told = introduction(str(tmp_path / "step-000020"), tiny_llama(), tokenizer, newest=False).splitlines()
+    assert told[1] == "It answered none of 3 held-out questions right, so expect no right answers here"
+    for other in (tmp_path / "step-000010", Path("some/hub-id")):
+        assert len(introduction(str(other), tiny_llama(), tokenizer, newest=False).splitlines()) == 2
 
 
 def test_template_arguments_of_thinking_are_named_and_taken(tokenizer) -> None:

@@ -75,7 +75,7 @@ def write_recipe(folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[An
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer.save_pretrained(folder / "tokenizer")
     sections: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(folder / "run")},
+        "run": {"dir": str(folder / "run"), "stage": "sft"},
         "model": {} if "model__path" in settings else {"scratch": SCRATCH, "tokenizer": str(folder / "tokenizer")},
         "data": {
             "train": [{"path": str(folder / "data.jsonl")}],
@@ -98,7 +98,7 @@ class Prepared:
     def __init__(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: list[Any], stage: str = "sft", **settings: Any
     ) -> None:
-        self.recipe = write_recipe(folder, tokenizer, rows, **settings)
+        self.recipe = write_recipe(folder, tokenizer, rows, run__stage=stage, **settings)
         self.cfg: Config = read_config(self.recipe)
         self.tokenizer = tokenizer
         max_length = self.cfg.data.max_length
@@ -660,8 +660,8 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     if inherited:
         own |= {"model__path": str(checkpoint_of(tmp_path, tokenizer)), "data__max_length": None}
-    recipe = write_recipe(tmp_path, tokenizer, rows, **own)
-    recipe = recipe.rename(tmp_path / f"{stage}_mine.yaml")
+    recipe = write_recipe(tmp_path, tokenizer, rows, run__stage=stage, **own)
+    recipe = recipe.rename(tmp_path / "base_or_midsize.yaml")  # its name says nothing
     look = tmp_path / "look.json"
     inspect(monkeypatch, str(recipe), "--json", str(look))
     folders = sorted((tmp_path / "cache").iterdir())
@@ -672,7 +672,7 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
     assert found["sources"][0]["targets"] == examples.num_targets.sum()
     assert found["max_length"] == (48 if inherited else 64)
     assert (
-        f"stage     {stage}, by the recipe's name: shown is what scripts/{STAGE_SCRIPTS[stage]} learns"
+        f"stage     {stage}, run.stage of the recipe: shown is what scripts/{STAGE_SCRIPTS[stage]} learns"
         in capsys.readouterr().out
     )
 
@@ -680,8 +680,8 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
 def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"model__tokenizer": None, "model__train_tokenizer": {"vocab_size": 300}}
-    recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own).rename(tmp_path / "base.yaml")
+    own = {"model__tokenizer": None, "model__train_tokenizer": {"vocab_size": 300}, "run__stage": "base"}
+    recipe = write_recipe(tmp_path, tokenizer, TEXTS, **own)
     inspect(monkeypatch, str(recipe))
     run_until_loaded(monkeypatch, "base_train.py", recipe)
     assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
@@ -708,7 +708,7 @@ def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(
 def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    recipe = write_recipe(tmp_path, tokenizer, TEXTS).rename(tmp_path / "sft.yaml")
+    recipe = write_recipe(tmp_path, tokenizer, TEXTS)
     with pytest.raises(SystemExit):
         inspect(monkeypatch, str(recipe))
     assert re.search(r"data\.jsonl:1: a text without turns.*base_train\.py and mid_train\.py", capsys.readouterr().err)

@@ -75,13 +75,15 @@ def test_page_and_data_hold_what_the_files_say(run: Path) -> None:
     assert path == run / "report.html"
     page, report = read(path), json.loads((run / "report.json").read_text())
     assert page.ids >= set(SECTIONS)
-    first = min(page.text.index(title) for title in ("Shapes", "Mask coverage"))
-    assert first < page.text.index("Gradient norm") < page.text.index("Which month comes after February?")
+    order = [page.text.index(text) for text in ("Gradient norm", "Which month comes after February?", "95 % interval")]
+    first = min(page.text.rindex(title) for title in ("Shapes", "Mask coverage"))
+    assert sorted(order) == order
+    assert order[-1] < first
     for name, _, found, expected, how in CHECKS:
         assert all(text in page.text for text in (name, found, expected, how))
     assert page.text.count("PASS") == 5
-    assert page.text.count("FAIL") == 1
-    assert "5 of 7 checks pass; 1 fail: Mask coverage" in page.text
+    assert page.text.count("FAIL") == 2
+    assert page.text.count("1 failed: Mask coverage; 5 passed, 1 not made") == 1
     assert report["headline"][0]["value"] == pytest.approx(metrics(300, 300, 0.0)["train/loss"])
     assert report["run"]["parameters"] == 494_000
     assert report["command"] == "python -m sftkit.launch scripts/chat_sft.py recipes/x/sft.yaml run.dir=runs/chat/sft"
@@ -267,7 +269,7 @@ def test_what_cannot_be_read_is_said(run: Path) -> None:
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-40])
     report = gather_report(run)
     assert report["notes"] == ["proof.json is not there", "metrics.jsonl: 1 lines cannot be read and are left out"]
-    assert "made no checks of itself" in read(write_report(run)).text
+    assert "none made: the run ended before" in read(write_report(run)).text
 
 
 def mutated(value: Any, chance: float, draw: random.Random) -> Any:
@@ -312,7 +314,32 @@ def test_a_failed_run_shows_its_error_first(run: Path) -> None:
         json.dumps(status | {"status": "failed", "error": "rank 3 failed: out of memory"})
     )
     text = read(write_report(run)).text
-    assert text.index("rank 3 failed: out of memory") < text.index("checks pass")
+    assert text.index("rank 3 failed: out of memory") < text.index("Curves")
+
+
+def test_a_failed_check_stands_in_the_title_the_tiles_and_the_terminal_and_its_table_is_open(run: Path) -> None:
+    said: list[str] = []
+    try_report(run, said.append)
+    assert said == [f"checks: 1 failed: Mask coverage; 5 passed, 1 not made\nreport: {run / 'report.html'}"]
+    page = (run / "report.html").read_text()
+    title = page[page.index('<div class="title">') : page.index('<ul class="facts">')]
+    assert "1 check failed" in title
+    assert 'class="badge pass"' not in title
+    assert '<span class="bad">5 of 7</span>' in page
+    assert '<details open="open"><summary><span class="badge fail">' in page[page.index('<section id="proof"') :]
+    rows = json.loads((run / "proof.json").read_text())["rows"]
+    passed = [row | {"ok": True} for row in rows if row["ok"] is not None]
+    (run / "proof.json").write_text(json.dumps({"rows": passed}))
+    try_report(run, said.append)
+    assert said[1].startswith("checks: 6 passed, 0 failed, 0 not made\n")
+    page = (run / "report.html").read_text()
+    title = page[page.index('<div class="title">') : page.index('<ul class="facts">')]
+    assert 'class="badge pass"' in title
+    assert "failed" not in title
+    assert '<details><summary><span class="badge pass">' in page[page.index('<section id="proof"') :]
+    (run / "proof.json").unlink()
+    try_report(run, said.append)
+    assert said[2].startswith("checks: none made")
 
 
 def test_a_value_that_is_not_finite_is_null_in_the_data_and_a_gap_in_the_line(run: Path) -> None:
@@ -429,7 +456,7 @@ def test_the_final_evaluation_stands_for_the_model_on_page_and_card(run: Path) -
     write_report(run)
     said: list[str] = []
     report_of_folder(final(run, 0.777, f"{run}/step-000300"), said.append)
-    assert said == [f"report: {run}/report.html"]
+    assert said == [f"checks: 1 failed: Mask coverage; 5 passed, 1 not made\nreport: {run}/report.html"]
     report = json.loads((run / "report.json").read_text())
     assert [(row["task"], row["value"]) for row in report["final"]] == [
         ("arc_easy", 0.777),
@@ -616,6 +643,7 @@ def test_script_reports_the_newest_run_without_torch_and_explains_wrong_folders(
     make_run(tmp_path / "runs" / "a" / "sft", steps=100)
     newest = script(cwd=tmp_path)
     assert (newest.returncode, newest.stdout.strip()) == (0, "runs/a/sft/report.html"), newest.stderr
+    assert newest.stderr.strip() == "checks: 1 failed: Mask coverage; 5 passed, 1 not made"
     wrong = script("runs/a/sft", "--out", "no/folder.html", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "--out no/folder.html: must be" in wrong.stderr

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_run import make_run
+from safetensors.torch import save_file
 
 from sftkit.reports.card import model_card
 from sftkit.reports.collect import compare_curves, gather_report, speed_words
@@ -140,6 +142,34 @@ def test_losses_of_other_targets_tokenizers_or_data_stand_without_a_change_and_w
     assert {name for name, row in rows.items() if row["change"] is None} == names
     assert all(rows[name]["how"] == f"not comparable: {why}" for name in names)
     assert f"not comparable: {why}" in html.unescape(render_report(report))
+
+
+def test_another_stage_in_the_recipe_another_loss_and_another_size_of_model_are_said(tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / place / "sft", steps=100) for place in ("here", "there"))
+    assert gather_report(run, other)["against"]["comparison"]["notes"] == []
+    config_with(run, "stage: null", "stage: mid")
+    config_with(other, "stage: null", "stage: sft")
+    config_with(other, "label_smoothing: 0.0", "label_smoothing: 0.1")
+    for folder, width in ((run, 64), (other, 32)):
+        save_file({"w": torch.zeros(width, 100)}, folder / "step-000100" / "model.safetensors")
+    comparison = gather_report(run, other)["against"]["comparison"]
+    losses = [row for row in comparison["rows"] if row["name"].endswith("loss")]
+    assert [row["change"] for row in losses] == [None, None]
+    assert all("other targets (mid_train.py here, chat_sft.py there)" in row["how"] for row in losses)
+    loss, size = comparison["notes"]
+    assert loss.startswith("another loss was minimised (loss.label_smoothing)")
+    assert size == "speeds and memory are of models of different size: 6.4 k parameters here, 3.2 k there"
+
+
+def test_an_evaluation_of_the_other_run_in_another_way_says_so_next_to_its_value(tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / place / "sft", steps=300) for place in ("here", "there"))
+    for folder, form in ((run, "chat"), (other, "completion")):
+        for file in (folder / "evals").glob("step-*/results.json"):
+            rows = json.loads(file.read_text())
+            file.write_text(json.dumps([row | {"settings": {"format": form, "shots": 0}} for row in rows]))
+    page = html.unescape(render_report(gather_report(run, other)))
+    assert "format completion, here chat" in page
+    assert "shots 0, here" not in page
 
 
 def test_time_and_tokens_are_those_of_the_whole_run_over_all_its_starts(tmp_path: Path) -> None:

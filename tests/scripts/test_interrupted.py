@@ -65,6 +65,7 @@ SCRIPTS = {
     "report.py": ("runs/x",),
     "export.py": ("runs/x", "--out", "runs/y"),
     "data_stores.py": ("list",),
+    "doctor.py": (),
     "make_dashboard.py": ("--entity", "me", "--dry-run"),
 }
 FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.nn"

@@ -60,7 +60,7 @@ def test_every_script_that_reads_a_recipe_is_asked_with_a_wrong_key() -> None:
         s
         for s in SCRIPTS
         if re.search(
-            r"load_config|read_config|read_stages|preflight\.inputs|validate\.run", (ROOT / "scripts" / s).read_text()
+            r"load_config|read_config|read_stages|preflight\.flags|validate\.run", (ROOT / "scripts" / s).read_text()
         )
     }
     assert reading == set(RECIPES)

@@ -30,6 +30,7 @@ SCRIPTS = {
     "export": "export.py",
     "validate": "validate_compile.py",
     "dashboard": "make_dashboard.py",
+    "doctor": "doctor.py",
 }
 "Word of the command `sftkit` -> its script."
 TYPED = "SFTKIT_TYPED"

@@ -37,10 +37,12 @@ def settings(cls: type[T]) -> type[T]:
 
 @settings
 class RunConfig:
-    """The directory of the run, its seed and its timeouts."""
+    """The directory of the run, its stage, its seed and its timeouts."""
 
     dir: FilePath
     "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
+    stage: Literal["base", "mid", "sft", "caption"] | None = None
+    "What is learned, and so which script trains it: others reject the recipe, and inspect shows what that script learns. null: any."
     seed: NonNegative = 0
     "Seeds weights, data order and dropout."
     step_timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0

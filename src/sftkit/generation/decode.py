@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-import yaml
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 from transformers.cache_utils import Cache
@@ -25,12 +24,11 @@ from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
 from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
-from sftkit.generation.repl import Answer, Sampling
+from sftkit.generation.repl import Answer, Sampling, right_answers
 from sftkit.models import load, structure
 from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.kind import Continuation, kind_of
 from sftkit.ops.attention import windows
-from sftkit.rundir.names import RECIPE
 from sftkit.runtime.start import Runtime
 
 KEPT_SHARE = 0.75
@@ -446,10 +444,6 @@ def generate(
     return gathered(found, rt)
 
 
-_SHOWN = ("arithmetic", "calendar", "pick")
-"Number of task families with an example question."
-
-
 def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, newest: bool) -> str:
     """Return the lines printed before a conversation.
 
@@ -464,29 +458,15 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
     size = orig_model.num_parameters() / 1e6
     about = f"{type(orig_model).__name__} of {size:,.1f} million parameters on {orig_model.device.type}"
     lines = [f"{path}{', the newest run,' if newest else ''} answers: {about}"]
-    if questions := learned_questions(Path(path)):
-        lines += [
-            "The model was trained on small tasks, each in a few wordings. Similar questions, which were not in "
-            "training:"
-        ]
+    asked, questions = right_answers(Path(path))
+    if questions:
+        lines += ["Questions that were not in training and that this checkpoint answered right:"]
         lines += [f"  {line}" for question in questions for line in question.replace("\n", "\\\n").split("\n")]
+    elif asked:
+        lines += [f"It answered none of {asked:,} held-out questions right, so expect no right answers here"]
     if argument := template.thinking_argument:
         lines += [f"Thinking: --template-arg {argument}=false turns it off, --template-arg {argument}=true on"]
     return "\n".join([*lines, "/help lists the commands; exit or Ctrl-D ends"])
-
-
-def learned_questions(folder: Path) -> list[str]:
-    """Return held-out questions of three built-in task families, if the run that wrote this folder trained on them."""
-    try:
-        recipe = yaml.safe_load((folder / RECIPE).read_text())
-    except OSError:
-        return []
-    if "builtin:tasks" not in [source["path"] for source in recipe["data"]["train"]]:
-        return []
-    from sftkit.data.demo import builtin
-
-    alone = {task.family: task.messages for task in builtin.tasks("heldout") if len(task.messages) == 2}
-    return [alone[family][0]["content"] for family in _SHOWN]
 
 
 def stream(

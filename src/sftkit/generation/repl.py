@@ -23,6 +23,7 @@ from sftkit.config.schema import DataConfig
 from sftkit.config.terminal import print_text
 from sftkit.data.reading.conversation import Message
 from sftkit.errors import ConfigError, DataError
+from sftkit.rundir.names import EVALUATIONS
 from sftkit.runtime.signals import exit_on_signals
 
 
@@ -100,6 +101,32 @@ def _argument(word: str) -> tuple[str, bool | int | float | str | None]:
     if not (sign and name.isidentifier()) or not isinstance(value, bool | int | float | str | None):
         raise argparse.ArgumentTypeError(f"{word}: expected NAME=VALUE, such as enable_thinking=false")
     return name, value
+
+
+_SHOWN = 3
+"Maximum number of example questions, each of another family of tasks."
+
+
+def right_answers(folder: Path) -> tuple[int, list[str]]:
+    """Return how many held-out questions of one message the evaluation of a checkpoint has asked, and some of those
+    that were answered right.
+
+    Args:
+        folder: anything; only a step directory of a run has an evaluation.
+    """
+    asked = 0
+    right: dict[str, str] = {}
+    # The run's own evaluation at this step; the folder of another step has another name.
+    for file in sorted((folder.parent / EVALUATIONS / folder.name).glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            turns = row.get("prompt")
+            if isinstance(turns, list) and [turn["role"] for turn in turns] == ["user"]:
+                asked += 1
+                family = str((row.get("source") or {}).get("family", file.stem))
+                if 1 in row["marks"].values():
+                    right.setdefault(family, turns[0]["content"])
+    return asked, list(right.values())[:_SHOWN]
 
 
 Stream = Callable[[list[Message]], Iterator[str]]

@@ -15,6 +15,7 @@ from sftkit.runtime.script import ENDING
 
 CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
 
+  doctor                what this machine lacks, and what would be slow
   init DIR              copy scripts, recipes and Accelerate configs into DIR
   chain FOLDER          base, mid, sft, evaluation: sftkit chain recipes/smoke
   base|mid|sft RECIPE   train one stage: sftkit sft RECIPE [key=value ...]

@@ -1,27 +1,22 @@
-"""The memory plan of a run, and suggestions if it does not fit: sizes of the model, optimizer, recomputation, sharding.
-
-A suggestion is a setting that is not used yet, or an optimizer with smaller states. The error of a GPU that ran out of
-memory names those that save most.
+"""The memory plan of a run: sizes of the model, optimizer, recomputation, sharding. What would make it fit if it does
+not is in remedies.py.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sftkit.config.commands import install
 from sftkit.config.schema import CompileConfig, Config, DataConfig, OptimConfig, TrainConfig, has_cuda_graphs
 from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
-from sftkit.config.topology import Sharding, Topology
-from sftkit.data.batches.pack import Layout, largest_divisor
+from sftkit.config.topology import Sharding
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import (
     BUDGETS,
@@ -44,127 +39,6 @@ from sftkit.parallel.tensor import check_tensor_parallel
 from sftkit.runtime.start import Runtime
 
 
-class Remedy(NamedTuple):
-    """A setting that would save memory."""
-
-    text: str
-    saved_bytes: int
-    "bytes saved by its best value"
-    on_resume: tuple[str, ...]
-    "values of the setting that a resumed run may use"
-
-
-Option = tuple[str, EstimateInputs]
-"A setting as typed on the command line, and the run with it."
-
-
-def remedies(
-    plan: MemoryPlan, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
-) -> list[Remedy]:
-    """Return the unused settings that would lower the estimated peak, largest saving first.
-
-    A suggestion may have several values of a setting; the one that saves most counts.
-    """
-    if plan.setup is None or plan.estimate is None:
-        return []
-    s, ways = replace(plan.setup, layout=layout), []
-    # A quarter of the loss's chunk; the schedule that keeps activations of as many micro-batches as stages.
-    quarter = max(s.chunk_tokens // 4, 64)
-    chunk = [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] * (quarter < s.chunk_tokens)
-    fewer = s.schedule == "gpipe" and s.layout.accumulation >= s.topology.stages > 1
-    schedule = [("train.pipeline_schedule=1f1b", replace(s, schedule="1f1b"))] * fewer
-    tried = (_smaller_batch(s, data), _recompute(s, compile, optim), smaller_states(s), chunk, _more_shards(s))
-    for options in (*tried, schedule):
-        saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
-        # A saving below the last printed digit (0.1 GiB after rounding) is not worth suggesting.
-        saved = [one for one in saved if one[1] >= 0.05 * GIB]
-        if saved:
-            more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
-            resumable = tuple(text for text, _, after in saved if _resumed_parts(after) == _resumed_parts(s))
-            most = max(n for _, n, _ in saved)
-            ways.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", most, resumable))
-    return sorted(ways, key=lambda remedy: -remedy.saved_bytes)
-
-
-def _resumed_parts(s: EstimateInputs) -> tuple[object, ...]:
-    """Return what a checkpoint fits to: optimizer states and rows."""
-    return s.optimizer, s.precision, s.layout.row_lengths, s.layout.max_length, s.shape.nf4
-
-
-def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
-    """Return half of the rows of a micro-batch; if it has one row, half of the row."""
-    layout = s.layout
-    share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
-    # The global batch does not change, so the new number of rows must divide this process's share of it.
-    if half:
-        rows, budget_rows = largest_divisor(share, half), largest_divisor(layout.global_batch_size, half)
-        smaller = replace(layout, micro_batch_size=rows, budget_rows=budget_rows)
-        return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
-    halved = layout.row_lengths[-1] // 2
-    lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
-    # A packed row must hold at least the longest document, so that no document is cut.
-    if layout.kind == "packed" and halved >= layout.max_length:
-        return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
-    # A row length in the recipe would override the shorter rows.
-    also = "" if layout.kind != "packed" or data.row_length is None else f" data.row_length={halved}"
-    shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
-    return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
-
-
-def _recompute(s: EstimateInputs, compile: CompileConfig, optim: OptimConfig) -> list[Option]:
-    """Return the values of train.memory below the run's, or lower budgets if the recipe sets one."""
-    if s.checkpointing:
-        return []
-    # Eager runs have one more step, transformers' gradient checkpointing, the same for every preset.
-    if not s.compiled:
-        return [("train.memory=balanced", replace(s, checkpointing=True))]
-    # A budget in the recipe overrides train.memory, which would then change nothing.
-    if compile.activation_memory_budget is not None:
-        lower = [b for b in BUDGETS.values() if b < s.budget]
-        return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
-    options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
-    # The preset low also changes the meaning of auto: its estimate includes both.
-    if optim.name == "auto" and "low" in options and not s.adapters:
-        name = automatic_optimizer("low", s.precision, too_much=False, partial=s.topology.partial)
-        options["low"] = replace(options["low"], optimizer=name)
-    return [(f"train.memory={preset}", after) for preset, after in options.items()]
-
-
-def smaller_states(s: EstimateInputs) -> list[Option]:
-    """Return the optimizers for bf16 weights with smaller states; for fp32 weights bf16 ones; under adapters, whose
-    states are small, frozen weights in NF4.
-    """
-    # The smaller optimizers are made for bf16 weights, so the weights come first.
-    if s.precision != "bf16":
-        return [("train.precision=bf16", replace(s, precision="bf16"))]
-    m = s.shape
-    if s.adapters:
-        dense = 10 * m.frozen_matrices > 9 * (m.frozen - m.frozen_ends)  # unlike a mixture of experts
-        possible = dense and not (m.nf4 or s.topology.partial or s.layout.shares)
-        return [("adapter.base=nf4", replace(s, shape=replace(m, nf4=m.frozen_matrices)))] if possible else []
-    width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
-    for spec in _smaller_optimizers(partial=s.topology.partial):
-        if spec.state_width(s.precision) < width:
-            needs = f" ({install(f'sftkit[{spec.extra.name}]')})" if spec.extra and not _is_installed(spec) else ""
-            found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))
-    return found
-
-
-def _more_shards(s: EstimateInputs) -> list[Option]:
-    """Return weights sharded over the existing processes, or over twice as many."""
-    # Replicas become shards on the existing GPUs; a sharded run needs more GPUs.
-    unsharded = s.topology.world_size > 1 and not s.topology.sharded
-    number = s.topology.world_size * (1 if unsharded else 2)
-    share, left = divmod(s.layout.global_batch_size, number)
-    if left or s.shape.nf4:  # matrices in NF4 cannot be sharded
-        return []
-    layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
-    # The sharding that takes least memory, because the run did not fit.
-    after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
-    engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
-    return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
-
-
 def automatic_optimizer(preset: str, precision: str, *, too_much: bool, partial: bool) -> str:
     """Return the optimizer that optim.name=auto means. `too_much`: the default would not fit; `partial`: a process
     holds a part of the weights.
@@ -173,58 +47,20 @@ def automatic_optimizer(preset: str, precision: str, *, too_much: bool, partial:
         return DEFAULT
     if preset == "low":
         # The smallest that can be built here: a run must not fail for a package that the user never named.
-        usable = [spec for spec in _smaller_optimizers(partial=partial) if _is_installed(spec)]
+        usable = [spec for spec in smaller_optimizers(partial=partial) if is_installed(spec)]
         return min(usable, key=lambda spec: spec.state_width(precision)).name
     return FALLBACK if too_much else DEFAULT
 
 
-def _smaller_optimizers(*, partial: bool) -> list[OptimizerSpec]:
+def smaller_optimizers(*, partial: bool) -> list[OptimizerSpec]:
     """Return the optimizers that do the same as the default in less memory."""
     # An optimizer that cannot be sharded cannot handle a tied weight on two pipeline stages either.
     return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (partial and spec.unshardable)]
 
 
-def _is_installed(spec: OptimizerSpec) -> bool:
+def is_installed(spec: OptimizerSpec) -> bool:
     """Return whether the package of an optimizer is installed."""
     return spec.extra is None or find_spec(spec.extra.package) is not None
-
-
-def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], optim: OptimConfig) -> ConfigError:
-    """Return the error that reports which memory ran out, and what to change.
-
-    Args:
-        best: settings that save most for this run.
-    """
-    # The size is only in the text of torch's error, which has no field for it.
-    tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-    device = "the GPU" if plan.total_bytes is None else f"the GPU has {gib(plan.total_bytes)}"
-    lines = [f"out of memory: {device}"]
-    if torch.cuda.is_available():
-        lines.append(f"tensors took up to {gib(torch.cuda.max_memory_allocated())}")
-    if tried:
-        lines.append(f"{tried[1]} more did not fit")
-    if plan.estimate is not None:
-        lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
-    if best:
-        advice = "Largest savings (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
-        advice += f"\n{_on_resume(best, plan, optim)}"
-    elif plan.estimate is None:
-        advice = (
-            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start from scratch with "
-            f"train.memory=low or optim.name={FALLBACK}"
-        )
-    else:
-        advice = "Every setting that saves memory is in use: choose a smaller model or a larger GPU"
-    return ConfigError(", ".join(lines) + ". " + advice)
-
-
-def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> str:
-    """Return a sentence that names the settings with which the newest checkpoint can be resumed."""
-    settings = [setting for remedy in best for setting in remedy.on_resume]
-    if not settings:
-        return "These settings cannot change in a resumed run: start a new one"
-    named = f" together with optim.name={plan.optim.name} (auto may now mean another)" if optim.name == "auto" else ""
-    return f"The newest checkpoint can be resumed (train.resume=auto) with {' or '.join(settings)}{named}"
 
 
 @contextmanager
@@ -237,6 +73,8 @@ def oom_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
+        from sftkit.memory.remedies import explain_oom, remedies
+
         best = remedies(plan, layout, data, compile, optim)[:3]
         raise explain_oom(error, plan, best, optim) from error
 
@@ -395,7 +233,7 @@ def make_plan(
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # Reject what cannot fit, print the plan, warn about what may not fit.
     if setup is not None:
-        _check_room(setup, total_bytes)
+        _check_room(setup, cfg, total_bytes)
     found = None if setup is None else estimate(setup)
     trained = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters() if p.requires_grad)
     # Shards and stages count 0: their warm-up makes such gradients itself.
@@ -418,10 +256,12 @@ def make_plan(
     if found is not None and not fits(found, total_bytes):
         # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by
         # some percent.
-        best = remedies(plan, layout, cfg.data, cfg.compile, cfg.optim)[:3]
-        advice = "; ".join(r.text for r in best) or "a smaller model or a larger GPU"
-        warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
-        log.warning(warning, gib(found.total), gib(total_bytes or 0), advice)
+        from sftkit.memory.remedies import fitting_advice
+
+        assert setup is not None
+        words = fitting_advice(setup, total_bytes, cfg.data, cfg.compile, cfg.optim)
+        warning = "this run is estimated at %s of the device's %s and may run out of memory. %s"
+        log.warning(warning, gib(found.total), gib(total_bytes or 0), words)
     return plan
 
 
@@ -481,21 +321,23 @@ def _budget(compile: CompileConfig, train: TrainConfig) -> float:
     return 1.0 if not _recomputes(compile) else BUDGETS[train.memory] if explicit is None else explicit
 
 
-def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
+def _check_room(s: EstimateInputs, cfg: Config, total_bytes: int | None) -> None:
     """Reject a model that does not fit even with the smallest rows."""
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
+    from sftkit.memory.remedies import fitting_advice
+
     # Replicas hold the same state: only the other processes divide it.
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
-    ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
+    ways = [fitting_advice(s, total_bytes, cfg.data, cfg.compile, cfg.optim)]
     # One process's bytes times the number of shards give the whole model; rounded up to whole GPUs.
     if not s.shape.nf4:
-        ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
-    advice = ", or ".join([*ways, "a smaller model"])
+        least = -(-held * shards // total_bytes)
+        ways.append(f"accelerate_configs/fsdp2.yaml on {least} such GPUs or more holds them too")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
-        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. Use {advice}"
+        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. {'. '.join(ways)}"
     )
 
 

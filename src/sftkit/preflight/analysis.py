@@ -44,8 +44,9 @@ from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import SHOWN, Examples
 from sftkit.errors import ConfigError, hint
 from sftkit.memory.estimate import GIB
-from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan, remedies
+from sftkit.memory.plan import Fixed, MemoryPlan, checkpoint_bytes, fits, make_plan
 from sftkit.memory.plan import log as plan_log
+from sftkit.memory.remedies import fitting_advice
 from sftkit.models.adapter_files import adapter_words
 from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
@@ -153,7 +154,9 @@ def memory_facts(
         "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
         "fits": None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes),
         "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
-        "remedies": [remedy.text for remedy in remedies(plan, layout, data, compile, optim)[:3]],
+        "advice": None
+        if fits(plan.estimate, plan.total_bytes)
+        else fitting_advice(replace(plan.setup, layout=layout), plan.total_bytes, data, compile, optim),
     }
 
 
@@ -349,6 +352,7 @@ def analyse(
     orig_model: PreTrainedModel | None = None,
     plan: MemoryPlan | None = None,
     adapters: Sequence[Mapping[str, Any]] = (),
+    card: str | None = None,
 ) -> dict[str, Any]:
     """Return what preflight.json holds: counts, shares in percent, sizes in GiB; null is unknown.
 
@@ -359,6 +363,7 @@ def analyse(
         passes: over each source, and the step after which it has ended, see Order.forecast; None: as many as epochs.
         orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
         plan: of its memory.
+        card: name of the GPU for which the hours are estimated; None: they are not.
     """
     # The data is counted, the machine estimated.
     end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
@@ -373,7 +378,14 @@ def analyse(
     layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths, epoch_steps)
     epochs = steps / epoch_steps
     tokens_of_run = round(planned_tokens(epoch, lengths) * steps / len(epoch))
-    time = {"steps": steps, "epochs": epochs, "tokens": tokens_of_run}
+    targets_of_run = round(tokens_of_run * targets / tokens)
+    time: dict[str, Any] = {"steps": steps, "epochs": epochs, "tokens": tokens_of_run, "targets": targets_of_run}
+    if card is not None:
+        from sftkit.preflight.hours import hours_facts
+
+        topology = plan.setup.topology if plan and plan.setup else Topology()
+        counts = {"tokens": tokens_of_run, "targets": targets_of_run}
+        time["hours"] = hours_facts(cfg, orig_model, layout, lengths, **counts, card=card, topology=topology)
     weights = {source_label(source): source.weight for source in cfg.data.train}
     for source, (count, end) in zip(sources, passes or [(epochs, None)] * len(sources), strict=True):
         source |= {"weight": weights.get(source["name"]), "epochs": count, "ends_after_step": end}
@@ -508,6 +520,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
     time = analysis["time"]
     steps = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
+    steps += f", {time['targets']:,} of them targets"
     return [*shown, f"{'time':<10}{steps}"]
 
 
@@ -624,10 +637,9 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     memory = analysis["memory"]
     disk = analysis["disk"]
     if memory and memory["fits"] is False:
-        advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(
             f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} "
-            f"GiB: it may run out of memory. Largest savings: {advice}"
+            f"GiB: it may run out of memory. {memory['advice']}"
         )
     if disk["fits"] is False:
         warnings.append(

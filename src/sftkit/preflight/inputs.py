@@ -1,6 +1,6 @@
 """Check before a run starts, without torch, that what its recipe names exists and fits: data with columns that the
 stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on the
-processes of the launch. Also the flags of scripts/inspect_data.py.
+processes of the launch.
 
 Launcher, chain and scripts read a recipe with these rules, so that one report has all that is missing and all that
 is wrong. They look at first records and file names; a run finds what shows only when it is loaded. What the config
@@ -8,12 +8,10 @@ leaves to the defaults of transformers, and a model whose config is not there ye
 the same rules (config/rules.py).
 """
 
-import argparse
 import difflib
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +24,12 @@ from huggingface_hub import try_to_load_from_cache
 
 from sftkit.config import rules as recipe_rules
 from sftkit.config import schema
-from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
+from sftkit.config.commands import similar_paths
 from sftkit.config.keys import adapter, section_classes
-from sftkit.config.load import read_command_line, to_yaml
+from sftkit.config.load import to_yaml
 from sftkit.config.rules import Get, OfLaunch, Problem, Rule
-from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
-from sftkit.config.topology import Topology, topology_of
+from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS
+from sftkit.config.topology import Topology
 from sftkit.config.yaml import RecipeLoader, flattened
 from sftkit.data.reading import conversation, readers, rows
 from sftkit.data.reading import origin as hub
@@ -147,7 +145,18 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         partial(best, stage=stage),
         partial(_adapter, stage=stage, made=made),
     )
-    return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
+    named = partial(_stage, stage=stage)
+    return [named, *first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
+
+
+def _stage(get: Get, stage: str | None) -> Iterator[Problem]:
+    named = get("run.stage")
+    if stage is not None and named not in (None, stage):
+        script = STAGE_SCRIPTS[named]
+        yield (
+            "run.stage",
+            f"{named} is trained by {script}, not {STAGE_SCRIPTS[stage]}: start that, or set {stage} here",
+        )
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -160,6 +169,11 @@ def data_rules(stage: str | None) -> list[Rule]:
         partial(_adapter_sources, require=require),
         partial(_sources, part="model.train_tokenizer.sources", require=None),
     ]
+
+
+def checks_of_stage(stage: str) -> list[Rule]:
+    """Return the rules for what a look at the data and costs of a stage needs."""
+    return [*data_rules(stage), partial(_patterns, made=()), partial(_adapter, stage=stage, made=())]
 
 
 def _special_tokens(get: Get, stage: str | None) -> Iterator[Problem]:
@@ -559,68 +573,3 @@ def _text_config(get: Get) -> Mapping[str, Any]:
     fields = model_files.fields_of(schema.ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
     inner = fields.get("text_config")
     return {**fields, **inner} if isinstance(inner, dict) else fields
-
-
-def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
-    """Return the Config that the words ask for, and the flags. Prints problems and exits with code 2 if there are any.
-
-    The flags are recipe, stage (None: by the recipe's name), preview (documents), html and json (files or None),
-    gpu_gib (None: this machine's) and topology.
-    """
-    parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser.add_argument(
-        "--stage",
-        choices=tuple(STAGE_SCRIPTS),
-        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, caption*.yaml, otherwise sft",
-    )
-    documents = whole_number("documents", 0, ", say 3")
-    gpus = whole_number("GPUs", 1, ", say 8")
-    parser.add_argument("--preview", metavar="N", type=documents, default=3, help="documents shown with their masks; 3")
-    parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
-    parser.add_argument("--json", metavar="FILE", type=new_file, help="the numbers, as training's preflight.json")
-    parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
-    parser.add_argument(
-        "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
-    )
-    parser.add_argument("--num_processes", metavar="N", type=gpus, help="GPUs of that launch; those of the file")
-    flags, sys.argv[1:] = parser.parse_known_args()
-    if flags.num_processes and not flags.config_file:
-        parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
-
-    file = flags.config_file
-
-    def launched(train: schema.TrainConfig) -> Topology:
-        return topology_of(file, flags.num_processes, schema.num_stages(train)) if file else Topology()
-
-    try:
-        # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
-        launched(schema.TrainConfig())
-    except ConfigError as error:
-        parser.error(str(error))
-    stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
-    text = f"{description}\n{parser.format_help().strip()}"
-    # The processes are only known for a launch.
-    of_launch = launch_rules() if file else []
-    of_model = partial(_patterns, made=()), partial(_adapter, stage=stage, made=())
-    rules: list[Rule | OfLaunch] = [*data_rules(stage), *of_model, *of_launch]
-    cfg = read_command_line(text, rules, launched)  # what is left: recipe, key=value
-    flags.topology = launched(cfg.train)
-    flags.recipe = sys.argv[1]
-    return cfg, flags
-
-
-def size(word: str) -> float:
-    """Return a GPU's GiB, more than 0, from a word."""
-    with suppress(ValueError):
-        if 0 < (gib := float(word)) < float("inf"):
-            return gib
-    raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
-
-
-def new_file(word: str) -> Path:
-    """Return a path in a folder that exists from a word."""
-    path = Path(path_or_id(word))
-    if path.is_dir() or not path.parent.is_dir():
-        what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"
-        raise argparse.ArgumentTypeError(f"{what}; name a file in a folder that exists")
-    return path

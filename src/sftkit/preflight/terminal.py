@@ -17,6 +17,7 @@ from sftkit.data.reading.columns import finding_text
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
+from sftkit.preflight.hours import hours_text, span_text
 from sftkit.reports import details
 from sftkit.reports.values import NONE, el, headline_tiles, html_document, join, macros, section
 from sftkit.runtime.script import counted
@@ -102,7 +103,9 @@ def preview_text(preview: Preview, *, colours: bool) -> str:
 def print_preflight(analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets replace them."""
     colours = has_colours(sys.stdout)
-    costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
+    hours = hours_text(analysis["time"].get("hours"), "--gpu H100")
+    shown = {"hours": hours, "memory": memory_text(analysis), "disk": disk_text(analysis)}
+    costs = [f"{name:<10}{text}" for name, text in shown.items()]
     if analysis["adapter"]:  # a run prints it when the model is loaded
         costs.insert(0, f"{'adapter':<10}{analysis['adapter']}")
     # Why rows of a source were left out, or are odd, and which columns are not used; a run logs these itself.
@@ -121,10 +124,10 @@ def print_preflight(analysis: dict[str, Any], samples: Sequence[Preview]) -> Non
         print_text(preview_text(sample, colours=colours), is_styled=colours)
 
 
-def stage_text(stage: str, *, by_name: bool) -> str:
+def stage_text(stage: str, *, is_asked: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in STAGE_SCRIPTS if name != stage)
-    origin = "by the recipe's name" if by_name else "as asked"
+    origin = "as asked" if is_asked else "run.stage of the recipe"
     return (
         f"{'stage':<10}{stage}, {origin}: shown is what scripts/{STAGE_SCRIPTS[stage]} learns; --stage {others} "
         "for another"
@@ -140,7 +143,7 @@ def memory_text(analysis: dict[str, Any]) -> str:
     shown = {name.replace("_", " "): gib for name, gib in memory["parts_gib"].items() if gib >= least > 0}
     parts = ", ".join(f"{name} {preflight.size_text(gib)}" for name, gib in shown.items())
     gpu = memory["gpu_gib"]
-    size = f" of {gpu:.1f} GiB" if gpu else " (none is here; --gpu-gib compares it with one)"
+    size = f" of {gpu:.1f} GiB" if gpu else " (none is here; --gpu H100 or --gpu-gib 80 compares it with one)"
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
@@ -188,6 +191,11 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
         ("padding", _percent(own["padding_pct"]), own["layout"]),
         ("step" if time["steps"] == 1 else "steps", f"{time['steps']:,}", f"{time['epochs']:.2f} epochs"),
     ]
+    if low := time.get("hours", {}).get("low"):
+        high = time["hours"]["high"]
+        tiles.append(
+            ("time", span_text(low if high is None else high), f"at {'least' if high is None else 'most'}, estimated")
+        )
     if analysis["memory"]:
         tiles.append(("memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"))
     name = el("div", el("h1", title), class_="title")

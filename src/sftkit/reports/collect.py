@@ -14,6 +14,7 @@ from typing import Any
 
 from sftkit.config.commands import first_run
 from sftkit.config.keys import key_table
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import adapter_words
@@ -39,6 +40,8 @@ SPEEDS = (
 
 _TARGETS = ("targets", "thinking", "split_turns", "too_long", "max_length")
 "Keys of the recipe's data section that decide which tokens are targets."
+_NO_LOSS = ("chunk_tokens", "token_metrics")
+"Keys of its loss section that do not change what is minimised."
 
 
 def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -51,9 +54,13 @@ def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
         mine, other: as collect.read_run returns them.
     """
     ours, its = mapping(mine["config"].get("data")), mapping(other["config"].get("data"))
-    # The script says what a run learns; it stands in the command that resumes the run.
+    # The script says what a run learns; the recipe may name its stage, and the command that resumes the run has it.
     commands = [str(run["status"].get("resume") or "").split() for run in (mine, other)]
-    scripts = [next((w.rpartition("/")[2] for w in words if w.endswith(".py")), None) for words in commands]
+    named = [STAGE_SCRIPTS.get(str(mapping(run["config"].get("run")).get("stage"))) for run in (mine, other)]
+    scripts = [
+        name or next((w.rpartition("/")[2] for w in words if w.endswith(".py")), None)
+        for name, words in zip(named, commands, strict=True)
+    ]
     both = []
     data = {"train/loss": "training", "val/loss": "validation"}
     # Another tokenizer makes other targets of the same text; bits per byte could be compared.
@@ -389,7 +396,23 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
         # Curves are compared with all their steps, not with the thinned ones that the page draws.
         reasons = incomparable(report, other)
         report["against"]["comparison"] = compare_curves(curves, its_curves, machines, reasons)
+        report["against"]["comparison"]["notes"] += _unlike(report, other)
     return report
+
+
+def _unlike(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return notes on what differs between two runs and makes their numbers answers to different questions."""
+    notes = []
+    ours, its = (mapping(run["config"].get("loss")) for run in (mine, other))
+    if keys := [f"loss.{key}" for key in ours if key in its and key not in _NO_LOSS and ours[key] != its[key]]:
+        notes.append(
+            f"another loss was minimised ({', '.join(keys)}); those compared are of both runs the plain nats per target"
+        )
+    sizes = [run["run"]["adapter_base_parameters"] or run["run"]["parameters"] for run in (mine, other)]
+    if all(sizes) and abs(sizes[0] / sizes[1] - 1) > TOKENS_APART:
+        here, there = map(values.parameters, sizes)
+        notes.append(f"speeds and memory are of models of different size: {here} parameters here, {there} there")
+    return notes
 
 
 def machine_name(environment: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from sftkit.reports.collect import (
     standing,
 )
 from sftkit.rundir.files import replace_shared
-from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
+from sftkit.rundir.names import CARD, PROOF, REPORT, REPORT_DATA
 
 _TOKENS = {"": "useful", "target_": "targets"}
 CURVES = (
@@ -46,23 +46,27 @@ CURVES = (
 "(title, unit, {metric: label}, whether the axis begins at 0); {rank}: GPU or process"
 _LOSS = {"train/loss": "training", "val/loss": "validation"}
 _MAX_SOURCES = 6
+_FIRST_CHARTS = 3
+"Charts below that of the loss that are open."
 
 
 def proof(report: values.Report) -> values.Html:
-    """Return the section on the run's checks of itself, each with the value found and the value expected."""
+    """Return the section on the run's checks of itself: a line, which opens to what each found and expected."""
     rows: values.Rows = report["proof"]
+    words = values.check_words(rows)
     if not rows:
-        lead = "This run has no proof.json: it made no checks of itself, or ended before."
-        return values.section("proof", "Proof", lead=lead)
-    # None is a check that was not made, and neither passes nor fails.
-    states = [values.passed(row) for row in rows if values.applies(row)]
-    failed = [values.value_text(row.get("name")) for row in rows if values.passed(row) is False]
-    words = [f"{states.count(True)} of {len(states)} checks pass"]
-    words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
-    words += [f"{states.count(None)} not checked"] if None in states else []
+        return values.section("proof", "Checks", lead=words)
+    failed = values.check_counts(rows)[1]
+    badge = values.badge("FAIL" if failed else "PASS", not failed)
     title = "Logits of fixed tokens, to compare with when the checkpoint is loaded"
     logits = values.facts(details.leaves(report["logits"]), title)
-    return values.section("proof", "Proof", values.check_table(rows), logits, lead="; ".join(words) + ".")
+    order = {False: 0, None: 1, True: 2}  # what failed is not looked for
+    rows = sorted(rows, key=lambda row: order[values.passed(row) if values.applies(row) else True]) if failed else rows
+    return values.section(
+        "proof",
+        "Checks",
+        values.folded(values.join(badge, " ", words), values.check_table(rows), logits, opened=bool(failed)),
+    )
 
 
 def curves(report: values.Report) -> values.Html:
@@ -96,7 +100,12 @@ def curves(report: values.Report) -> values.Html:
         known = [value for _, value in curve if value is not None]
         rows.append([name, report["last"].get(name), min(known, default=None), max(known, default=None)])
     every = values.folded(f"All {len(rows)} metrics", values.html_table(["name", "last", "lowest", "highest"], rows))
-    return values.section("curves", "Curves", *parts, values.el("div", shown, class_="charts"), every)
+    # Samples come next: what is looked at less often stands behind a click.
+    more = values.el("div", shown[_FIRST_CHARTS:], class_="charts")
+    rest = [values.folded(f"{len(shown) - _FIRST_CHARTS} more charts", more)] if len(shown) > _FIRST_CHARTS else []
+    return values.section(
+        "curves", "Curves", *parts, values.el("div", shown[:_FIRST_CHARTS], class_="charts"), *rest, every
+    )
 
 
 def _adapters(report: values.Report) -> values.Html | None:
@@ -160,15 +169,27 @@ def _evaluation_table(report: values.Report, newest: values.Rows) -> values.Html
     return values.html_table(head, cells, text=(1,))
 
 
+_QUESTION = ("format", "shots", "split", "data", "backend", "max_examples", "max_new_tokens")
+"Settings of an evaluation without which its value is another question's."
+
+
 def _others_at(row: dict[str, Any], other: values.Report) -> str:
     """Return the other run's value at the step of an evaluation; if it has none there, its newest with the step."""
     every = [*other["evaluations"], *other["final"]]
     its = [each for each in every if (each["task"], each["metric"]) == (row["task"], row["metric"])]
     # At equal steps if there are any: two models are compared after as much training.
     equal = [each for each in its if each["step"] == row["step"]]
-    newest = (equal or its or [{"value": None, "step": None}])[-1]
+    newest = (equal or its or [{"value": None, "step": None, "settings": {}}])[-1]
     text = _share(newest["value"])
-    return text if equal or not its else f"{text} at step {values.format_value(newest['step'])}"
+    apart = [] if equal or not its else [f"at step {values.format_value(newest['step'])}"]
+    # Only a task as a whole has settings.
+    pairs = [(name, row["settings"].get(name), newest["settings"].get(name)) for name in _QUESTION]
+    apart += [
+        f"{name.replace('_', ' ')} {values.value_text(b)}, here {values.value_text(a)}"
+        for name, a, b in pairs
+        if a != b and row["settings"] and newest["settings"]
+    ]
+    return " ".join([text, "; ".join(apart)]).rstrip()
 
 
 def _task(name: str) -> str:
@@ -217,10 +238,10 @@ def _validation(report: values.Report) -> values.Html | None:
 
 
 SECTIONS = {
-    "proof": "Proof",
     "curves": "Curves",
-    "evaluations": "Evaluations",
     "samples": "Samples",
+    "evaluations": "Evaluations",
+    "proof": "Checks",
     "data": "Data",
     "compile": "Compiler",
     "events": "Events",
@@ -231,17 +252,24 @@ SECTIONS = {
 
 def render_report(report: values.Report) -> str:
     """Return the whole page, from what `gather_report` returns."""
-    tiles = [(row["name"], row["text"], row["how"]) for row in report["headline"]]
-    header = values.macros.report_header(report, _facts(report), tiles, *_comparison(report), SECTIONS)
+    # A CPU has no peak that is known: its tile would be empty.
+    shown = [row for row in report["headline"] if row["name"] != "MFU" or row["value"] is not None]
+    tiles = [(row["name"], row["text"], row["how"]) for row in shown]
+    good, failed, unmade = values.check_counts(report["proof"])
+    if report["proof"]:
+        text = f"{good} of {good + len(failed) + unmade}"
+        how = f"passed, {len(failed)} failed, {unmade} not made"
+        tiles.append(("checks", values.el("span", text, class_="bad") if failed else text, how))
+    header = values.macros.report_header(report, _facts(report), tiles, *_comparison(report), SECTIONS, failed)
     steps: values.Rows = report["samples"]
     samples_lead = None if steps else "No samples were written."
     machine = dict(report["environment"])
     packages = machine.pop("packages", None)
     parts = (
-        proof(report),
         curves(report),
-        evaluations_section(report),
         values.section("samples", "Samples", values.macros.samples(steps), lead=samples_lead),
+        evaluations_section(report),
+        proof(report),
         details.data(report),
         values.macros.compiler(report["last"], report["events"], report["summary"].get("compile_mode")),
         values.macros.events(report["events"]),
@@ -332,13 +360,19 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     return target
 
 
+def checks_of(run_dir: Path) -> str:
+    """Return the checks that a run made of itself in a line."""
+    return values.check_words(values.dicts(values.mapping(values.read_json(run_dir / PROOF, [])).get("rows")))
+
+
 def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
     """Write the report where it must neither fail nor delay the run; `print_line` gets where it is, or why there is
     none."""
 
     def work() -> None:
         try:
-            said.append(f"report: {write_report(run_dir)}")
+            page = write_report(run_dir)
+            said.append(f"checks: {checks_of(run_dir)}\nreport: {page}")
         except Exception as error:  # a report must not fail a run
             said.append(f"no report: {type(error).__name__}: {error}")
 

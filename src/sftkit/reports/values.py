@@ -60,6 +60,26 @@ def applies(check: dict[str, Any]) -> bool:
     return passed(check) is not None or not str(check.get("found")).startswith(DOES_NOT_APPLY)
 
 
+def check_counts(checks: Rows) -> tuple[int, list[str], int]:
+    """Return of the checks of proof.json: how many passed, the names of those that failed, how many were not made."""
+    states = [(passed(check), value_text(check.get("name"))) for check in checks if applies(check)]
+    return (
+        sum(state is True for state, _ in states),
+        [name for state, name in states if state is False],
+        sum(state is None for state, _ in states),
+    )
+
+
+def check_words(checks: Rows) -> str:
+    """Return the checks of proof.json in a line."""
+    if not checks:
+        return "none made: the run ended before, or has no proof.json"
+    good, failed, unmade = check_counts(checks)
+    if failed:
+        return f"{len(failed)} failed: {', '.join(failed)}; {good} passed, {unmade} not made"
+    return f"{good} passed, 0 failed, {unmade} not made"
+
+
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
     """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file is `optional` and
     missing."""

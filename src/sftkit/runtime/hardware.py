@@ -69,6 +69,11 @@ def gpu_unavailable_reason() -> str | None:
     return "torch finds none"
 
 
+def gpu_here() -> str | None:
+    """Return the name of this machine's first GPU; None: torch finds none."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
 def device_name(device: torch.device) -> str:
     """Return 'NVIDIA H200', or 'CPU (2 cores)'."""
     return (
