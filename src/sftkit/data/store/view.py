@@ -45,13 +45,13 @@ VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
 }
-"Arrays of a view: the columns of Examples, and of each document its shard and first token. NARROW are written smaller."
+"Arrays of a view: the columns of Examples, and of each document its shard and first token. SMALLER are written smaller."
 CHOSEN_BY: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("row", "turns"), np.dtype(np.int32)),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
 }
 "Arrays of DocumentColumns, which a view has if its shards would take a pass over their tokens for them."
-NARROW = ("source", "shard", "start")
+SMALLER = ("source", "shard", "start")
 "Columns that nothing computes with, so they may have the smallest type that holds them."
 VIEW_FORMAT = 1
 "The version of the files of a view, next to that of a store."
@@ -182,7 +182,7 @@ def load_view(folder: Path, shards: Sequence[Shard], instead: str) -> Examples |
     def build(arrays: dict[str, Any]) -> Examples:
         about = json.loads((folder / "about.json").read_text())
         for name, dtype in kept.items():
-            is_narrow = name in NARROW and arrays[name].dtype.kind == "u"
+            is_narrow = name in SMALLER and arrays[name].dtype.kind == "u"
             if (arrays[name].dtype != dtype and not is_narrow) or arrays[name].shape != arrays["lengths"].shape:
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}")
         return _examples(arrays, about, shards, folder.name)
@@ -227,7 +227,7 @@ def _write(
         for name, file in files.items():
             file.seek(0)
             _write_header(file, columns[name], number)
-    for name in NARROW if number else ():
+    for name in SMALLER if number else ():
         path = folder / f"{name}.npy"
         wide = np.load(path, mmap_mode="r")
         path.unlink()  # the map stays
