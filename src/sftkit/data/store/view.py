@@ -45,7 +45,7 @@ VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
 }
-"Arrays of a view: the columns of Examples, and of each document its shard and first token. SMALLER are written smaller."
+"Arrays of a view: columns of Examples, and of each document its shard and first token. SMALLER are written smaller."
 CHOSEN_BY: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("row", "turns"), np.dtype(np.int32)),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
