@@ -116,6 +116,21 @@ def test_a_store_holds_what_was_tokenized(tmp_path: Path) -> None:
     assert sum(shard.line["counts"]["answers"] for shard in found) == 2 * ROWS
 
 
+def test_no_column_is_made_of_a_negative_number_and_an_unsigned_array_which_newer_numpy_rejects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = made(tmp_path)
+    real = np.where
+
+    def strict(condition: Any, *both: Any) -> Any:
+        kinds = {np.asarray(one).dtype.kind for one in both if not isinstance(one, int)}
+        assert "u" not in kinds or all(one >= 0 for one in both if isinstance(one, int))
+        return real(condition, *both)
+
+    monkeypatch.setattr(shards.np, "where", strict)
+    assert all((shard.docs["told"] >= -1).all() for shard in found)
+
+
 def test_a_start_parses_the_manifest_once_whatever_the_number_of_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

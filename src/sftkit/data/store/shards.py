@@ -315,7 +315,7 @@ def _unpacked(packed: np.ndarray, kinds: np.ndarray, first: int) -> np.ndarray:
         docs["bytes"] = packed["bytes"]
         docs["content"] = packed["content"]
         docs["head"] = packed["head"].astype(np.uint64) << np.uint64(32)
-        entries = np.where(told < 0, 0, docs["answers"])
+        entries = np.where(told < 0, 0, docs["answers"]).astype(np.int64)  # unsigned numbers have no -1
         docs["told"] = np.where(told < 0, -1, np.cumsum(entries) - entries)
     return docs
 
