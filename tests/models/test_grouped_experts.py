@@ -142,7 +142,7 @@ def test_a_loaded_model_has_our_products_and_the_plain_model_those_of_transforme
     assert EXPERTS_IMPLEMENTATION not in (tmp_path / "saved" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_the_uninterrupted_one(
     tmp_path: Any, tokenizer: Any, family: str
 ) -> None:

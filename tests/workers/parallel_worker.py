@@ -52,7 +52,7 @@ from sftkit.evals.suite import validate
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.experts import compute_experts_here
 from sftkit.models.joined_adapters import join_layers
-from sftkit.models.structure import decoder
+from sftkit.models.structure import decoder, use_document_lengths
 from sftkit.models.trained import factors, freeze
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import build_optimizer
@@ -119,9 +119,10 @@ STEPS = 4
 
 
 def mixture(config: PretrainedConfig) -> PreTrainedModel:
-    """With the experts of a run."""
+    """With experts and positions as in a run."""
     model = small(config)
     compute_experts_here(model)
+    use_document_lengths(model)
     return model
 
 
