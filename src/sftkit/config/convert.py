@@ -12,7 +12,7 @@ from sftkit.config import keys, load, terminal
 from sftkit.config.yaml import KeyPath, RecipeLoader, dotted, render_yaml
 from sftkit.errors import ConfigError
 
-USAGE = """usage: sftkit convert FILE > recipe.yaml
+CONVERT_USAGE = """usage: sftkit convert FILE > recipe.yaml
        sftkit convert --keys
 
 Prints the recipe that a YAML file of TRL (trl sft --config), Axolotl or LLaMA-Factory stands for, with the origin of
@@ -365,7 +365,7 @@ def converted(path: Path) -> str:
         raise ConfigError(f"{path}: no mapping of keys")
     trainer = next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     if trainer is None:
-        raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}: {USAGE}")
+        raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}: {CONVERT_USAGE}")
     stage = given.get("stage", "sft")
     if stage not in ("sft", "pt") or given.get("rl") or given.get("reward_model") is True:
         raise ConfigError(f"{path}: {keys.instead_of('no_key', 'rl')}")
@@ -417,11 +417,11 @@ def key_tables() -> str:
 def print_recipe(words: Sequence[str]) -> None:
     """Print what the words of `sftkit convert` ask for. Exits with code 2 if they are wrong."""
     if words in (["-h"], ["--help"]):
-        terminal.print_text(USAGE)
+        terminal.print_text(CONVERT_USAGE)
     elif words == ["--keys"]:
         terminal.print_text(key_tables())
     elif len(words) != 1 or words[0].startswith("-"):
-        load.fail(USAGE)
+        load.fail(CONVERT_USAGE)
     else:
         try:
             text = converted(Path(words[0]))

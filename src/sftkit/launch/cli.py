@@ -30,7 +30,7 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
   validate RECIPE       does compiling pay, and change nothing?
   bench PLAN            measure the training step
   explain RECIPE        where the graph breaks, which module is to blame
-  convert FILE          a recipe from a YAML file of TRL, Axolotl, LLaMA-Factory
+  convert FILE          a recipe from YAML of TRL, Axolotl or LLaMA-Factory
   launch --slurm N ...  a Slurm script that trains a recipe on N machines
   patterns              a small model in every layout of processes
   dashboard ...         the wandb workspace of a project

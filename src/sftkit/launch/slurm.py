@@ -9,7 +9,7 @@ from sftkit.errors import ConfigError
 from sftkit.preflight.inputs import launch_rules
 from sftkit.runtime.launcher import signal_env
 
-USAGE = rf"""usage: sftkit launch --slurm N [--gpus G] {{{"|".join(tables.STAGE_SCRIPTS)}}} RECIPE [key=value ...]
+SLURM_USAGE = rf"""usage: sftkit launch --slurm N [--gpus G] {{{"|".join(tables.STAGE_SCRIPTS)}}} RECIPE [key=value ...]
 
 Prints a batch script for Slurm that trains RECIPE on N machines of G GPUs each (8; 0: a CPU process each):
   sftkit launch --slurm 2 sft recipes/qwen3_0_6b/sft.yaml run.dir=/shared/runs/sft \
@@ -109,17 +109,17 @@ def batch_script(stage: str, recipe: str, overrides: list[str], nodes: int, gpus
 def print_script(words: list[str]) -> None:
     """Print the script that the words of `sftkit launch` ask for. Exits with code 2 if they are wrong."""
     if words in (["-h"], ["--help"]):
-        terminal.print_text(USAGE)
+        terminal.print_text(SLURM_USAGE)
         return
     numbers = {"--gpus": 8}
     while words and words[0] in ("--slurm", "--gpus"):
         least = 0 if words[0] == "--gpus" else 1
         if len(words) < 2 or not words[1].isdecimal() or int(words[1]) < least:
-            load.fail(f"{words[0]}: how many? Take {least} or more\n\n{USAGE}")
+            load.fail(f"{words[0]}: how many? Take {least} or more\n\n{SLURM_USAGE}")
         numbers[words[0]] = int(words[1])
         words = words[2:]
     if "--slurm" not in numbers or len(words) < 2 or words[0] not in tables.STAGE_SCRIPTS or "=" in words[1]:
-        load.fail(USAGE)
+        load.fail(SLURM_USAGE)
     stage, recipe, *overrides = words
     try:
         text = batch_script(stage, recipe, overrides, numbers["--slurm"], numbers["--gpus"])
