@@ -77,7 +77,7 @@ def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_befo
 def test_a_script_rejects_the_recipe_of_another_stage(here: Path) -> None:
     assert problems("run.stage=sft") == problems() == []
     assert problems("run.stage=mid") == [
-        "run.stage: mid is trained by mid_train.py, not chat_sft.py: start that, or set sft"
+        "run.stage: mid is trained by mid_train.py, not chat_sft.py: start that, or set run.stage=sft"
     ]
 
 
