@@ -7,7 +7,7 @@
 # Several GPUs or data workers want shared memory: docker run --ipc=host
 FROM python:3.12-slim
 
-# torch.compile calls a compiler; make and git are what the README's commands need.
+# torch.compile calls a compiler; the README's commands call git and make.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential git \
     && rm -rf /var/lib/apt/lists/*

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 import sftkit
+from sftkit.config.commands import SHIPPED
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -76,3 +78,26 @@ def test_recipes_and_plans_name_files_of_the_package_that_are_there() -> None:
     }
     assert any(file.endswith("chatml.jinja") for _, file in named)
     assert {(path, file) for path, file in named if not (ROOT / file).exists()} == set()
+
+
+def test_the_image_copies_what_the_commands_need_and_runs_a_target() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert all((ROOT / name).exists() for name in copied)
+    assert {*SHIPPED, "src", "labs", "pyproject.toml", "constraints.txt", "Makefile"} <= {*copied}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name for name in copied if name != "src/sftkit/__init__.py"} == kept
+    assert set(re.findall(r"\bmake ([a-z]+)", "\n".join(lines))) | {"sft"} <= targets
+    assert 'CMD ["make", "sft"]' in lines
+
+
+def test_the_notebook_runs_targets_that_are_there() -> None:
+    notebook = json.loads((ROOT / "docs" / "first_look.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in notebook["cells"])
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {word for cell in cells for word in re.findall(r"make ([a-z]+)", cell)}
+    assert {"chat", "doctor"} <= called <= targets
+    assert "!make {STAGES}" in cells
+    assert set(re.findall(r'"([a-z]+)"', cells[0])) == {"smoke", "sft"} <= targets

@@ -74,6 +74,13 @@ def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_befo
     assert told.startswith('optim.lr_scale: "*.up_proj.*" matches no trained parameter')
 
 
+def test_a_script_rejects_the_recipe_of_another_stage(here: Path) -> None:
+    assert problems("run.stage=sft") == problems() == []
+    assert problems("run.stage=mid") == [
+        "run.stage: mid is trained by mid_train.py, not chat_sft.py: start that, or set run.stage=sft"
+    ]
+
+
 def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -> None:
     shapes = {f"model.layers.0.{name}.weight": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
     shapes |= {"model.norm.weight": [4], "lm_head.weight": [16, 4], "model.layers.0.input_layernorm.weight": [4]}

@@ -687,6 +687,27 @@ def test_a_base_run_finds_the_tokens_of_the_tokenizer_that_it_trains(
     assert len(list((tmp_path / "cache" / "stores").iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["base.yaml", "midsize.yaml"])
+def test_a_recipe_without_a_stage_is_not_guessed_by_its_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
+) -> None:
+    recipe = write_recipe(tmp_path, tokenizer, CHATS, run__stage=None).rename(tmp_path / name)
+    with pytest.raises(SystemExit) as refused:
+        inspect(monkeypatch, str(recipe))
+    assert refused.value.code == 2
+    assert re.search(
+        r"run\.stage: not set, .*Write stage: sft under run: .*or give --stage sft", capsys.readouterr().err
+    )
+    inspect(monkeypatch, str(recipe), "--stage", "sft", "--preview", "0", "--gpu", "h100")
+    out = capsys.readouterr().out
+    assert "stage     sft, as asked" in out
+    assert re.search(
+        r"^hours     about .* or more, for models of fewer than 300 million .* on one H100, an estimate", out, re.M
+    )
+    assert "of 79.2 GiB" in out
+    assert re.search(r"^time      .* tokens, \d+ of them targets$", out, re.M)
+
+
 def test_the_stage_asked_for_is_shown_whatever_the_recipe_is_called(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -140,11 +141,11 @@ def test_chat_answers_one_prompt_with_what_generate_gives(runs: Path) -> None:
     assert done.stdout.strip() == expected.strip()
 
 
-def test_chat_says_who_answers_and_what_it_has_learned(runs: Path) -> None:
+def test_chat_says_who_answers_and_whether_it_answered_questions_right(runs: Path) -> None:
     done = run("scripts/chat.py", str(runs / "sft"))  # at the end of its input
     assert (done.returncode, done.stdout) == (0, "")
     assert f"\n{runs}/sft/step-000003 answers: " in done.stderr
-    assert "The model was trained on small tasks, each in a few wordings." in done.stderr
+    assert re.search(r"answered none of \d+ held-out questions right|this checkpoint answered right", done.stderr)
 
 
 @pytest.mark.slow

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import preloaded
 import pytest
+from helpers import ROOT
 from wandb_file import Offline
 
 from sftkit.reports.values import applies
@@ -153,3 +158,20 @@ def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
     assert found.summed["summary"]["run/state"] == "preempted"
     assert found.summed["summary"]["run/signal"] == "SIGTERM"
     assert [record for record in found.records if record["type"] == "preempting"]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_dashboard_leaves_no_frame_of_a_spinner_on_a_terminal(tmp_path: Path) -> None:
+    """wandb and libraries draw spinners and bars where stderr is a terminal; a line of ours may come in between."""
+    screen, terminal = pty.openpty()
+    words = [sys.executable, *command(tmp_path, "eval.at_start=false")]
+    process = subprocess.Popen(words, cwd=ROOT, env=ENV, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal whose last process has closed it
+        while part := os.read(screen, 4096):
+            shown += part
+    text = shown.decode()
+    assert process.wait() == 0, text[-3000:]
+    assert "the run is kept on disk" in text
+    assert re.findall(r"\r(?!\r?\n)|\x1b\[[0-9;]*[A-HJKSTfsu]|[\u2800-\u28ff]", text) == []

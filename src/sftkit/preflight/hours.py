@@ -18,7 +18,7 @@ SMALLEST = 0.3e9
 "Parameters of the smallest model whose speed is known."
 FEWEST_POSITIONS = 8_192
 "Positions of the smallest micro-batch whose speed is known."
-NEAREST_CARD = "H100"
+FALLBACK_CARD = "H100"
 "Card whose results stand in for those of a card without any."
 
 
@@ -67,7 +67,7 @@ def hours_facts(
     flops = train_flops(orig_model, Work(tokens, targets, round(pairs * tokens / float(lengths.sum()))))
     # The longest name that the card's has in it, as H100 PCIe before H100.
     known: dict[str, Any] = speeds["mfu"]
-    measured_on = next((name for name in known if name in card.split()), NEAREST_CARD)
+    measured_on = next((name for name in known if name in card.split()), FALLBACK_CARD)
     counted = count_parameters(orig_model)
     parameters = counted.body + counted.head
     of_kind = known[measured_on]["adapter" if cfg.adapter else "full"]

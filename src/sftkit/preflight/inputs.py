@@ -155,7 +155,7 @@ def _stage(get: Get, stage: str | None) -> Iterator[Problem]:
         script = STAGE_SCRIPTS[named]
         yield (
             "run.stage",
-            f"{named} is trained by {script}, not {STAGE_SCRIPTS[stage]}: start that, or set {stage} here",
+            f"{named} is trained by {script}, not {STAGE_SCRIPTS[stage]}: start that, or set run.stage={stage}",
         )
 
 

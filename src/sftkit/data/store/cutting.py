@@ -19,7 +19,7 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import readers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
-from sftkit.data.store.view import COUNTS, NARROW, ROLE_COUNTS, CountBytes, Limits, StoredSource, size_text
+from sftkit.data.store.view import COUNTS, SMALLER, ROLE_COUNTS, CountBytes, Limits, StoredSource, size_text
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Finding
 from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
@@ -54,7 +54,7 @@ def write(
         for name, file in files.items():
             file.seek(0)
             _write_header(file, columns[name], number)
-    for name in NARROW if number else ():
+    for name in SMALLER if number else ():
         path = folder / f"{name}.npy"
         wide = np.load(path, mmap_mode="r")
         path.unlink()  # the map stays
