@@ -83,7 +83,7 @@ def test_losses_and_gradients_are_those_of_each_document_alone_in_plain_transfor
     sums.loss.backward()
     ours = gradients(model)
     plain = torch.zeros(())
-    for inputs, targets, _ in documents(batch):
+    for inputs, targets, *_ in documents(batch):
         logits = model.kind.plain_logits(model.orig_model, inputs)[0]
         plain = plain + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     plain.backward()

@@ -52,7 +52,7 @@ def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_al
     model(batch).loss.backward()
     found = {name: p.grad.clone() for name, p in model.orig_model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    for inputs, targets, _ in documents(batch):
+    for inputs, targets, *_ in documents(batch):
         logits = model.kind.plain_logits(model.orig_model, inputs)
         torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum").backward()
     exact = {name: p.grad for name, p in model.orig_model.named_parameters() if p.grad is not None}

@@ -1,10 +1,10 @@
-"""Rows of prefix trees by brute force, prefix by prefix: what the collation of trees is compared with, and what tests of
-their computation use."""
+"""Rows of prefix trees, token by token: what tests of their computation use."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,21 @@ import torch
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch
 from sftkit.data.types import Examples
 
-Prefix = tuple[int, ...]
+
+@dataclass
+class Node:
+    """A token after those of its ancestors."""
+
+    depth: int = -1
+    held: int = 0
+    "documents that go on behind it"
+    learned: Counter[int] = field(default_factory=Counter)
+    "by token: documents in which the token that follows is a target"
+    children: dict[int, Node] = field(default_factory=dict)
+
+    def size(self) -> int:
+        """Positions of the subtree."""
+        return bool(self.held and self.depth >= 0) + sum(child.size() for child in self.children.values())
 
 
 def branching(seed: int, vocab_size: int, shape: Sequence[Sequence[int]], target_share: float = 0.5) -> Examples:
@@ -44,22 +58,26 @@ def tree_batch(examples: Examples, rows: Sequence[Sequence[Sequence[int]]], row_
         column = 0
         for number, tree in enumerate(row):
             starts.append(r * row_length + column)
-            held: Counter[Prefix] = Counter()
-            learned: Counter[Prefix] = Counter()
+            root = Node()
             for document in tree:
-                tokens = tuple(examples[document].ids.tolist())
-                held.update(tokens[:n] for n in range(1, len(tokens)))
-                learned.update(tokens[: n + 1] for n in np.flatnonzero(examples[document].is_target).tolist())
-            # Preorder: a prefix, then all that begin with it.
-            first = {prefix: i for i, prefix in enumerate(held)}
-            order = sorted(held, key=lambda prefix: [first[prefix[:n]] for n in range(1, len(prefix) + 1)])
-            for k, prefix in enumerate(order):
-                at = (r, column + k)
-                ids[at], depths[at], doc_ids[at], documents[at] = prefix[-1], len(prefix) - 1, number, held[prefix]
-                ends[at] = column + k + sum(other[: len(prefix)] == prefix for other in order)
-                own = [(p[-1], weight) for p, weight in learned.items() if p[:-1] == prefix and weight]
-                edges += [(r * row_length + column + k, token, weight) for token, weight in own]
-            column += len(order)
+                tokens, is_target = examples.gather([document])
+                node = root
+                for i, token in enumerate(tokens.tolist()):
+                    node.held += 1
+                    node.learned[token] += bool(is_target[i])
+                    node = node.children.setdefault(token, Node(depth=i))
+            # Preorder; a token behind which no document goes on is only a target.
+            waiting = [*root.children.items()][::-1]
+            while waiting:
+                token, node = waiting.pop()
+                if not node.held:
+                    continue
+                at = (r, column)
+                ids[at], depths[at], doc_ids[at], documents[at] = token, node.depth, number, node.held
+                ends[at] = column + node.size()
+                edges += [(r * row_length + column, token, n) for token, n in node.learned.items() if n]
+                waiting += [*node.children.items()][::-1]
+                column += 1
         if column < row_length:
             starts.append(r * row_length + column)
     positions, targets, weights = (list(one) for one in zip(*edges, strict=True))

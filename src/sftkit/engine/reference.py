@@ -8,6 +8,7 @@ exactness and `make validate` compare the other engines with it. It is slow: a p
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.tables import DEFAULT
-from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
+from sftkit.data.batches.collate import IGNORE, Batch, documents
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
@@ -47,6 +48,10 @@ class PlainDocument(NamedTuple):
     "positions of the document, without padding"
     source: int = 0
     "number of its source"
+    weights: Tensor | None = None
+    "[N L], of a tree: factor of each target; None: 1"
+    counted: Tensor | None = None
+    "[N L], of a tree: how often routers count each position; None: once"
 
 
 class Computes(Protocol):
@@ -101,12 +106,10 @@ def in_one_pass(found: Iterable[PlainDocument]) -> PlainDocument:
 def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]]:
     """Yield the documents of a batch, for an engine that learns from it; those of a row together only where the
     objective needs that."""
-    if _balanced(model) is not None:
-        for row in single_rows(batch):
-            yield [PlainDocument(inputs, targets, len(targets), source) for inputs, targets, source in documents(row)]
-        return
-    for inputs, targets, source in documents(batch):
-        yield [PlainDocument(inputs, targets, len(targets), source)]
+    together = _balanced(model) is not None
+    for _, found in groupby(documents(batch), key=lambda one: one.row):
+        row = [PlainDocument(d.inputs, d.targets, len(d.columns), d.source, d.weights, d.counted) for d in found]
+        yield from [row] if together else ([one] for one in row)
 
 
 def _balanced(model: Computes) -> Balanced | None:
@@ -127,7 +130,8 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iter
     for row in rows:
         found: Iterable[Sums] = ()
         if objective is None:
-            found = (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
+            sums_of_logits = model.objective.sums_of_logits
+            found = (sums_of_logits(plain_logits(model, one), one.targets, one.weights) for one in row)
         elif row:  # else it is padding
             found = _of_row(model, objective, row)
         for one, sums in zip(row, found, strict=True):
@@ -153,9 +157,8 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) 
 
     def passed(document: PlainDocument) -> tuple[Sums, Tensor, Tensor]:
         """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
-        targets = document.targets
-        routing.begin(torch.arange(len(targets), device=targets.device)[None] < document.length)
-        sums = objective.sums_of_logits(plain_logits(model, document), targets)
+        routing.begin(_counted(document)[None])
+        sums = objective.sums_of_logits(plain_logits(model, document), document.targets, document.weights)
         chosen, probability = routing.taken()
         assert probability is not None
         return sums, chosen, probability
@@ -163,11 +166,23 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) 
     with torch.no_grad():
         counted = [passed(document)[1] for document in row]
     # The second pass, with gradients: each document adds its own probabilities to the counts of the whole row.
-    tokens = torch.tensor([sum(one.length for one in row)], device=row[0].targets.device)
-    learned = torch.stack([(one.targets != IGNORE).sum() for one in row]).sum()[None]
+    tokens = torch.stack([_counted(one).sum() for one in row]).sum()[None]
+    learned = torch.stack([_learned(one) for one in row]).sum()[None]
     for document in row:
         sums, _, probability = passed(document)
         yield objective.added(sums, routing.loss_of_rows(torch.stack(counted).sum(0), probability, tokens, learned))
+
+
+def _counted(document: PlainDocument) -> Tensor:
+    """Return how often routers count each position of a document, [L]."""
+    if document.counted is not None:
+        return document.counted
+    return torch.arange(len(document.targets), device=document.targets.device) < document.length
+
+
+def _learned(document: PlainDocument) -> Tensor:
+    """Return the number of a document's targets, 0-d, each times its weight."""
+    return (document.targets != IGNORE).sum() if document.weights is None else document.weights.sum()
 
 
 class Reference:
@@ -301,15 +316,15 @@ class DocumentsAlone:
         handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
         try:
             with plain_attention(model.orig_model):
-                for inputs, *_ in documents(batch):
-                    model.kind.plain_logits(model.orig_model, inputs)
+                found = list(documents(batch))
+                for document in found:
+                    model.kind.plain_logits(model.orig_model, document.inputs)
         finally:
             handle.remove()
-        numbers = [(row, number) for row, ids in enumerate(batch.doc_ids) for number in ids.unique() if number >= 0]
-        found = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
-        for (row, number), hidden in zip(numbers, taken, strict=True):
-            found[row, batch.doc_ids[row] == number] = hidden
-        return found
+        states = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
+        for document, hidden in zip(found, taken, strict=True):
+            states[document.row, document.columns] = hidden
+        return states
 
 
 class PlainAdamW(adamw.FusedAdamW):

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.pack import TREE, Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash, flex, tensors
 from sftkit.ops.flex import Scores, bidirectional_attention
@@ -492,7 +492,7 @@ def choose_backend(
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
     given = {"compiled": compiled, "in_chunks": rt.topology.context > 1}
-    if layout.kind == TREE and attention_chunk(orig_model.config):
+    if layout.kind == "tree" and attention_chunk(orig_model.config):
         raise ConfigError(
             f"{type(orig_model).__name__} attends within chunks of a document, which rows of trees do not support: set "
             "data.layout=packed"
@@ -555,7 +555,7 @@ def unsupported_reason(
         return "has no relative positions, which this model adds to the scores"
     if not spec.sinks and has_sinks(orig_model):
         return "has no attention sinks, which this model has"
-    if layout.kind == TREE and not spec.trees:
+    if layout.kind == "tree" and not spec.trees:
         return "has no rows of trees"
     if in_chunks and not spec.in_chunks:
         return "attends within whole rows, and context parallelism cuts them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -191,30 +191,84 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
     return found
 
 
-def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, int]]:
-    """Yield (inputs, targets, number of its source) of each document of a batch. Inputs are the model's [1, L] without
-    positions, which begin at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the
-    document to a multiple of `multiple`, with token 0, which is not a target."""
+class RowDocument(NamedTuple):
+    """A document of a batch."""
+
+    inputs: dict[str, torch.Tensor]
+    """of the model, [1, L] without positions, which begin at 0 as for a text alone, and of the encoder [1, ...]; L is
+    padded behind the document with token 0"""
+    targets: torch.Tensor
+    "int64 [L], IGNORE where nothing is learned"
+    source: int
+    "number of its source"
+    row: int
+    columns: torch.Tensor
+    "int64, where it lies in its row, without padding"
+    weights: torch.Tensor | None = None
+    "tree: fp32 [L], number of documents with the target; else None"
+    counted: torch.Tensor | None = None
+    "tree: int32 [L], number of documents with the position, 0 if an earlier one of the tree has it; else None"
+
+
+def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
+    """Yield the documents of a batch, padded to a multiple of `multiple` positions. Those of trees are the paths from
+    the root to each leaf; an edge that several of them share is a target of the first, with the weight of all."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
+    if batch.tree_ends is not None:
+        yield from _paths(batch, multiple)
+        return
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
             if number < 0:  # padding
                 continue
-            own = ids == number
-            padding = (0, -int(own.sum()) % multiple)
-            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, own], padding)[None]}
+            columns = (ids == number).nonzero().flatten()
+            padding = (0, -len(columns) % multiple)
+            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, columns], padding)[None]}
             for name, value in encoded.items():
                 inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE), int(batch.sources[row, own][0])
+            targets = pad(batch.targets[row, columns], padding, value=IGNORE)
+            yield RowDocument(inputs, targets, int(batch.sources[row, columns[0]]), row, columns)
 
 
-def single_rows(batch: Batch) -> Iterator[Batch]:
-    """Yield each row of a batch of a causal model as a batch that `documents` can take apart."""
-    for row in range(len(batch.doc_ids)):
-        own = slice(row, row + 1)
-        inputs = {name: value[own] for name, value in batch.inputs.items()}
-        found = replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
-        yield replace(found, sources=batch.sources[own])
+def _paths(batch: Batch, multiple: int) -> Iterator[RowDocument]:
+    """Yield the documents of trees, see `documents`."""
+    assert batch.tree_ends is not None
+    assert batch.tree_documents is not None
+    assert batch.edge_targets is not None
+    assert batch.edge_weights is not None
+    row_length = batch.doc_ids.shape[1]
+    # Edges that no document has had yet, by position: target -> weight.
+    left: dict[int, dict[int, float]] = {}
+    edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
+    for position, target, weight in zip(*edges, strict=True):
+        if target != IGNORE:
+            of_position = left.setdefault(position, {})
+            of_position[target] = of_position.get(target, 0.0) + weight
+    for row, (ends, ids) in enumerate(zip(batch.tree_ends, batch.inputs["input_ids"], strict=True)):
+        tokens = ids.tolist()
+        fresh = batch.tree_documents[row].clone()
+        used = int((batch.doc_ids[row] >= 0).sum())
+        of_row = [left.get(row * row_length + column, {}) for column in range(used)]
+        leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
+        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
+        for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
+            if leaf not in leaves and not of_row[leaf]:
+                continue
+            columns = (ends[: leaf + 1] > leaf).nonzero().flatten()
+            follow = [*(tokens[column] for column in columns.tolist()[1:]), next(iter(of_row[leaf]), IGNORE)]
+            weights = [of_row[column].pop(token, 0.0) for column, token in zip(columns.tolist(), follow, strict=True)]
+            targets = [token if weight else IGNORE for token, weight in zip(follow, weights, strict=True)]
+            padding = (0, -len(columns) % multiple)
+            yield RowDocument(
+                {"input_ids": pad(ids[columns], padding)[None]},
+                pad(torch.tensor(targets, device=ids.device), padding, value=IGNORE),
+                int(batch.sources[row, columns[0]]),
+                row,
+                columns,
+                pad(torch.tensor(weights, device=ids.device), padding),
+                pad(fresh[columns], padding),
+            )
+            fresh[columns] = 0
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:

@@ -57,8 +57,6 @@ def _positions(documents: np.ndarray, row_length: np.integer, rows_in_batch: Cal
     return -(-documents // rows) * rows * int(row_length)
 
 
-TREE = "tree"
-"Kind of a layout whose rows hold the documents of a conversation as one prefix tree."
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 _SAMPLE = 100_000  # documents packed on trial, 0.07 s
 NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe sets the number
