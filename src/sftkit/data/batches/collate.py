@@ -27,6 +27,10 @@ class Batch:
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
     ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
     ("chunks:" below, see epoch.RowShard); else C = T.
+
+    Rows of trees ("tree:" below) hold the documents of a conversation as one prefix tree in preorder: a position that
+    several documents share is there once, and sees its ancestors. Position k may have several children, so targets
+    belong to edges, `edge_targets`, and `targets` is IGNORE everywhere.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -36,19 +40,21 @@ class Batch:
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
-    "int32 [B, T], number of the document within its row, -1 for padding"
+    "int32 [B, T], number of the document within its row, tree: of the tree, -1 for padding"
     sources: torch.Tensor
     "int16 [B, C], number of the document's source, 0 for padding"
     cu_seqlens: torch.Tensor
-    "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
+    """int32 [D + 1], where documents start in the B * T positions, tree: where trees do, padding being documents too;
+    B * T in unused slots"""
     target_index: torch.Tensor
-    "int64 [P], unique positions among the local B * C: first those with a target, ascending, then others as filler"
+    """int64 [P], unique positions among the local B * C: first those with a target, ascending, then others as filler.
+    tree: of each edge with a target the position of its parent, ascending, so positions may repeat, then filler"""
     max_doc_length: int
     "upper bound of a document's length; the same in every batch of a run"
     num_tokens: int
-    "positions of the whole rows that hold a document, not padding"
+    "positions of the whole rows that hold a document, not padding; tree: one that documents share counts once"
     num_targets: int
-    "local targets: summed over the parts they are the targets of the rows"
+    "local targets: summed over the parts they are the targets of the rows; tree: the sum of edge_weights"
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
@@ -62,6 +68,17 @@ class Batch:
     "number of targets of each share"
     noise: tuple[int, float] | None = None
     "in training steps with train.neftune_alpha: seed of the noise on the embeddings, and alpha; else None"
+    tree_ends: torch.Tensor | None = None
+    """tree: int32 [B, T], column behind each position's subtree: query q sees key k iff k <= q < tree_ends[k]; padding
+    is chains of at most max_doc_length. Else None"""
+    tree_documents: torch.Tensor | None = None
+    "tree: int32 [B, T], number of documents that hold the position, 0 for padding; else None"
+    edge_targets: torch.Tensor | None = None
+    "tree: int64 [P], target of each edge of target_index, IGNORE for filler; else None"
+    edge_weights: torch.Tensor | None = None
+    "tree: fp32 [P], number of documents in which the edge is a target, 0 for filler; else None"
+    num_expanded: int = 0
+    "tree: positions of all documents by themselves, the sum of tree_documents; else 0"
 
     @property
     def shape(self) -> tuple[int, int]:
