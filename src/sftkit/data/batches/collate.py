@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -111,12 +111,20 @@ def collate(
     shape: pack.BatchShape,
     pad_id: int = 0,
     shard: epoch.RowShard = epoch.FULL_ROW,
+    trees: Sequence[int] | None = None,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
     Args:
         shard: what of the rows this process computes; the row length is a multiple of `shard.multiple`.
+        trees: rows of trees: number of documents of each, row after row; None: documents of a row that follow one
+            another and begin with the same token are a tree.
     """
+    if shape.tree:
+        from sftkit.data.batches.tree import collate_trees  # few runs have rows of trees
+
+        assert shard.kind == "full", "rejected with the recipe"
+        return collate_trees(examples, rows, shape, pad_id, trees)
     # For each of the M documents: its row, its positions, and its start in the B * T positions.
     row_length = shape.row_length
     max_doc_length = shape.max_doc_length
@@ -164,7 +172,7 @@ def collate(
         torch.from_numpy(targets.reshape(size)),
         torch.from_numpy(doc_ids.reshape(size)),
         torch.from_numpy(sources.reshape(size)),
-        torch.from_numpy(_cu_seqlens(starts, used, shape)),
+        torch.from_numpy(cu_seqlens_of(starts, used, shape)),
         torch.from_numpy(_target_index(has_target)),
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
@@ -337,7 +345,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     return np.pad(np.cumsum(sizes), (1, slots - len(sizes)), constant_values=(0, sizes.sum())).astype(np.int32)
 
 
-def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: pack.BatchShape) -> np.ndarray:
+def cu_seqlens_of(starts: np.ndarray, used: np.ndarray, shape: pack.BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
     row_length = shape.row_length
     max_docs = shape.max_docs
@@ -376,4 +384,4 @@ def warm_up_batch(
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     recipe = tuple(map(tuple, np.arange(len(sizes)).reshape(rows, len(row)).tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
-    return collate(examples, recipe, shape, shard=shard)
+    return collate(examples, recipe, shape, shard=shard, trees=[1] * len(sizes))
