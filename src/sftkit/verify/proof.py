@@ -143,7 +143,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     model, orig_model, training = engine.model, engine.model.orig_model, engine.training
     layout, dtype = training.layout, orig_model.dtype
     allowed = limits(dtype, len(decoder_blocks(orig_model)), fp8=engine.setup.fp8)
-    eager = eager_backend(model.backend, orig_model)
+    eager = eager_backend(model.backend, orig_model, trees=layout.kind == "tree")
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
     # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
