@@ -1,46 +1,34 @@
 """Rows of prefix trees have the losses and gradients of their documents, each alone through transformers."""
 
+import json
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, tiny, tiny_llama
-from made_trees import branching, tree_batch
+from helpers import VOCAB_SIZE, cpu_runtime, tiny, tiny_llama, torchrun
+from made_trees import EXAMPLES, ROWS, tree_batch
 from torch import Tensor
-from transformers import Gemma3TextConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, PreTrainedModel, Qwen3Config
+from tree_worker import TOPOLOGIES, experts, learned_by_engine
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.engine.reference import documents_of, plain_sums, rows_of_batch
+from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
 from sftkit.objectives.objective import ModelWithLoss, NextToken, Sums, Totals
+from sftkit.ops import attention, flex
 from sftkit.ops.attention import plain_attention
 
 LOSS = LossConfig(z_loss=1e-3, label_smoothing=0.1, token_metrics=True, chunk_tokens=64)
-SHAPE = [(0, 20), (12, 9), (5, 20), (25, 1), (18, 8)]
-"One tree: what each document shares with the one before it, and its own tokens."
-EXAMPLES = branching(0, VOCAB_SIZE, [*SHAPE, (0, 6), (4, 3), *SHAPE])
-MICRO_BATCHES: list[list[list[range]]] = [[[range(5), range(5, 7)], []], [[range(7, 10)], [range(10, 12)]]]
-"Trees of documents in the rows of two micro-batches; the documents of the last two rows make one tree in the data."
-
-
-def experts() -> PreTrainedModel:
-    fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
-    model = tiny(Qwen3MoeConfig, **fields)
-    model.set_experts_implementation("batched_mm")
-    for name, p in model.named_parameters():
-        if name.endswith("gate.weight"):
-            torch.nn.init.normal_(p, std=0.5)
-    return model
-
-
 MODELS = {
     "llama": tiny_llama,
     "qwen3": lambda: tiny(Qwen3Config),
     "gemma3": lambda: tiny(Gemma3TextConfig, num_hidden_layers=3, sliding_window=8, sliding_window_pattern=2),
-    "qwen3_moe": experts,
+    "qwen3_moe": lambda: experts().train(),
 }
 
 
@@ -71,7 +59,8 @@ def learned(model: ModelWithLoss, found: Iterable[Sums]) -> tuple[Totals, dict[s
 
 
 def batches() -> list[Batch]:
-    return [tree_batch(EXAMPLES, rows, 96) for rows in MICRO_BATCHES]
+    """Two micro-batches of two rows."""
+    return [tree_batch(EXAMPLES, rows, 96) for rows in (ROWS[:2], ROWS[2:])]
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -90,7 +79,7 @@ def test_sums_and_gradients_are_those_of_the_documents_alone(name: str, dtype: t
     routing = routing_of(orig_model, 0.5 if name == "qwen3_moe" else None)
     model = ModelWithLoss(orig_model, "reference", NextToken(LOSS), routing)
     ours, gradients = learned(model, (model(batch) for batch in batches()))
-    recipe = [tuple(chain.from_iterable(row)) for rows in MICRO_BATCHES for row in rows]
+    recipe = [tuple(chain.from_iterable(row)) for row in ROWS]
     with plain_attention(orig_model):
         alone = plain_sums(model, documents_of(EXAMPLES, recipe, torch.device("cpu")))
         theirs, wanted = learned(model, alone)
@@ -128,3 +117,32 @@ def test_other_tokens_in_a_branch_change_its_descendants_alone() -> None:
             assert changed[0, first:past].all()
             assert not changed[0, past:].any()
             assert not changed[1].any()
+
+
+def test_an_engine_checks_itself_and_compiles_one_graph_for_all_trees(tmp_path: Path) -> None:
+    with cpu_runtime() as rt:
+        found = learned_by_engine(rt, tmp_path)
+    assert found["difference"] < 2e-6
+    assert found["recompiles"] == 0
+    assert found["checks"]["Same gradients as the plain model"]
+    assert found["checks"]["Documents in a row do not see each other"]
+    assert False not in found["checks"].values()
+
+
+def test_the_checks_find_branches_that_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_of_trees(batch: Batch) -> Tensor:
+        return flex.document_ends(batch.cu_seqlens, *batch.doc_ids.shape)
+
+    monkeypatch.setattr(attention, "_ends", ends_of_trees)
+    with cpu_runtime() as rt, pytest.raises(ConfigError, match="logits"):
+        learned_by_engine(rt, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_two_ranks_have_the_gradients_of_the_documents(name: str, tmp_path: Path) -> None:
+    torchrun(2, "tree_worker.py", str(tmp_path / "found.json"), name, timeout=600)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["difference"] < 2e-6
+    assert found["checks"]["Same gradients as the plain model"]
+    assert False not in found["checks"].values()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from made_trees import branching, tree_batch
 from test_attention import DOCUMENTS, inputs, make_batch, relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sftkit.data.batches.collate import Batch
 from sftkit.ops.attention import attend, document_boundaries
@@ -71,6 +72,23 @@ def test_backends_with_trees_equal_a_loop_over_queries(window: int | None, softc
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_one_graph_of_flex_serves_all_trees_and_packed_rows(window: int | None) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(attend, fullgraph=True, dynamic=False, backend=counter)
+    other = tree_batch(branching(9, 1000, [(0, 100), (10, 30)]), [[range(2)], []], 160)
+    query, key, value, _ = inputs(2, 4, 2, 16, "cpu", 160)
+    for batch in (trees(), other, make_batch([[50, 100], [17, 130]], 160)):
+        both = []
+        for backend, attended in (("flex", call), ("reference", attend)):
+            documents = document_boundaries(batch, backend)
+            given = {"documents": documents, "sliding_window": window}
+            with torch.no_grad():
+                both.append(attended(torch.nn.Module(), query, key, value, None, **given)[0])
+        torch.testing.assert_close(*both, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 1
+
+
 def all_ends() -> list[torch.Tensor]:
     """Ends of packed documents and of trees, in rows of whole blocks."""
     batches = [make_batch(rows) for rows in DOCUMENTS.values()]
@@ -115,8 +133,6 @@ def test_the_ends_of_packed_documents_are_where_the_next_one_starts() -> None:
 @pytest.mark.own_process
 @pytest.mark.parametrize("window", [None, 20])
 def test_compiled_flex_has_one_graph_and_the_exact_gradients_for_all_trees(window: int | None) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     counter = CompileCounterWithBackend("inductor")
     call = torch.compile(attend, fullgraph=True, dynamic=False, backend=counter)
     packed = make_batch([[50, 100], [17, 130]], 160)

@@ -34,3 +34,10 @@ def tree_batch(examples: Examples, rows: Sequence[Sequence[Sequence[int]]], row_
     trees = [len(tree) for row in rows for tree in row]
     shape = BatchShape(row_length, max_docs=len(trees) + len(rows), max_doc_length=row_length, tree=True)
     return collate(examples, recipe, shape, trees=trees)
+
+
+SHAPE = [(0, 20), (12, 9), (5, 20), (25, 1), (18, 8)]
+"One tree: what each document shares with the one before it, and its own tokens."
+EXAMPLES = branching(0, 64, [*SHAPE, (0, 6), (4, 3), *SHAPE])
+ROWS: list[list[range]] = [[range(5), range(5, 7)], [], [range(7, 10)], [range(10, 12)]]
+"Trees of these documents in rows of 96; those of the last two rows are one tree in the data."

@@ -91,7 +91,7 @@ def document_boundaries(
     assert not trees or BACKENDS[backend].trees, f"attention backend {backend} has no rows of trees"
     if chunk is not None and chunk < batch.max_doc_length:
         assert group is None, "structure.check_rope rejects chunks of documents in chunks of rows"
-        assert not trees, "choose_backend rejects chunks of documents in rows of trees"
+        assert not trees, "structure.check_trees rejects chunks of documents in rows of trees"
         pieces = document_boundaries(_cut(batch, chunk), backend)
     found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens, "pieces": pieces}
     return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))
@@ -492,11 +492,6 @@ def choose_backend(
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
     given = {"compiled": compiled, "in_chunks": rt.topology.context > 1}
-    if layout.kind == "tree" and attention_chunk(orig_model.config):
-        raise ConfigError(
-            f"{type(orig_model).__name__} attends within chunks of a document, which rows of trees do not support: set "
-            "data.layout=packed"
-        )
     if named == "auto":
         choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, **given)))
     else:

@@ -319,6 +319,10 @@ def make_engine(
         planned: function called before the model is moved or compiled, with the memory plan of an engine that
             makes one.
     """
+    if training.layout.kind == "tree":
+        from sftkit.models.structure import check_trees
+
+        check_trees(training.orig_model)
     if cfg.train.engine == "reference":
         from sftkit.engine.reference import Reference
 
