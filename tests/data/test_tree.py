@@ -71,7 +71,7 @@ def test_a_row_of_trees_has_each_document_as_a_path_and_each_target_as_an_edge(s
     rng = np.random.default_rng(seed)
     examples = conversations(rng, groups=12)
     trees = trees_of(examples, settings(), row_length=64)
-    rows, sizes = trees.in_rows([tuple(range(0, 5)), (), tuple(range(5, len(trees)))])
+    rows, sizes = trees.in_rows([tuple(range(5)), (), tuple(range(5, len(trees)))])
     length = 8 + max(int(trees.lengths[:5].sum()), int(trees.lengths[5:].sum()))
     batch = collate(examples, rows, BatchShape(length, 99, 32, tree=True), pad_id=2, trees=sizes)
     assert batch.tree_documents is not None
@@ -81,7 +81,7 @@ def test_a_row_of_trees_has_each_document_as_a_path_and_each_target_as_an_edge(s
     for row, docs in enumerate(rows):
         visible = paths(batch, row)
         column = 0
-        for tree in range(len((range(0, 5), (), range(5, len(trees)))[row])):
+        for tree in range(len((range(5), (), range(5, len(trees)))[row])):
             own = [examples[i] for i in docs[: sizes[number]]]
             docs = docs[sizes[number] :]
             expected = beginnings([one.ids.tolist() for one in own])

@@ -508,13 +508,24 @@ def start_rules(stage: str) -> list[Rule | OfLaunch]:
     return [*input_rules(stage), *launch_rules(here=True)]
 
 
-def launch_rules(*, here: bool = False) -> list[OfLaunch]:
-    """Return rules for the processes of a launch.
+def launch_rules(*, here: bool = False) -> list[Rule | OfLaunch]:
+    """Return rules for the processes of a launch, and for rows of trees with the model.
 
     Args:
         here: they are on this machine, whose GPU counts if the launcher names no device.
     """
-    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
+    return [_trees, OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
+
+
+def _trees(get: Get) -> Iterator[Problem]:
+    if get("data.layout") != "tree":
+        return
+    fields = _text_config(get)
+    model_type = fields.get("model_type")
+    kinds = {*(fields.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    if kinds or fields.get("attention_chunk_size") or fields.get("mamba_d_conv"):
+        named = ", ".join(sorted(kinds)) or "layers that are not only attention over all positions or a window"
+        yield "data.layout", f"tree does not go with {model_type}, which has {named}: take packed"
 
 
 def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:

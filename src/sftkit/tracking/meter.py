@@ -266,7 +266,7 @@ class Meter:
     def _reset(self) -> None:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
-        self._own_divisor = self._divisor = self._skipped_divisor = 0
+        self._shared = self._own_divisor = self._divisor = self._skipped_divisor = 0
         self._learned = np.zeros(len(self._examples.source_names), np.int64)
         "targets of each source in the steps that were not skipped"
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
@@ -282,7 +282,8 @@ class Meter:
     @property
     def progress(self) -> Progress:
         """Return the progress since the start of the run, this window included."""
-        return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
+        counts = self._tokens, self._targets, self._pairs, self._seconds(), self._encoded, self._shared
+        return self._before.plus(*counts)
 
     def axes(self, progress: Progress | None = None) -> dict[str, float | None]:
         """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation.
@@ -321,8 +322,13 @@ class Meter:
         self._positions += step_batches.num_positions
         # (query, key) pairs that the layers' windows allow, summed over layers; 0 where those are unknown.
         lengths = np.asarray(step_batches.document_lengths, np.int64)
+        shared = np.asarray(
+            step_batches.document_shared, np.int64
+        )  # in trees, whose shared positions are computed once
+        self._shared += int(shared.sum())
         for (window, chunked), count in (self._windows or {}).items():
-            self._pairs += count * int(epoch.causal_pairs(lengths, window, chunked=chunked).sum())
+            pairs = (int(epoch.causal_pairs(some, window, chunked=chunked).sum()) for some in (lengths, shared))
+            self._pairs += count * (next(pairs) - next(pairs))
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
@@ -347,10 +353,12 @@ class Meter:
         self.planned_targets += self._divisor
         # Add the window to the totals of the run.
         seconds = self._seconds()
-        self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
+        counts = self._tokens, self._targets, self._pairs, seconds, self._encoded, self._shared
+        self._before = self._before.plus(*counts)
         self.total_step_seconds += seconds
         # Rates: None where the model's FLOPs or the GPU's peak are unknown.
-        work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
+        computed = self._tokens - self._shared
+        work = Work(computed, self._targets, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
@@ -368,6 +376,11 @@ class Meter:
                 of_sources[f"data/target_share/{name}"] = targets / learned
                 of_sources[f"train/{name}/loss"] = of_sums[key] / targets if targets else None
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
+        trees = {
+            "perf/unique_tok_per_sec": computed / seconds,
+            "perf/unique_tok_per_sec_per_gpu": computed / seconds / self._rt.world_size,
+            "data/tree_factor": self._tokens / max(computed, 1),
+        }
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
             "train/grad_norm": norm if math.isfinite(norm := float(self._grad_norm)) else None,
@@ -382,8 +395,9 @@ class Meter:
             "perf/host_syncs": self.syncs.num_syncs,
             "mem/peak_gib": max(peaks),
             **memory_counters(self._rt.device),
-            "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
+            "data/padding_pct": 100.0 * (1.0 - computed / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
+            **(trees if self.shapes.layout.kind == "tree" else {}),
             **(encoded if self._encoder_positions else {}),
             **(of_sources if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),

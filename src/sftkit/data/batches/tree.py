@@ -1,9 +1,9 @@
 """Rows of prefix trees: which documents form a tree, and how trees lie in rows.
 
-The documents of a conversation (`data.split_turns`, paths of a tree of answers, branches of an agent's log) begin alike.
-A tree has each position that they share once: the positions of a tree are the different beginnings of its documents,
-the last token of a document left out unless another document continues through it. They lie in preorder, so all
-ancestors of a position come before it, and its subtree is one interval of columns.
+The documents of a conversation (`data.split_turns`, paths of a tree of answers, branches of an agent's log) begin
+alike, and a tree has each position that they share once. Its positions are the different beginnings of its documents,
+without the last token of a document unless another one continues through it. They lie in preorder, so all ancestors of
+a position come before it, and its subtree is one interval of columns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sftkit.config.schema import DataConfig
 from sftkit.data.batches import pack
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, cu_seqlens_of
 from sftkit.data.types import Examples
+from sftkit.runtime.script import counted
 
 WORTH_IT = 1.15
 "Positions of the documents over those of their trees, below which rows of trees would change nothing that matters."
@@ -56,7 +57,7 @@ class Trees:
         """Return the places in `documents` of all documents of these trees, tree after tree, int64."""
         sizes = self.first[trees + 1] - self.first[trees]
         ends = np.cumsum(sizes)
-        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(self.first[trees] - (ends - sizes), sizes)
+        return np.asarray(np.arange(sizes.sum()) + np.repeat(self.first[trees] - (ends - sizes), sizes))
 
     def in_rows(self, rows: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
         """Return rows of documents for rows of trees, and the number of documents of each tree, row after row."""
@@ -64,9 +65,23 @@ class Trees:
         trees = np.fromiter(chain.from_iterable(rows), np.int64)
         return documents, (self.first[trees + 1] - self.first[trees]).tolist()
 
-    def positions_of_sources(self) -> list[int]:
-        """Return the positions of the trees of each source."""
-        return np.bincount(self.source, self.lengths, len(self.source_names)).astype(np.int64).tolist()
+    @property
+    def expanded(self) -> np.ndarray:
+        """Return the positions of the documents of each tree by themselves, int64 [G]."""
+        saved = np.add.reduceat(self.shared, self.first[:-1], dtype=np.int64)
+        return np.asarray(self.lengths + saved)
+
+    def describe(self) -> str:
+        """Return in a sentence what the trees save."""
+        positions = int(self.lengths.sum())
+        expanded = int(self.expanded.sum())
+        text = f"trees: {counted(len(self), 'tree')} of {counted(len(self.documents), 'document')}, {positions:,} "
+        text += f"positions for {expanded:,} (factor {expanded / positions:.2f})"
+        if self.cut:
+            text += f"; {self.cut:,} of them begin inside a tree that is longer than a row (data.row_length)"
+        if expanded < WORTH_IT * positions:
+            text += "; the documents share too little for it to matter: data.layout=packed does the same"
+        return text
 
 
 def trees_of(examples: Examples, data: DataConfig, row_length: int) -> Trees:
@@ -117,9 +132,7 @@ def _group_begins(examples: Examples, data: DataConfig) -> np.ndarray:
     return begins
 
 
-def _groups(
-    examples: Examples, firsts: np.ndarray, lasts: np.ndarray
-) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+def _groups(examples: Examples, firsts: np.ndarray, lasts: np.ndarray) -> Iterator[tuple[int, int, list[np.ndarray]]]:
     """Yield (first document, one past the last, ids of each) of groups, read several at a time."""
     ends = np.concatenate([[0], np.cumsum(examples.lengths, dtype=np.int64)])
     tokens = np.cumsum(ends[lasts] - ends[firsts])
@@ -285,23 +298,23 @@ def collate_trees(
     edges, weights = np.unique(np.concatenate(parents) << 32 | np.concatenate(tokens), return_counts=True)
     filler = np.arange(-len(edges) % TARGET_MULTIPLE if len(edges) else TARGET_MULTIPLE) % total
     no_target = np.full(len(filler), IGNORE)
-    size = (len(rows), row_length)
+    grid = (len(rows), row_length)
     starts_of_rows = np.arange(0, total, row_length)[:, None]
     return Batch(
         {
-            "input_ids": torch.from_numpy(input_ids.reshape(size)),
-            "position_ids": torch.from_numpy(depths.reshape(size)),
+            "input_ids": torch.from_numpy(input_ids.reshape(grid)),
+            "position_ids": torch.from_numpy(depths.reshape(grid)),
         },
-        torch.full(size, IGNORE),
-        torch.from_numpy(tree_ids.reshape(size)),
-        torch.from_numpy(sources.reshape(size)),
+        torch.full(grid, IGNORE),
+        torch.from_numpy(tree_ids.reshape(grid)),
+        torch.from_numpy(sources.reshape(grid)),
         torch.from_numpy(cu_seqlens_of(starts, used, shape)),
         torch.from_numpy(np.concatenate([edges >> 32, filler])),
         max_doc_length=shape.max_doc_length,
         num_tokens=int(used.sum()),
         num_targets=int(weights.sum()),
-        tree_ends=torch.from_numpy((subtree_ends.reshape(size) - starts_of_rows).astype(np.int32)),
-        tree_documents=torch.from_numpy(holders.reshape(size)),
+        tree_ends=torch.from_numpy((subtree_ends.reshape(grid) - starts_of_rows).astype(np.int32)),
+        tree_documents=torch.from_numpy(holders.reshape(grid)),
         edge_targets=torch.from_numpy(np.concatenate([edges & 0xFFFFFFFF, no_target])),
         edge_weights=torch.from_numpy(np.concatenate([weights, np.zeros(len(filler))]).astype(np.float32)),
         num_expanded=int(holders.sum()),
