@@ -68,8 +68,11 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+EXACT = [(name, torch.float64) for name in MODELS]
+ROUNDED = [pytest.param(name, torch.float32, marks=[pytest.mark.slow] * (name != "llama")) for name in MODELS]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*EXACT, *ROUNDED])
 def test_sums_and_gradients_are_those_of_the_documents_alone(name: str, dtype: torch.dtype) -> None:
     orig_model = MODELS[name]().train()
     if dtype == torch.float64:
@@ -119,6 +122,7 @@ def test_other_tokens_in_a_branch_change_its_descendants_alone() -> None:
             assert not changed[1].any()
 
 
+@pytest.mark.slow
 def test_an_engine_checks_itself_and_compiles_one_graph_for_all_trees(tmp_path: Path) -> None:
     with cpu_runtime() as rt:
         found = learned_by_engine(rt, tmp_path)
