@@ -20,8 +20,9 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Training
 from sftkit.engine.reference import documents_of, plain_sums
+from sftkit.engine.step import gradients as gradients_of
 from sftkit.models.routing import routing_of
-from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.objectives.objective import ModelWithLoss, NextToken, Totals
 from sftkit.ops.attention import plain_attention
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -43,7 +44,10 @@ def learned_by_engine(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     own = ROWS[rt.rank :: rt.world_size]
     orig_model.train()
     with engine.guarded():
-        engine.gradients([tree_batch(EXAMPLES, [row], 96) for row in own], divisor)
+        # As a step does it, with the exchange of replicas, which engine.gradients leaves out.
+        batches = [tree_batch(EXAMPLES, [row], 96) for row in own]
+        totals = Totals.zeros(engine.model.objective.measured, rt.device)
+        gradients_of(engine._wrapped, list(orig_model.parameters()), batches, divisor, totals, rt)
     gradients = {}
     for name, p in orig_model.named_parameters():
         assert p.grad is not None
