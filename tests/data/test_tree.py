@@ -139,6 +139,19 @@ def test_the_largest_branch_comes_first() -> None:
     assert largest_first(ids) == [(2, 0), (1, 31), (0, 3)]
 
 
+def test_the_drawing_in_the_documentation_is_what_a_row_holds() -> None:
+    q, t, a, u, c, stop = range(1, 7)
+    examples = of_documents(
+        [[q, t, a, stop], [q, a, u, c, stop]], [[False, True, True, True], [False] * 3 + [True] * 2]
+    )
+    batch = collate(examples, ((0, 1),), BatchShape(6, 4, 6, tree=True))
+    assert batch.tree_ends is not None
+    assert batch.inputs["input_ids"].tolist() == [[q, a, u, c, t, a]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 1, 2]]
+    assert batch.tree_ends.tolist() == [[6, 4, 4, 4, 6, 6]]
+    assert edges(batch) == [(0, t, 1.0), (2, c, 1.0), (3, stop, 1.0), (4, a, 1.0), (5, stop, 1.0)]
+
+
 def test_a_tree_that_a_row_does_not_hold_falls_apart_at_a_branch() -> None:
     trunk = list(range(20))
     documents = [[*trunk, 50 + i, *range(60, 69)] for i in range(4)]

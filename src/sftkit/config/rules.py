@@ -144,7 +144,7 @@ def _trees(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("data.layout") != "tree":
         return
     key, other = "data.layout", "take packed"
-    if (engine := get("train.engine")) in ("pipeline", "graph", "reference"):
+    if (engine := get("train.engine")) in ("pipeline", "graph"):
         yield key, f"tree does not go with train.engine {engine}, which has rows of whole documents: {other}, or blocks"
     if topology.context > 1 or topology.tensor > 1:
         why = f"{topology.describe()}, whose ranks share rows"
