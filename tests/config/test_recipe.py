@@ -15,10 +15,11 @@ from string import Formatter
 import pytest
 import yaml
 
-from sftkit.config import keys
+from sftkit.config import keys, rules
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import AdapterConfig, CompileConfig, Config, SourceConfig, source_label
+from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 
 MINIMAL = """
@@ -867,6 +868,31 @@ def test_a_scaling_of_positions_goes_with_a_whole_model_of_files_only(recipe: Pa
 def test_noise_on_embeddings_goes_with_the_blocks_engine_and_one_model(recipe: Path, words: list[str], problem: str):
     assert any(f"train.neftune_alpha: {problem}" in line for line in problems(recipe, "train.neftune_alpha=5", *words))
     assert read_config(recipe, ["train.neftune_alpha=5", "adapter={}"]).train.neftune_alpha == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.engine=graph"], "data.layout: tree does not go with train.engine graph"),
+        (PIPELINE, "data.layout: tree does not go with train.engine pipeline"),
+        (["attention.backend=varlen"], "attention.backend: varlen sees no trees"),
+        (["attention.backend=sdpa"], "attention.backend: sdpa sees no trees"),
+        (["train.neftune_alpha=5"], "data.layout: tree does not go with train.neftune_alpha"),
+        (["adapter={}", "adapters=[{name: a}]"], "data.layout: tree does not go with adapters"),
+    ],
+)
+def test_what_sees_no_trees_does_not_go_with_them(recipe: Path, words: list[str], problem: str):
+    assert any(problem in line for line in problems(recipe, "data.layout=tree", *words))
+    assert read_config(recipe, ["data.layout=tree", "attention.backend=flex", "adapter={}"]).data.layout == "tree"
+
+
+@pytest.mark.parametrize("layout", [{"context": 2}, {"tensor": 2}])
+def test_ranks_that_share_rows_do_not_go_with_trees(layout: dict[str, int]):
+    settings = {"data.layout": "tree", "train.engine": "blocks", "attention.backend": "auto"}
+    topology = Topology(**layout)
+    ((key, problem),) = rules._trees(settings.get, topology)
+    assert key == "data.layout"
+    assert "whose ranks share rows" in problem
 
 
 def test_dft_does_not_go_with_label_smoothing(recipe: Path):

@@ -17,12 +17,19 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.batches.tree import Trees, largest_first, trees_of
 from sftkit.data.types import DocumentColumns, Examples
+from sftkit.preflight.data import tree_facts, trees_line
 
 
 def of_documents(documents: list[list[int]], is_target: list[list[bool]] | None = None) -> Examples:
     ids = np.concatenate([np.array(one, np.int32) for one in documents])
     learned = None if is_target is None else np.concatenate([np.array(one, bool) for one in is_target])
     return Examples.of(ids, [len(one) - 1 for one in documents], is_target=learned)
+
+
+def of_group(documents: list[list[int]]) -> Examples:
+    same = np.zeros(len(documents), np.uint64)
+    columns = DocumentColumns(same.astype(int), same.astype(int), same, same)
+    return replace(of_documents(documents), columns=columns)
 
 
 def conversations(rng: np.random.Generator, groups: int, tokens: int = 3, longest: int = 9) -> Examples:
@@ -139,13 +146,22 @@ def test_the_largest_branch_comes_first() -> None:
     assert largest_first(ids) == [(2, 0), (1, 31), (0, 3)]
 
 
+def test_the_drawing_in_the_documentation_is_what_a_row_holds() -> None:
+    q, t, a, u, c, stop = range(1, 7)
+    examples = of_documents(
+        [[q, t, a, stop], [q, a, u, c, stop]], [[False, True, True, True], [False] * 3 + [True] * 2]
+    )
+    batch = collate(examples, ((0, 1),), BatchShape(6, 4, 6, tree=True))
+    assert batch.tree_ends is not None
+    assert batch.inputs["input_ids"].tolist() == [[q, a, u, c, t, a]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 1, 2]]
+    assert batch.tree_ends.tolist() == [[6, 4, 4, 4, 6, 6]]
+    assert edges(batch) == [(0, t, 1.0), (2, c, 1.0), (3, stop, 1.0), (4, a, 1.0), (5, stop, 1.0)]
+
+
 def test_a_tree_that_a_row_does_not_hold_falls_apart_at_a_branch() -> None:
-    trunk = list(range(20))
-    documents = [[*trunk, 50 + i, *range(60, 69)] for i in range(4)]
-    made = of_documents(documents)
-    same = np.zeros(4, np.uint64)
-    examples = replace(made, columns=DocumentColumns(same.astype(int), same.astype(int), same, same))
-    trees = trees_of(examples, settings(), row_length=40)
+    documents = [[*range(20), 50 + i, *range(60, 69)] for i in range(4)]
+    trees = trees_of(of_group(documents), settings(), row_length=40)
     # 29 positions for the first, 9 for each that shares 20 with it.
     assert trees.lengths.tolist() == [38, 38]
     assert trees.cut == 1
@@ -204,3 +220,16 @@ def test_the_warm_up_of_trees_has_a_target_at_every_position() -> None:
     assert torch.equal(batch.target_index, torch.arange(2048))
     assert batch.tree_ends is not None
     assert batch.tree_ends.unique().tolist() == [512, 1024]
+
+
+def test_inspection_says_what_the_trees_of_a_source_save() -> None:
+    trees = trees_of(of_group([[*range(40), i, 99] for i in range(3)]), settings(), row_length=64)
+    (found,) = tree_facts(trees)
+    assert found == {"trees": 1, "expanded": 123, "unique": 43, "factor": 123 / 43}
+    assert "factor 2.86: data.layout=tree computes only those" in str(trees_line({"name": "a", "trees": found}))
+    apart = trees_of(of_group([[i, *range(40)] for i in range(3)]), settings(), row_length=64)
+    (found,) = tree_facts(apart)
+    assert "factor 1.00: below 1.15, so data.layout=tree would change nothing" in str(
+        trees_line({"name": "a", "trees": found})
+    )
+    assert "data.layout=packed does the same" in apart.describe()

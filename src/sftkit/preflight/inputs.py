@@ -147,7 +147,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         partial(best, stage=stage),
         partial(_adapter, stage=stage, made=made),
     )
-    return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
+    return [*first, partial(_tokenizer, stage=stage), _chat_template, _trees, *data_rules(stage), *last]
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -394,6 +394,17 @@ def _check_length(path: str | None) -> str | None:
     return unresolved_reason(path) if length is None else None
 
 
+def _trees(get: Get) -> Iterator[Problem]:
+    if get("data.layout") != "tree":
+        return
+    fields = _text_config(get)
+    model_type = fields.get("model_type")
+    kinds = {*(fields.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    if kinds or fields.get("attention_chunk_size") or fields.get("mamba_d_conv"):
+        named = ", ".join(sorted(kinds)) or "layers that are not only attention over all positions or a window"
+        yield "data.layout", f"tree does not go with {model_type}, which has {named}: take packed"
+
+
 def _is_made(path: str, made: Collection[str]) -> bool:
     return any(Path(path).absolute() == Path(run_dir).absolute() for run_dir in made)
 
@@ -508,24 +519,13 @@ def start_rules(stage: str) -> list[Rule | OfLaunch]:
     return [*input_rules(stage), *launch_rules(here=True)]
 
 
-def launch_rules(*, here: bool = False) -> list[Rule | OfLaunch]:
-    """Return rules for the processes of a launch, and for rows of trees with the model.
+def launch_rules(*, here: bool = False) -> list[OfLaunch]:
+    """Return rules for the processes of a launch.
 
     Args:
         here: they are on this machine, whose GPU counts if the launcher names no device.
     """
-    return [_trees, OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
-
-
-def _trees(get: Get) -> Iterator[Problem]:
-    if get("data.layout") != "tree":
-        return
-    fields = _text_config(get)
-    model_type = fields.get("model_type")
-    kinds = {*(fields.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
-    if kinds or fields.get("attention_chunk_size") or fields.get("mamba_d_conv"):
-        named = ", ".join(sorted(kinds)) or "layers that are not only attention over all positions or a window"
-        yield "data.layout", f"tree does not go with {model_type}, which has {named}: take packed"
+    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
 
 
 def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
