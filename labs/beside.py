@@ -246,7 +246,8 @@ def trees() -> dict[str, Any]:
 def _row(examples: Examples, trees: Sequence[int], length: int, *, tree: bool) -> Batch:
     """Return the first documents in one row, in trees of so many or one after the other."""
     documents = sum(trees)
-    shape = BatchShape(length, max_docs=documents + 8, max_doc_length=length, tree=tree)
+    longest = length if tree else int(examples.lengths[:documents].max())
+    shape = BatchShape(length, max_docs=documents + 8, max_doc_length=longest, tree=tree)
     return collate(examples, (tuple(range(documents)),), shape, trees=trees if tree else None).to(DEVICE)
 
 
