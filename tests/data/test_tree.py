@@ -28,7 +28,7 @@ def of_documents(documents: list[list[int]], is_target: list[list[bool]] | None 
 
 def of_group(documents: list[list[int]]) -> Examples:
     same = np.zeros(len(documents), np.uint64)
-    columns = DocumentColumns(same.astype(int), same.astype(int), same, same)
+    columns = DocumentColumns(same.astype(int), same.astype(int) + 2, same, same)
     return replace(of_documents(documents), columns=columns)
 
 
@@ -43,8 +43,8 @@ def conversations(rng: np.random.Generator, groups: int, tokens: int = 3, longes
             heads.append(group)
     made = of_documents(documents, targets)
     head = np.array(heads, np.uint64)
-    zeros = np.zeros(len(heads), np.int64)
-    return replace(made, columns=DocumentColumns(head.astype(np.int64), zeros, head, head), source_names=("made",))
+    turns = np.full(len(heads), 2)
+    return replace(made, columns=DocumentColumns(head.astype(np.int64), turns, head, head), source_names=("made",))
 
 
 def settings(repeat: float = 1, **more: object) -> DataConfig:
@@ -175,6 +175,14 @@ def test_copies_of_a_pass_are_no_tree() -> None:
     half = trees_of(once, settings(), row_length=64)
     assert len(trees) == 2 * len(half)
     assert trees.lengths.tolist() == [*half.lengths, *half.lengths]
+
+
+def test_texts_are_no_trees() -> None:
+    examples = of_group([[1, 2, 3, 4], [1, 2, 3, 5]])
+    assert examples.columns is not None
+    texts = replace(examples, columns=examples.columns._replace(turns=np.zeros(2, np.int64)))
+    assert len(trees_of(examples, settings(), row_length=64)) == 1
+    assert len(trees_of(texts, settings(), row_length=64)) == 2
 
 
 def planned(examples: Examples, data: DataConfig, **run: object) -> tuple[Batches, Trees]:

@@ -125,6 +125,7 @@ def _group_begins(examples: Examples, data: DataConfig) -> np.ndarray:
     begins = np.ones(len(examples), bool)
     begins[1:] = np.diff(examples.source) != 0
     begins[1:] |= examples.columns.head[1:] != examples.columns.head[:-1]
+    begins |= examples.columns.turns == 0  # pieces of a text have one head, and share nothing
     # `repeat` has stored its passes one after the other: a document and its copy are learned apart.
     sources = np.flatnonzero(np.diff(examples.source, prepend=-1))
     for source, start, stop in zip(data.train, sources, np.append(sources[1:], len(begins)), strict=False):
