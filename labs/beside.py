@@ -256,12 +256,12 @@ def _attention(batch: Batch, backend: str) -> Callable[[], object]:
     shape = (1, batch.shape[1], HEADS, HEAD_DIM)
     query, out = (torch.randn(shape, device=DEVICE).bfloat16().transpose(1, 2) for _ in range(2))
     key, value = (torch.randn_like(query[:, :KV_HEADS]) for _ in range(2))
-    inputs = [one.requires_grad_() for one in (query, key, value)]
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
     documents = document_boundaries(batch, backend)
     call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
 
     def work() -> object:
-        found, _ = call(torch.nn.Module(), *inputs, None, documents=documents)
+        found, _ = call(torch.nn.Module(), query, key, value, None, documents=documents)
         return torch.autograd.grad(found, inputs, out.transpose(1, 2))
 
     return work
