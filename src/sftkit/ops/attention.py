@@ -59,7 +59,7 @@ class Documents(NamedTuple):
     "fa4, varlen, recurrent layers: int32 [D + 1], where documents start in the flattened B * T positions"
     ends: Tensor | None = None
     "flex: int32 [B, T], T padded to a multiple of 128: a key is seen up to the column before its end"
-    blocks: tuple[flex.Blocks, flex.Blocks] | None = None
+    blocks: tuple[flex.BlockLists, flex.BlockLists] | None = None
     "flex: by query block and by key block"
     mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"

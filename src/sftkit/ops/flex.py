@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 FLEX_BLOCK = 128
 
 
-class Blocks(NamedTuple):
+class BlockLists(NamedTuple):
     """The key blocks that each query block visits, or the query blocks of each key block; M = ceil(T / 128) of each.
     Counts are int32 [B, 1, M], lists int32 [B, 1, M, M]."""
 
@@ -104,7 +104,7 @@ def pad_to_blocks(ends: Tensor) -> Tensor:
     return F.pad(ends, (0, missing), value=ends.shape[1] + missing)
 
 
-def blocks_of(ends: Tensor) -> tuple[Blocks, Blocks]:
+def blocks_of(ends: Tensor) -> tuple[BlockLists, BlockLists]:
     """Return the blocks of a mask from the ends of its keys: (by query block, by key block). No T x T mask is made, and
     no host sync.
 
@@ -123,7 +123,7 @@ def blocks_of(ends: Tensor) -> tuple[Blocks, Blocks]:
     return _listed(touched, whole), _listed(touched.transpose(1, 2), whole.transpose(1, 2))
 
 
-def _listed(touched: Tensor, whole: Tensor) -> Blocks:
+def _listed(touched: Tensor, whole: Tensor) -> BlockLists:
     """Return the blocks of bool [B, M, M]."""
     counts = touched.sum(-1, dtype=torch.int32)
     whole_count = whole.sum(-1, dtype=torch.int32)
@@ -132,7 +132,7 @@ def _listed(touched: Tensor, whole: Tensor) -> Blocks:
     # Past its end the list begins again: nobody reads that far.
     at = torch.arange(order.shape[-1], device=order.device) + partial[..., None]
     lists = (order, order.gather(-1, at % order.shape[-1]))
-    return Blocks(
+    return BlockLists(
         *(one.unsqueeze(1) for one in (counts, partial, whole_count)),
         *(one.to(torch.int32).unsqueeze(1).contiguous() for one in lists),
     )
@@ -143,7 +143,7 @@ def attend_flex(
     key: Tensor,
     value: Tensor,
     ends: Tensor,
-    blocks: tuple[Blocks, Blocks],
+    blocks: tuple[BlockLists, BlockLists],
     positions: Tensor,
     scores: Scores,
 ) -> Tensor:

@@ -223,7 +223,9 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
     the root to each leaf; an edge that several of them share is a target of the first, with the weight of all."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     if batch.tree_ends is not None:
-        yield from _paths(batch, multiple)
+        from sftkit.data.batches.tree import documents_of_trees  # few runs have rows of trees
+
+        yield from documents_of_trees(batch, multiple)
         return
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
@@ -236,47 +238,6 @@ def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
                 inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
             targets = pad(batch.targets[row, columns], padding, value=IGNORE)
             yield RowDocument(inputs, targets, int(batch.sources[row, columns[0]]), row, columns)
-
-
-def _paths(batch: Batch, multiple: int) -> Iterator[RowDocument]:
-    """Yield the documents of trees, see `documents`."""
-    assert batch.tree_ends is not None
-    assert batch.tree_documents is not None
-    assert batch.edge_targets is not None
-    assert batch.edge_weights is not None
-    row_length = batch.doc_ids.shape[1]
-    # Edges that no document has had yet, by position: target -> weight.
-    left: dict[int, dict[int, float]] = {}
-    edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
-    for position, target, weight in zip(*edges, strict=True):
-        if target != IGNORE:
-            of_position = left.setdefault(position, {})
-            of_position[target] = of_position.get(target, 0.0) + weight
-    for row, (ends, ids) in enumerate(zip(batch.tree_ends, batch.inputs["input_ids"], strict=True)):
-        tokens = ids.tolist()
-        fresh = batch.tree_documents[row].clone()
-        used = int((batch.doc_ids[row] >= 0).sum())
-        of_row = [left.get(row * row_length + column, {}) for column in range(used)]
-        leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
-        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
-        for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
-            if leaf not in leaves and not of_row[leaf]:
-                continue
-            columns = (ends[: leaf + 1] > leaf).nonzero().flatten()
-            follow = [*(tokens[column] for column in columns.tolist()[1:]), next(iter(of_row[leaf]), IGNORE)]
-            weights = [of_row[column].pop(token, 0.0) for column, token in zip(columns.tolist(), follow, strict=True)]
-            targets = [token if weight else IGNORE for token, weight in zip(follow, weights, strict=True)]
-            padding = (0, -len(columns) % multiple)
-            yield RowDocument(
-                {"input_ids": pad(ids[columns], padding)[None]},
-                pad(torch.tensor(targets, device=ids.device), padding, value=IGNORE),
-                int(batch.sources[row, columns[0]]),
-                row,
-                columns,
-                pad(torch.tensor(weights, device=ids.device), padding),
-                pad(fresh[columns], padding),
-            )
-            fresh[columns] = 0
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
