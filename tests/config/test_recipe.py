@@ -440,8 +440,11 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*BUCKETED, "data.bucket_lengths=[256,128,256]"], "is not ascending without repeats"),
         ([*BUCKETED, "data.bucket_lengths=[]"], "data.bucket_lengths: is empty: null lets data.num_buckets"),
         ([*BUCKETED, "data.bucket_lengths=[64,128]"], "ends with 128, but data.max_length is 256"),
-        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed, not bucketed"),
-        (["data.layout=dynamic", "data.row_length=512"], "data.row_length: only goes with layout packed, not dynamic"),
+        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed or tree, not bucketed"),
+        (
+            ["data.layout=dynamic", "data.row_length=512"],
+            "data.row_length: only goes with layout packed or tree, not dynamic",
+        ),
         (["data.row_length=128", "data.max_length=256"], "data.row_length: 128 cannot hold a document of"),
         (["data.layout=dynamic", "data.max_length=100"], "100 is not a multiple of data.pad_multiple, 8"),
         (["data.layout=dynamic", "compile.dynamic=true"], "compile.dynamic: true does not go with layout dynamic"),
@@ -548,7 +551,7 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["data.train=[a.jsonl]"], 'data.train.0: must be a mapping of keys, not "a.jsonl": write {path: a.jsonl}'),
         (
             ["data.tokens=1e6", "train.max_steps=null", "data.layout=fixed"],
-            "data.tokens: only goes with layout packed, not fixed",
+            "data.tokens: only goes with layout packed or tree, not fixed",
         ),
         (["data.stages=[{at: 0.5, weights: {tasks: 1}}]"], "data.stages: only go with weights"),
         (
