@@ -21,10 +21,11 @@ from sftkit.compile.contract import compile_model, compiler_switches, small_modu
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs, Examples
+from sftkit.engine.reference import documents
 from sftkit.engine.step import TrainStep, has_dropout, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements

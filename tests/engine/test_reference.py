@@ -34,10 +34,10 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import documents
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
+from sftkit.engine.reference import documents
 from sftkit.errors import ConfigError
 from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine

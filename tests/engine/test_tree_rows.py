@@ -11,13 +11,14 @@ import torch
 from helpers import VOCAB_SIZE, cpu_runtime, tiny, tiny_llama, torchrun
 from made_trees import EXAMPLES, ROWS, tree_batch
 from torch import Tensor
-from transformers import Gemma3TextConfig, PreTrainedModel, Qwen3Config
+from transformers import Gemma3TextConfig, Lfm2Config, Phi3Config, PreTrainedModel, Qwen3Config
 from tree_worker import TOPOLOGIES, experts, learned_by_engine
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.engine.reference import documents_of, plain_sums, rows_of_batch
 from sftkit.errors import ConfigError
+from sftkit.models.hybrids import check_trees
 from sftkit.models.routing import routing_of
 from sftkit.objectives.objective import ModelWithLoss, NextToken, Sums, Totals
 from sftkit.ops import attention, flex
@@ -120,6 +121,18 @@ def test_other_tokens_in_a_branch_change_its_descendants_alone() -> None:
             assert changed[0, first:past].all()
             assert not changed[0, past:].any()
             assert not changed[1].any()
+
+
+def test_models_that_do_more_than_attend_to_ancestors_are_rejected_with_the_cure() -> None:
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    longrope |= {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+    check_trees(tiny_llama())
+    for model, why in (
+        (tiny(Lfm2Config, layer_types=["conv", "full_attention"]), "recurrent layers"),
+        (tiny(Phi3Config, pad_token_id=0, rope_parameters=longrope), "longrope"),
+    ):
+        with pytest.raises(ConfigError, match=f"which has {why}: set data.layout=packed"):
+            check_trees(model)
 
 
 @pytest.mark.slow

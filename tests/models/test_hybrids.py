@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sftkit.compile.contract import compile_model, compiler_switches
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import documents
+from sftkit.engine.reference import documents
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
 from sftkit.memory.estimate import BUDGETS, EstimateInputs, kept_elements

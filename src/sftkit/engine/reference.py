@@ -8,7 +8,7 @@ exactness and `make validate` compare the other engines with it. It is slow: a p
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.tables import DEFAULT
-from sftkit.data.batches.collate import IGNORE, Batch, documents
+from sftkit.data.batches.collate import IGNORE, OF_TOKENS, Batch
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
@@ -101,6 +101,86 @@ def in_one_pass(found: Iterable[PlainDocument]) -> PlainDocument:
     inputs = {name: torch.cat([padded(one, name) for one in found]) for name in found[0].inputs}
     targets = [pad(one.targets, (0, length - len(one.targets)), value=IGNORE) for one in found]
     return PlainDocument(inputs, torch.cat(targets), sum(one.length for one in found))
+
+
+class RowDocument(NamedTuple):
+    """A document of a batch."""
+
+    inputs: dict[str, Tensor]
+    """of the model, [1, L] without positions, which begin at 0 as for a text alone, and of the encoder [1, ...]; L is
+    padded behind the document with token 0"""
+    targets: Tensor
+    "int64 [L], IGNORE where nothing is learned"
+    source: int
+    "number of its source"
+    row: int
+    columns: Tensor
+    "int64, where it lies in its row, without padding"
+    weights: Tensor | None = None
+    "tree: fp32 [L], number of documents with the target; else None"
+    counted: Tensor | None = None
+    "tree: int32 [L], number of documents with the position, 0 if an earlier one of the tree has it; else None"
+
+
+def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
+    """Yield the documents of a batch, padded to a multiple of `multiple` positions. Those of trees are the paths from
+    the root to each leaf; an edge that several of them share is a target of the first, with the weight of all."""
+    encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
+    if batch.tree_ends is not None:
+        yield from _documents_of_trees(batch, multiple)
+        return
+    for row, ids in enumerate(batch.doc_ids):
+        for number in ids.unique().tolist():
+            if number < 0:  # padding
+                continue
+            columns = (ids == number).nonzero().flatten()
+            padding = (0, -len(columns) % multiple)
+            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, columns], padding)[None]}
+            for name, value in encoded.items():
+                inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
+            targets = pad(batch.targets[row, columns], padding, value=IGNORE)
+            yield RowDocument(inputs, targets, int(batch.sources[row, columns[0]]), row, columns)
+
+
+def _documents_of_trees(batch: Batch, multiple: int) -> Iterator[RowDocument]:
+    """Yield the documents of trees, see `documents`."""
+    assert batch.tree_ends is not None
+    assert batch.tree_documents is not None
+    assert batch.edge_targets is not None
+    assert batch.edge_weights is not None
+    row_length = batch.doc_ids.shape[1]
+    # Edges that no document has had yet, by position: target -> weight.
+    left: dict[int, dict[int, float]] = {}
+    edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
+    for position, target, weight in zip(*edges, strict=True):
+        if target != IGNORE:
+            of_position = left.setdefault(position, {})
+            of_position[target] = of_position.get(target, 0.0) + weight
+    for row, (ends, ids) in enumerate(zip(batch.tree_ends, batch.inputs["input_ids"], strict=True)):
+        tokens = ids.tolist()
+        fresh = batch.tree_documents[row].clone()
+        used = int((batch.doc_ids[row] >= 0).sum())
+        of_row = [left.get(row * row_length + column, {}) for column in range(used)]
+        leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
+        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
+        for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
+            if leaf not in leaves and not of_row[leaf]:
+                continue
+            columns = (ends[: leaf + 1] > leaf).nonzero().flatten()
+            follow = [*(tokens[column] for column in columns.tolist()[1:]), next(iter(of_row[leaf]), IGNORE)]
+            weights = [of_row[column].pop(token, 0.0) for column, token in zip(columns.tolist(), follow, strict=True)]
+            targets = [token if weight else IGNORE for token, weight in zip(follow, weights, strict=True)]
+            padding = (0, -len(columns) % multiple)
+            yield RowDocument(
+                {"input_ids": pad(ids[columns], padding)[None]},
+                pad(torch.tensor(targets, device=ids.device), padding, value=IGNORE),
+                int(batch.sources[row, columns[0]]),
+                row,
+                columns,
+                pad(torch.tensor(weights, device=ids.device), padding),
+                pad(fresh[columns], padding),
+            )
+            fresh[columns] = 0
 
 
 def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]]:

@@ -128,25 +128,6 @@ def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int)
         raise config_error("longrope in chunks", length=max_length, model=model_type, limit=limit)
 
 
-def check_trees(orig_model: PreTrainedModel) -> None:
-    """Reject models that do more in a row of prefix trees than attend to ancestors.
-
-    Raises:
-        ConfigError: the model has recurrent layers, attends within chunks, or its positions depend on the length of a
-            document, of which a shared position has several.
-    """
-    found = {
-        "recurrent layers": has_convolutions(orig_model),
-        "attention within chunks of a document": attention_chunk(orig_model.config) is not None,
-        "longrope": longrope_limit(orig_model.config) is not None,
-    }
-    if names := [name for name, there in found.items() if there]:
-        raise ConfigError(
-            f"data.layout: tree does not support {orig_model.config.model_type}, which has {' and '.join(names)}: set "
-            "data.layout=packed"
-        )
-
-
 def use_document_lengths(orig_model: PreTrainedModel) -> None:
     """Make every longrope and every temperature of the model follow the positions of each document separately."""
     for module in orig_model.modules():

@@ -91,7 +91,7 @@ def document_boundaries(
     assert not trees or BACKENDS[backend].trees, f"attention backend {backend} has no rows of trees"
     if chunk is not None and chunk < batch.max_doc_length:
         assert group is None, "structure.check_rope rejects chunks of documents in chunks of rows"
-        assert not trees, "structure.check_trees rejects chunks of documents in rows of trees"
+        assert not trees, "hybrids.check_trees rejects chunks of documents in rows of trees"
         pieces = document_boundaries(_cut(batch, chunk), backend)
     found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens, "pieces": pieces}
     return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))

@@ -329,7 +329,7 @@ def make_engine(
             makes one.
     """
     if training.layout.kind == "tree":
-        from sftkit.models.structure import check_trees
+        from sftkit.models.hybrids import check_trees
 
         check_trees(training.orig_model)
     if cfg.train.engine == "reference":

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import random_state_kept
-from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
-from sftkit.engine.reference import documents_of, plain_logits
+from sftkit.engine.reference import documents, documents_of, plain_logits
 from sftkit.errors import ConfigError
 from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size

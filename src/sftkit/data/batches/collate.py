@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from sftkit.data.batches import epoch, pack
 from sftkit.data.types import EncoderInputs, Examples
@@ -197,47 +196,6 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
         filled[at] = array[entries]
         found[name] = torch.from_numpy(filled)
     return found
-
-
-class RowDocument(NamedTuple):
-    """A document of a batch."""
-
-    inputs: dict[str, torch.Tensor]
-    """of the model, [1, L] without positions, which begin at 0 as for a text alone, and of the encoder [1, ...]; L is
-    padded behind the document with token 0"""
-    targets: torch.Tensor
-    "int64 [L], IGNORE where nothing is learned"
-    source: int
-    "number of its source"
-    row: int
-    columns: torch.Tensor
-    "int64, where it lies in its row, without padding"
-    weights: torch.Tensor | None = None
-    "tree: fp32 [L], number of documents with the target; else None"
-    counted: torch.Tensor | None = None
-    "tree: int32 [L], number of documents with the position, 0 if an earlier one of the tree has it; else None"
-
-
-def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
-    """Yield the documents of a batch, padded to a multiple of `multiple` positions. Those of trees are the paths from
-    the root to each leaf; an edge that several of them share is a target of the first, with the weight of all."""
-    encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
-    if batch.tree_ends is not None:
-        from sftkit.data.batches.tree import documents_of_trees  # few runs have rows of trees
-
-        yield from documents_of_trees(batch, multiple)
-        return
-    for row, ids in enumerate(batch.doc_ids):
-        for number in ids.unique().tolist():
-            if number < 0:  # padding
-                continue
-            columns = (ids == number).nonzero().flatten()
-            padding = (0, -len(columns) % multiple)
-            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, columns], padding)[None]}
-            for name, value in encoded.items():
-                inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            targets = pad(batch.targets[row, columns], padding, value=IGNORE)
-            yield RowDocument(inputs, targets, int(batch.sources[row, columns[0]]), row, columns)
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:

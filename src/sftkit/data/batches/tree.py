@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.batches import pack
-from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, RowDocument, cu_seqlens_of
+from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, cu_seqlens_of
 from sftkit.data.types import Examples
 from sftkit.runtime.script import counted
 
@@ -321,44 +320,3 @@ def collate_trees(
         edge_weights=torch.from_numpy(np.concatenate([weights, np.zeros(len(filler))]).astype(np.float32)),
         num_expanded=int(holders.sum()),
     )
-
-
-def documents_of_trees(batch: Batch, multiple: int) -> Iterator[RowDocument]:
-    """Yield the documents of trees, see collate.documents."""
-    assert batch.tree_ends is not None
-    assert batch.tree_documents is not None
-    assert batch.edge_targets is not None
-    assert batch.edge_weights is not None
-    row_length = batch.doc_ids.shape[1]
-    # Edges that no document has had yet, by position: target -> weight.
-    left: dict[int, dict[int, float]] = {}
-    edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
-    for position, target, weight in zip(*edges, strict=True):
-        if target != IGNORE:
-            of_position = left.setdefault(position, {})
-            of_position[target] = of_position.get(target, 0.0) + weight
-    for row, (ends, ids) in enumerate(zip(batch.tree_ends, batch.inputs["input_ids"], strict=True)):
-        tokens = ids.tolist()
-        fresh = batch.tree_documents[row].clone()
-        used = int((batch.doc_ids[row] >= 0).sum())
-        of_row = [left.get(row * row_length + column, {}) for column in range(used)]
-        leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
-        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
-        for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
-            if leaf not in leaves and not of_row[leaf]:
-                continue
-            columns = (ends[: leaf + 1] > leaf).nonzero().flatten()
-            follow = [*(tokens[column] for column in columns.tolist()[1:]), next(iter(of_row[leaf]), IGNORE)]
-            weights = [of_row[column].pop(token, 0.0) for column, token in zip(columns.tolist(), follow, strict=True)]
-            targets = [token if weight else IGNORE for token, weight in zip(follow, weights, strict=True)]
-            padding = (0, -len(columns) % multiple)
-            yield RowDocument(
-                {"input_ids": pad(ids[columns], padding)[None]},
-                pad(torch.tensor(targets, device=ids.device), padding, value=IGNORE),
-                int(batch.sources[row, columns[0]]),
-                row,
-                columns,
-                pad(torch.tensor(weights, device=ids.device), padding),
-                pad(fresh[columns], padding),
-            )
-            fresh[columns] = 0
