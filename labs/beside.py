@@ -2,6 +2,7 @@
 
 python -m labs.beside libraries OUT.json [--source FOLDER]      our loss and our Muon next to torch's
 python -m labs.beside kernels OUT.json                          the loss's own kernels at the shapes of a 0.6B step
+python -m labs.beside trees OUT.json                            attention and mask of rows of prefix trees
 
 libraries: shapes are those of Qwen3 0.6B on CUDA, small ones on a CPU. Each row is the median of ten calls after
 three, with the peak of the calls' allocations (CUDA only). torch 2.11 lacks linear_cross_entropy: --source takes the
@@ -15,7 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,17 @@ import torch
 import torch.nn.functional as F
 
 from labs.bench.machine import copy_tb_per_sec, median_seconds
+from labs.bench.plan import read_plan
+from labs.bench.worker import synthetic_documents
 from sftkit.config.commands import Parser
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.terminal import print_text
+from sftkit.data.batches.collate import Batch, collate
+from sftkit.data.batches.pack import BatchShape
+from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.ops import flex
+from sftkit.ops.attention import attend, document_boundaries
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.muon import Muon
 from sftkit.runtime.script import script
@@ -189,6 +198,75 @@ def kernels() -> dict[str, Any]:
     return {**machine, "copy_tb_per_sec": copy_tb_per_sec(torch.device("cuda")), "milliseconds": found}
 
 
+# ---- trees ----
+
+PLAN = Path("benchmarks/tree_rows/plan.yaml")
+HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+"Attention of Qwen3 0.6B."
+
+
+def trees() -> dict[str, Any]:
+    """Return for each shape of conversations in benchmarks/tree_rows/plan.yaml, of a row full of trees: milliseconds of
+    attention in one layer, forward and backward, by FlexAttention in the row and by varlen over the same documents one
+    after the other; of what makes the mask, once for all layers; and the blocks of 128 x 128 that the mask has.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if not ON_GPU:
+        raise ConfigError("trees: FlexAttention's kernels need a GPU, and this machine has none")
+    data = read_plan(PLAN).data
+    found: dict[str, Any] = {}
+    for name, sizes in (data.conversations or {}).items():
+        examples = synthetic_documents(replace(data, conversations={name: sizes}), VOCAB)
+
+        def row(
+            count: int, length: int, *, tree: bool, examples: Examples = examples, turns: int = sizes.turns
+        ) -> Batch:
+            shape = BatchShape(length, max_docs=count * turns + 8, max_doc_length=length, tree=tree)
+            documents = tuple(range(count * turns))
+            return collate(examples, (documents,), shape, trees=[turns] * count if tree else None).to(DEVICE)
+
+        count = data.row_length // row(1, data.row_length, tree=True).num_tokens
+        expanded = int(examples.lengths[: count * sizes.turns].sum())
+        in_trees = row(count, data.row_length, tree=True)
+        apart = row(count, -(-expanded // 128) * 128, tree=False)
+        blocks, _ = flex.blocks_of(flex.pad_to_blocks(in_trees.tree_ends))  # type: ignore[arg-type]
+        found[name] = {
+            "factor": expanded / in_trees.num_tokens,
+            "flex_trees": milliseconds(_attention(in_trees, "flex")),
+            "varlen_apart": milliseconds(_attention(apart, "varlen")),
+            "mask": milliseconds(lambda batch=in_trees: document_boundaries(batch, "flex")),  # type: ignore[misc]
+            "partial_blocks": int(blocks.partial.sum()),
+            "whole_blocks": int(blocks.whole.sum()),
+        }
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "milliseconds": found}
+
+
+def _row(examples: Examples, trees: Sequence[int], length: int, *, tree: bool) -> Batch:
+    """Return the first documents in one row, in trees of so many or one after the other."""
+    documents = sum(trees)
+    longest = length if tree else int(examples.lengths[:documents].max())
+    shape = BatchShape(length, max_docs=documents + 8, max_doc_length=longest, tree=tree)
+    return collate(examples, (tuple(range(documents)),), shape, trees=trees if tree else None).to(DEVICE)
+
+
+def _attention(batch: Batch, backend: str) -> Callable[[], object]:
+    """Return a forward and backward pass of attention in one layer."""
+    shape = (1, batch.shape[1], HEADS, HEAD_DIM)
+    query, out = (torch.randn(shape, device=DEVICE).bfloat16().transpose(1, 2) for _ in range(2))
+    key, value = (torch.randn_like(query[:, :KV_HEADS]) for _ in range(2))
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    documents = document_boundaries(batch, backend)
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
+
+    def work() -> object:
+        found, _ = call(torch.nn.Module(), query, key, value, None, documents=documents)
+        return torch.autograd.grad(found, inputs, out.transpose(1, 2))
+
+    return work
+
+
 def milliseconds(work: Callable[[], object]) -> float:
     """Return the median milliseconds of a call."""
     return 1e3 * median_seconds(work, runs=30)
@@ -197,11 +275,11 @@ def milliseconds(work: Callable[[], object]) -> float:
 def main() -> None:
     """Measure and write."""
     words = Parser(__doc__, prog="python -m labs.beside")
-    words.add_argument("what", choices=("libraries", "kernels"))
+    words.add_argument("what", choices=("libraries", "kernels", "trees"))
     words.add_argument("out", type=Path)
     words.add_argument("--source", type=Path)
     args = words.parse_args()
-    found = libraries(args.source) if args.what == "libraries" else kernels()
+    found = {"libraries": lambda: libraries(args.source), "kernels": kernels, "trees": trees}[args.what]()
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

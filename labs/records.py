@@ -32,7 +32,7 @@ from sftkit.errors import ConfigError
 from sftkit.rundir.files import read_metric_rows
 from sftkit.rundir.names import CONFIG, ENVIRONMENT, EVALS, METRICS_FILE, SAMPLES, SUMMARY, TRACE
 from sftkit.runtime.script import script
-from sftkit.tracking.meter import covered
+from sftkit.tracking.trace import covered
 
 # ---- traces ----
 

@@ -126,6 +126,25 @@ class LognormalLengths:
 
 
 @settings
+class Conversations:
+    """Synthetic conversations whose every turn is a document of its own, as templates make them that drop the reasoning
+    of earlier turns: n turns are n documents that share their beginnings. All sizes are in tokens."""
+
+    count: Positive
+    turns: Positive
+    question: Positive
+    reasoning: Positive
+    "of the last turn of a document, a target"
+    answer: Positive
+    "a target in the last turn of a document"
+
+    @property
+    def longest(self) -> int:
+        """Return the positions of the longest document."""
+        return self.turns * (self.question + self.answer) + self.reasoning - 1
+
+
+@settings
 class StageData:
     """The data of a stage's script, read and tokenized in the same way: the settings are those of a recipe."""
 
@@ -138,8 +157,9 @@ class StageData:
 
 @settings
 class DataPlan:
-    """The data of a plan's runs. Exactly one of three is given: `documents` or `lengths`, sizes of synthetic chats,
-    with the same documents for every run of the same seed and vocabulary; or `stage`, the data of a stage's script.
+    """The data of a plan's runs. Exactly one of four is given: `documents`, `lengths` or `conversations`, sizes of
+    synthetic chats, with the same documents for every run of the same seed and vocabulary; or `stage`, the data of a
+    stage's script.
     """
 
     row_length: Positive
@@ -147,6 +167,8 @@ class DataPlan:
     documents: LognormalLengths | None = None
     lengths: str | None = None
     "a JSON file next to the plan: `positions` and `targets` of real documents, in order"
+    conversations: dict[str, Conversations] | None = None
+    "by name; each run takes those that it names"
     stage: StageData | None = None
     "input for models with an encoder: a made-up text says nothing about a picture"
     seed: NonNegative = 0
@@ -178,6 +200,8 @@ class RunPlan:
     model: str
     set: dict[str, Any] = field(default_factory=dict)
     "dotted recipe key -> value"
+    conversations: str | None = None
+    "name in data.conversations"
     steps: Steps | None = None
     topology: str | None = None
     "name of a file of accelerate_configs, without .yaml; null: one process, without a launcher"
@@ -273,6 +297,7 @@ def _class_at(keys: KeyPath) -> Any:
     inside = {
         "data": DataPlan,
         "documents": LognormalLengths,
+        "conversations": Conversations,
         "stage": StageData,
         "train": SourceConfig,
         "train_tokenizer": TokenizerTraining,
@@ -306,8 +331,9 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
     if plan.ablations:
         yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
     documents = plan.data.documents
-    if sum(given is not None for given in (documents, plan.data.lengths, plan.data.stage)) != 1:
-        yield "data: needs one of documents, lengths and stage"
+    kinds = (documents, plan.data.lengths, plan.data.conversations, plan.data.stage)
+    if sum(given is not None for given in kinds) != 1:
+        yield "data: needs one of documents, lengths, conversations and stage"
     elif documents is not None and not documents.median < documents.mean:
         yield "data.documents.mean: must be greater than the median: lognormal lengths are skewed"
     if documents is None and plan.data.target_share != 1.0:
@@ -315,6 +341,9 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
     for i, run in enumerate(runs):
         if run.model not in plan.models:
             yield f'runs.{i}.model: "{run.model}" is not one of {", ".join(plan.models)}'
+        known = plan.data.conversations or {}
+        if (run.conversations is not None or known) and run.conversations not in known:
+            yield f'runs.{i}.conversations: "{run.conversations}" is not one of {", ".join(known) or "none"}'
         for key, name in (("baseline", run.baseline), ("same_loss_as", run.same_loss_as)):
             yield from (f"runs.{i}.{key}: {text}" for text in not_runs([name] if name else [], names))
         if run.warm_from is not None and run.warm_from not in names[:i]:
@@ -441,8 +470,17 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     return jobs
 
 
+def _data_of(plan: BenchPlan, run: RunPlan) -> DataPlan:
+    """Return the data of a run, with the conversations that it names alone."""
+    if plan.data.conversations is None or run.conversations is None:
+        return plan.data
+    return replace(plan.data, conversations={run.conversations: plan.data.conversations[run.conversations]})
+
+
 def _cap(data: DataPlan) -> int:
     """Return the positions of the longest document."""
+    if data.conversations is not None:
+        return max(one.longest for one in data.conversations.values())
     if data.documents is not None:
         return data.documents.cap
     if data.stage is not None:
@@ -464,7 +502,7 @@ def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
     own = {
         "fields": plan.models[run.model],
         "config": _config(plan, run, steps, path, out),
-        "data": plan.data,
+        "data": _data_of(plan, run),
         "steps": steps,
         "timeout_seconds": plan.timeout_seconds,
         "worker": None if worker is None else str(worker),
@@ -483,9 +521,9 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     if own:
         raise ConfigError("\n".join(own))
     # A row of another layout holds one document, so data.row_length would be rejected.
-    packed = flat.get("data.layout", "packed") == "packed"
+    packed = flat.get("data.layout", "packed") in ("packed", "tree")
     filled = {
-        "data.max_length": _cap(plan.data),
+        "data.max_length": _cap(_data_of(plan, run)),
         **({"data.row_length": plan.data.row_length} if packed else {}),
         "log.wandb": "off",
         "log.every": steps.window,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -23,12 +23,12 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from labs.bench.machine import ClockSamples
-from labs.bench.plan import SYNTHETIC, DataPlan, Job, read_job, read_lengths
+from labs.bench.plan import SYNTHETIC, Conversations, DataPlan, Job, read_job, read_lengths
 from labs.bench.run import graphs_of, measured_row, over_ranks, run_job
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import stage_rule
-from sftkit.data.types import Examples
+from sftkit.data.types import DocumentColumns, Examples
 from sftkit.engine.members import Members
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters, quantize_layers
@@ -65,16 +65,45 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
         ConfigError: the file of lengths cannot be read.
     """
     rng = np.random.default_rng(data.seed)
-    lengths, targets = _sizes(data, rng)
-    offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
     # Draw tokens by inverse transform sampling: look a uniform number up in the cumulative probabilities
     # of the ranks.
     weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
     token_of_rank = rng.permutation(vocab_size).astype(np.int32)
-    ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
+
+    def drawn(count: int) -> np.ndarray:
+        ids: np.ndarray = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(count))]
+        return ids
+
+    if data.conversations is not None:
+        (conversations,) = data.conversations.values()
+        return _turns(conversations, drawn)
+    lengths, targets = _sizes(data, rng)
+    offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+    ids = drawn(int(offsets[-1]))
     number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
     is_target = number_from_end <= np.repeat(targets, lengths + 1)
     return replace(Examples.of(ids, lengths, is_target=is_target), source_names=(SYNTHETIC,))
+
+
+def _turns(sizes: Conversations, drawn: Callable[[int], np.ndarray]) -> Examples:
+    """Return a document of each turn: the turns before it without reasoning, and its own with it, the only target."""
+    documents = []
+    conversation = []
+    for number in range(sizes.count):
+        before = np.zeros(0, np.int32)
+        for _ in range(sizes.turns):
+            question, reasoning, answer = (drawn(n) for n in (sizes.question, sizes.reasoning, sizes.answer))
+            documents.append(np.concatenate([before, question, reasoning, answer]))
+            conversation.append(number)
+            before = np.concatenate([before, question, answer])
+    lengths = np.array([len(one) - 1 for one in documents])
+    own = sizes.reasoning + sizes.answer
+    is_target = np.concatenate([np.arange(len(one)) >= len(one) - own for one in documents])
+    head = np.array(conversation, np.uint64)
+    zeros = np.zeros(len(head), np.int64)
+    made = Examples.of(np.concatenate(documents), lengths, is_target=is_target)
+    columns = DocumentColumns(zeros, zeros, head, head)
+    return replace(made, columns=columns, source_names=(SYNTHETIC,))
 
 
 def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -15,10 +15,11 @@ from string import Formatter
 import pytest
 import yaml
 
-from sftkit.config import keys
+from sftkit.config import keys, rules
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import AdapterConfig, CompileConfig, Config, SourceConfig, source_label
+from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 
 MINIMAL = """
@@ -439,8 +440,11 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ([*BUCKETED, "data.bucket_lengths=[256,128,256]"], "is not ascending without repeats"),
         ([*BUCKETED, "data.bucket_lengths=[]"], "data.bucket_lengths: is empty: null lets data.num_buckets"),
         ([*BUCKETED, "data.bucket_lengths=[64,128]"], "ends with 128, but data.max_length is 256"),
-        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed, not bucketed"),
-        (["data.layout=dynamic", "data.row_length=512"], "data.row_length: only goes with layout packed, not dynamic"),
+        ([*BUCKETED, "data.row_length=512"], "data.row_length: only goes with layout packed or tree, not bucketed"),
+        (
+            ["data.layout=dynamic", "data.row_length=512"],
+            "data.row_length: only goes with layout packed or tree, not dynamic",
+        ),
         (["data.row_length=128", "data.max_length=256"], "data.row_length: 128 cannot hold a document of"),
         (["data.layout=dynamic", "data.max_length=100"], "100 is not a multiple of data.pad_multiple, 8"),
         (["data.layout=dynamic", "compile.dynamic=true"], "compile.dynamic: true does not go with layout dynamic"),
@@ -547,7 +551,7 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["data.train=[a.jsonl]"], 'data.train.0: must be a mapping of keys, not "a.jsonl": write {path: a.jsonl}'),
         (
             ["data.tokens=1e6", "train.max_steps=null", "data.layout=fixed"],
-            "data.tokens: only goes with layout packed, not fixed",
+            "data.tokens: only goes with layout packed or tree, not fixed",
         ),
         (["data.stages=[{at: 0.5, weights: {tasks: 1}}]"], "data.stages: only go with weights"),
         (
@@ -867,6 +871,31 @@ def test_a_scaling_of_positions_goes_with_a_whole_model_of_files_only(recipe: Pa
 def test_noise_on_embeddings_goes_with_the_blocks_engine_and_one_model(recipe: Path, words: list[str], problem: str):
     assert any(f"train.neftune_alpha: {problem}" in line for line in problems(recipe, "train.neftune_alpha=5", *words))
     assert read_config(recipe, ["train.neftune_alpha=5", "adapter={}"]).train.neftune_alpha == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.engine=graph"], "data.layout: tree does not go with train.engine graph"),
+        (PIPELINE, "data.layout: tree does not go with train.engine pipeline"),
+        (["attention.backend=varlen"], "attention.backend: varlen sees no trees"),
+        (["attention.backend=sdpa"], "attention.backend: sdpa sees no trees"),
+        (["train.neftune_alpha=5"], "data.layout: tree does not go with train.neftune_alpha"),
+        (["adapter={}", "adapters=[{name: a}]"], "data.layout: tree does not go with adapters"),
+    ],
+)
+def test_what_sees_no_trees_does_not_go_with_them(recipe: Path, words: list[str], problem: str):
+    assert any(problem in line for line in problems(recipe, "data.layout=tree", *words))
+    assert read_config(recipe, ["data.layout=tree", "attention.backend=flex", "adapter={}"]).data.layout == "tree"
+
+
+@pytest.mark.parametrize("layout", [{"context": 2}, {"tensor": 2}])
+def test_ranks_that_share_rows_do_not_go_with_trees(layout: dict[str, int]):
+    settings = {"data.layout": "tree", "train.engine": "blocks", "attention.backend": "auto"}
+    topology = Topology(**layout)
+    ((key, problem),) = rules._trees(settings.get, topology)
+    assert key == "data.layout"
+    assert "whose ranks share rows" in problem
 
 
 def test_dft_does_not_go_with_label_smoothing(recipe: Path):

@@ -28,6 +28,7 @@ EXPECTED = {
     *(f"graph/{name}.yaml" for names in OF_THE_GRAPH for name in names),
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
+    "qwen3_0_6b/sft_agent.yaml",
     "tinyllama_1_1b/sft.yaml",
     *(f"{model}/sft.yaml" for model in ("qwen3_1_7b", "qwen3_4b", "qwen3_8b", "gemma_3_1b", "gemma_3_4b")),
     *(f"lab/gpt2_compile/{how}{of}.yaml" for how in ("compiled", "eager") for of in ("", "_two_gpus")),

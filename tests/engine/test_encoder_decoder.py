@@ -21,10 +21,11 @@ from sftkit.compile.contract import compile_model, compiler_switches, small_modu
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs, Examples
+from sftkit.engine.reference import documents
 from sftkit.engine.step import TrainStep, has_dropout, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
@@ -83,7 +84,7 @@ def test_losses_and_gradients_are_those_of_each_document_alone_in_plain_transfor
     sums.loss.backward()
     ours = gradients(model)
     plain = torch.zeros(())
-    for inputs, targets, _ in documents(batch):
+    for inputs, targets, *_ in documents(batch):
         logits = model.kind.plain_logits(model.orig_model, inputs)[0]
         plain = plain + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     plain.backward()

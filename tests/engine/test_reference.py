@@ -34,10 +34,10 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import documents
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
+from sftkit.engine.reference import documents
 from sftkit.errors import ConfigError
 from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
@@ -184,7 +184,7 @@ def test_rows_are_taken_apart_into_their_documents() -> None:
     examples = replace(examples, source=np.asarray([2, 0, 1, 2], np.int16), source_names=("a", "b", "c"))
     found = list(documents(make_batch(examples, ((0, 1), (2,), (), (3,)), 32)))
     assert len(found) == 4
-    for i, (inputs, targets, source) in enumerate(found):
+    for i, (inputs, targets, source, *_) in enumerate(found):
         assert inputs.keys() == {"input_ids"}
         assert source == examples.source[i]
         assert inputs["input_ids"][0].tolist() == examples[i].ids[:-1].tolist()

@@ -29,7 +29,8 @@ from sftkit.engine.step import TrainStep, forward_backward
 from sftkit.errors import ConfigError
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import attention
-from sftkit.ops.attention import document_mask, plain_attention
+from sftkit.ops.attention import dense_mask, plain_attention
+from sftkit.ops.flex import document_ends
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.train.assemble import make_engine
@@ -87,7 +88,7 @@ def test_padding_changes_no_loss() -> None:
 
 def test_document_mask_is_causal_isolated_and_never_empty() -> None:
     doc_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
-    mask = document_mask(doc_ids)[0, 0]
+    mask = dense_mask(document_ends(torch.tensor([0, 3, 5, 7, 7], dtype=torch.int32), 1, 7))[0, 0]
     assert mask.tolist() == [[j <= i and doc_ids[0, i] == doc_ids[0, j] for j in range(7)] for i in range(7)]
     assert mask.any(-1).all()
 

@@ -387,7 +387,9 @@ def test_a_file_of_lengths_that_cannot_be_used_is_refused(text: str | None, said
 def test_lengths_are_of_a_file_or_drawn_and_not_both(tmp_path: Path) -> None:
     both = {"lengths": "x.json", "documents": {"count": 4, "median": 6, "mean": 7, "cap": 8}, "row_length": 16}
     for data in (both, {"row_length": 16}):
-        assert any("one of documents, lengths and stage" in p for p in problems(write_plan(tmp_path, data=data)))
+        assert any(
+            "one of documents, lengths, conversations and stage" in p for p in problems(write_plan(tmp_path, data=data))
+        )
     share = {"lengths": "x.json", "row_length": 16, "target_share": 0.5}
     assert any("data.target_share" in problem for problem in problems(write_plan(tmp_path, data=share)))
 

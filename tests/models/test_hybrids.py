@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sftkit.compile.contract import compile_model, compiler_switches
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
 from sftkit.config.topology import Topology
-from sftkit.data.batches.collate import documents
+from sftkit.engine.reference import documents
 from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
 from sftkit.memory.estimate import BUDGETS, EstimateInputs, kept_elements
@@ -52,7 +52,7 @@ def test_documents_in_a_row_have_the_loss_and_gradients_of_plain_transformers_al
     model(batch).loss.backward()
     found = {name: p.grad.clone() for name, p in model.orig_model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    for inputs, targets, _ in documents(batch):
+    for inputs, targets, *_ in documents(batch):
         logits = model.kind.plain_logits(model.orig_model, inputs)
         torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum").backward()
     exact = {name: p.grad for name, p in model.orig_model.named_parameters() if p.grad is not None}

@@ -104,8 +104,8 @@ class PerDocument:
         found = self._next_token.sums(selected, batch, head)
         return Sums(found.loss, {"nll": found.measured["nll"], "documents": torch.tensor(float(self.count(batch)))})
 
-    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
-        found = self._next_token.sums_of_logits(logits, targets)
+    def sums_of_logits(self, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Sums:
+        found = self._next_token.sums_of_logits(logits, targets, weights)
         return Sums(found.loss, {"nll": found.measured["nll"], "documents": torch.tensor(1.0)})
 
     def count(self, batch: Batch) -> int:

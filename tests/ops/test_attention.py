@@ -20,8 +20,8 @@ from sftkit.data.batches.epoch import FULL_ROW, RowShard
 from sftkit.data.batches.pack import BatchShape
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import flash
-from sftkit.ops.attention import Documents, attend, document_boundaries, document_mask, plain_attention
-from sftkit.ops.flex import attend_cached, blocks_of
+from sftkit.ops.attention import Documents, attend, document_boundaries, plain_attention
+from sftkit.ops.flex import attend_cached
 
 DOCUMENTS = {
     "one document": [[256]],
@@ -202,23 +202,6 @@ def test_scores_are_scaled_by_the_factor_of_the_layer_and_by_no_other(backend: s
 
     assert relative_error(attended(1.0, 1.0), attended(64**0.5, None)) < 1e-5
     assert relative_error(attended(1.0, 0.25), attended(2.0, 0.125)) < 1e-5
-
-
-@pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -> None:
-    doc_ids = make_batch(rows).doc_ids
-    touched = document_mask(doc_ids).unflatten(2, (-1, 128)).unflatten(4, (-1, 128)).any(3).any(-1)
-    counts, indices, reverse_counts, reverse_indices = blocks_of(doc_ids)
-    for listed, number, wanted in (
-        (indices, counts, touched),
-        (reverse_indices, reverse_counts, touched.transpose(2, 3)),
-    ):
-        got = torch.zeros_like(wanted)
-        for row in range(len(rows)):
-            for block in range(wanted.shape[2]):
-                got[row, 0, block, listed[row, 0, block, : number[row, 0, block]].long()] = True
-        assert torch.equal(got & wanted, wanted)
-        assert got.sum() - wanted.sum() <= wanted.shape[2]  # a block may be touched by the padding of a document only
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

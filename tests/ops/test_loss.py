@@ -107,6 +107,42 @@ def test_loss_and_gradients_equal_autograd_over_full_logits(name: str, chunk: in
     assert_equal_to_reference(inputs(), LossConfig(chunk_tokens=chunk, **settings), softcap)
 
 
+def assert_weights_repeat_rows(
+    leaves: tuple[Tensor, Tensor, Tensor, Tensor], name: str, chunk: int, rtol: float, gradient_error: float
+) -> None:
+    """A row of weight n adds what n rows add, in sums and gradients; 0 is none, and `each` is the row's whole share."""
+    hidden, head, bias, targets = leaves
+    settings, softcap = OPTIONS[name]
+    options = LossConfig(chunk_tokens=chunk, **settings)
+    times = torch.arange(len(targets), device=targets.device) % 4
+    weighted = linear_nll(hidden, Head(head, bias, softcap), targets, options, times.float())
+    repeated = linear_nll(
+        hidden.repeat_interleave(times, 0), Head(head, bias, softcap), targets.repeat_interleave(times), options
+    )
+    for got, wanted in zip(weighted[:4], repeated[:4], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=0.0)
+    torch.testing.assert_close(weighted.each.sum(), weighted.nll, rtol=rtol, atol=0.0)
+    assert not weighted.each[times == 0].any()
+    ours, theirs = (gradients(found.loss, hidden, head, bias) for found in (weighted, repeated))
+    for gradient, expected in zip(ours, theirs, strict=True):
+        assert float((gradient - expected).norm() / expected.norm()) <= gradient_error
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_row_of_weight_n_counts_as_n_rows(name: str) -> None:
+    assert_weights_repeat_rows(inputs(), name, 5, 1e-12, 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_a_row_of_weight_n_counts_as_n_rows(name: str, dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    leaves = inputs(rows=300, width=64, vocab=9000, dtype=dtype, device="cuda")
+    rtol, gradient_error = (1e-5, 1e-4) if dtype == torch.float32 else (1e-4, 0.02)
+    assert_weights_repeat_rows(leaves, name, 128, rtol, gradient_error)
+
+
 def test_without_bias_and_with_fp32_inputs() -> None:
     hidden, head, _, targets = inputs(dtype=torch.float32)
     options = LossConfig(chunk_tokens=8)

@@ -46,6 +46,23 @@ train: {max_steps: 1}
 """
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}},
+        {"model_type": "falcon_h1", "mamba_d_conv": 4},
+    ],
+)
+def test_a_model_that_cannot_see_trees_is_found_before_torch(here: Path, fields: dict[str, object]) -> None:
+    def with_fields(fields: dict[str, object]) -> list[str]:
+        return problems(f"model.scratch={json.dumps(fields)}", "data.layout=tree")
+
+    (told,) = with_fields(fields)
+    assert told.startswith("data.layout: tree does not go with ")
+    assert with_fields({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}) == []
+
+
 def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_before_torch(here: Path) -> None:
     names = [*(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)), "model.embed_tokens.weight"]
     folder = model(here / "start")

@@ -140,6 +140,22 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 "A name that is a folder on any disk, and a part of a metric's name."
 
 
+def _trees(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("data.layout") != "tree":
+        return
+    key, other = "data.layout", "take packed"
+    if (engine := get("train.engine")) in ("pipeline", "graph"):
+        yield key, f"tree does not go with train.engine {engine}, which has rows of whole documents: {other}, or blocks"
+    if topology.context > 1 or topology.tensor > 1:
+        why = f"{topology.describe()}, whose ranks share rows"
+        yield key, f"tree does not go with {why}: start with fsdp2.yaml, or {other}"
+    if (backend := get("attention.backend")) not in ("auto", "flex", "reference"):
+        yield "attention.backend", f"{backend} sees no trees: set auto, flex or reference, or data.layout=packed"
+    if get("train.neftune_alpha") is not None:
+        why = "whose noise depends on the length of one document"
+        yield key, f"tree does not go with train.neftune_alpha, {why}: set that to null, or {other}"
+
+
 def _adapters(get: Get, topology: Topology) -> Iterator[Problem]:
     entries = get("adapters")
     if entries is None:
@@ -329,7 +345,7 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    launched = _batch_divides, enough_micro_batches, _neftune, _adapter, _adapters
+    launched = _batch_divides, enough_micro_batches, _neftune, _trees, _adapter, _adapters
     for rule in (*_RULES, *map(OfLaunch, launched), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
@@ -435,6 +451,10 @@ def _sources(get: Get) -> Iterator[Problem]:
                     yield f"{part}.{i}.split", f'"{source.split}" is not one of train, heldout, the splits of a builtin'
 
 
+PACKS = ("packed", "tree")
+"Layouts whose rows hold several documents."
+
+
 def _mixture(get: Get) -> Iterator[Problem]:
     rows = [SourceConfig(**row) for row in get("data.train")]
     labels = [source_label(row) for row in rows]
@@ -463,8 +483,8 @@ def _mixture(get: Get) -> Iterator[Problem]:
     if get("data.tokens") is not None:
         if get("train.max_steps") is not None:
             yield "data.tokens", "and train.max_steps are both given: set one of them to null"
-        if get("data.layout") != "packed":
-            yield "data.tokens", f"only goes with layout packed, not {get('data.layout')}: set train.max_steps"
+        if get("data.layout") not in PACKS:
+            yield "data.tokens", f"only goes with layout packed or tree, not {get('data.layout')}: set train.max_steps"
     if not any(weighted):
         if stages:
             yield "data.stages", "only go with weights: give each source of data.train a weight"
@@ -546,8 +566,8 @@ def _row_length(get: Get) -> Iterator[Problem]:
     max_length = get("data.max_length")
     if row_length is None:
         return
-    if layout != "packed":
-        yield "data.row_length", f"only goes with layout packed, not {layout}, whose rows hold one document"
+    if layout not in PACKS:
+        yield "data.row_length", f"only goes with layout packed or tree, not {layout}, whose rows hold one document"
     elif max_length is not None and row_length < max_length:
         yield (
             "data.row_length",

@@ -205,12 +205,12 @@ class DataConfig:
     "exact: documents whose row has the text of an earlier or a validation row are left out; near: also rows that share most of their words with an earlier one (extra dedup); null: copies are only counted."
     decontaminate: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ()
     "Evaluation tasks whose questions and answers are looked for in the training data: documents that hold one are left out and listed. A list, or all: every task whose rows can be read (eval.data, else the hub). Empty: sftkit inspect only counts those of eval.tasks."
-    layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
-    "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
+    layout: Literal["packed", "bucketed", "fixed", "dynamic", "tree"] = "packed"
+    "packed: whole documents, best-fit into rows; tree: the same, and tokens that documents of a conversation share are computed once (docs/data_scale.md). Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "Maximum row positions of a document, whose last token takes none; null: as in the run that wrote the checkpoint."
     row_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
-    "Tokens in a packed row, max_length or more; null: max_length. In other layouts a row holds one document of at most max_length."
+    "Tokens in a packed or tree row, max_length or more; null: max_length. In other layouts a row holds one document of at most max_length."
     num_buckets: Positive | None = None
     "bucketed: number of row lengths, which are chosen so that this data needs the least padding; null: 4."
     bucket_lengths: tuple[Positive, ...] | None = None

@@ -140,7 +140,8 @@ class Blocks:
                 )
             # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
             if not self.compiled:
-                self.model.backend = eager_backend(self.model.backend, orig_model)
+                trees = self.training.layout.kind == "tree"
+                self.model.backend = eager_backend(self.model.backend, orig_model, trees=trees)
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on every compile counts as a recompile, and added hooks are reported.
             self.watch.warm_up_done()

@@ -8,6 +8,7 @@ exactness and `make validate` compare the other engines with it. It is slow: a p
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.tables import DEFAULT
-from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
+from sftkit.data.batches.collate import IGNORE, OF_TOKENS, Batch
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
@@ -47,6 +48,10 @@ class PlainDocument(NamedTuple):
     "positions of the document, without padding"
     source: int = 0
     "number of its source"
+    weights: Tensor | None = None
+    "[N L], of a tree: factor of each target; None: 1"
+    counted: Tensor | None = None
+    "[N L], of a tree: how often routers count each position; None: once"
 
 
 class Computes(Protocol):
@@ -98,15 +103,93 @@ def in_one_pass(found: Iterable[PlainDocument]) -> PlainDocument:
     return PlainDocument(inputs, torch.cat(targets), sum(one.length for one in found))
 
 
+class RowDocument(NamedTuple):
+    """A document of a batch."""
+
+    inputs: dict[str, Tensor]
+    """of the model, [1, L] without positions, which begin at 0 as for a text alone, and of the encoder [1, ...]; L is
+    padded behind the document with token 0"""
+    targets: Tensor
+    "int64 [L], IGNORE where nothing is learned"
+    source: int
+    "number of its source"
+    row: int
+    columns: Tensor
+    "int64, where it lies in its row, without padding"
+    weights: Tensor | None = None
+    "tree: fp32 [L], number of documents with the target; else None"
+    counted: Tensor | None = None
+    "tree: int32 [L], number of documents with the position, 0 if an earlier one of the tree has it; else None"
+
+
+def documents(batch: Batch, multiple: int = 1) -> Iterator[RowDocument]:
+    """Yield the documents of a batch, padded to a multiple of `multiple` positions. Those of trees are the paths from
+    the root to each leaf; an edge that several of them share is a target of the first, with the weight of all."""
+    encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
+    if batch.tree_ends is not None:
+        yield from _documents_of_trees(batch, multiple)
+        return
+    for row, ids in enumerate(batch.doc_ids):
+        for number in ids.unique().tolist():
+            if number < 0:  # padding
+                continue
+            columns = (ids == number).nonzero().flatten()
+            padding = (0, -len(columns) % multiple)
+            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, columns], padding)[None]}
+            for name, value in encoded.items():
+                inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
+            targets = pad(batch.targets[row, columns], padding, value=IGNORE)
+            yield RowDocument(inputs, targets, int(batch.sources[row, columns[0]]), row, columns)
+
+
+def _documents_of_trees(batch: Batch, multiple: int) -> Iterator[RowDocument]:
+    """Yield the documents of trees, see `documents`."""
+    assert batch.tree_ends is not None
+    assert batch.tree_documents is not None
+    assert batch.edge_targets is not None
+    assert batch.edge_weights is not None
+    row_length = batch.doc_ids.shape[1]
+    # Edges that no document has had yet, by position: target -> weight.
+    left: dict[int, dict[int, float]] = {}
+    edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
+    for position, target, weight in zip(*edges, strict=True):
+        if target != IGNORE:
+            of_position = left.setdefault(position, {})
+            of_position[target] = of_position.get(target, 0.0) + weight
+    for row, (ends, ids) in enumerate(zip(batch.tree_ends, batch.inputs["input_ids"], strict=True)):
+        tokens = ids.tolist()
+        fresh = batch.tree_documents[row].clone()
+        used = int((batch.doc_ids[row] >= 0).sum())
+        of_row = [left.get(row * row_length + column, {}) for column in range(used)]
+        leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
+        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
+        for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
+            if leaf not in leaves and not of_row[leaf]:
+                continue
+            columns = (ends[: leaf + 1] > leaf).nonzero().flatten()
+            follow = [*(tokens[column] for column in columns.tolist()[1:]), next(iter(of_row[leaf]), IGNORE)]
+            weights = [of_row[column].pop(token, 0.0) for column, token in zip(columns.tolist(), follow, strict=True)]
+            targets = [token if weight else IGNORE for token, weight in zip(follow, weights, strict=True)]
+            padding = (0, -len(columns) % multiple)
+            yield RowDocument(
+                {"input_ids": pad(ids[columns], padding)[None]},
+                pad(torch.tensor(targets, device=ids.device), padding, value=IGNORE),
+                int(batch.sources[row, columns[0]]),
+                row,
+                columns,
+                pad(torch.tensor(weights, device=ids.device), padding),
+                pad(fresh[columns], padding),
+            )
+            fresh[columns] = 0
+
+
 def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]]:
     """Yield the documents of a batch, for an engine that learns from it; those of a row together only where the
     objective needs that."""
-    if _balanced(model) is not None:
-        for row in single_rows(batch):
-            yield [PlainDocument(inputs, targets, len(targets), source) for inputs, targets, source in documents(row)]
-        return
-    for inputs, targets, source in documents(batch):
-        yield [PlainDocument(inputs, targets, len(targets), source)]
+    together = _balanced(model) is not None
+    for _, found in groupby(documents(batch), key=lambda one: one.row):
+        row = [PlainDocument(d.inputs, d.targets, len(d.columns), d.source, d.weights, d.counted) for d in found]
+        yield from [row] if together else ([one] for one in row)
 
 
 def _balanced(model: Computes) -> Balanced | None:
@@ -127,7 +210,8 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iter
     for row in rows:
         found: Iterable[Sums] = ()
         if objective is None:
-            found = (model.objective.sums_of_logits(plain_logits(model, one), one.targets) for one in row)
+            sums_of_logits = model.objective.sums_of_logits
+            found = (sums_of_logits(plain_logits(model, one), one.targets, one.weights) for one in row)
         elif row:  # else it is padding
             found = _of_row(model, objective, row)
         for one, sums in zip(row, found, strict=True):
@@ -153,9 +237,8 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) 
 
     def passed(document: PlainDocument) -> tuple[Sums, Tensor, Tensor]:
         """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
-        targets = document.targets
-        routing.begin(torch.arange(len(targets), device=targets.device)[None] < document.length)
-        sums = objective.sums_of_logits(plain_logits(model, document), targets)
+        routing.begin(_counted(document)[None])
+        sums = objective.sums_of_logits(plain_logits(model, document), document.targets, document.weights)
         chosen, probability = routing.taken()
         assert probability is not None
         return sums, chosen, probability
@@ -163,11 +246,23 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) 
     with torch.no_grad():
         counted = [passed(document)[1] for document in row]
     # The second pass, with gradients: each document adds its own probabilities to the counts of the whole row.
-    tokens = torch.tensor([sum(one.length for one in row)], device=row[0].targets.device)
-    learned = torch.stack([(one.targets != IGNORE).sum() for one in row]).sum()[None]
+    tokens = torch.stack([_counted(one).sum() for one in row]).sum()[None]
+    learned = torch.stack([_learned(one) for one in row]).sum()[None]
     for document in row:
         sums, _, probability = passed(document)
         yield objective.added(sums, routing.loss_of_rows(torch.stack(counted).sum(0), probability, tokens, learned))
+
+
+def _counted(document: PlainDocument) -> Tensor:
+    """Return how often routers count each position of a document, [L]."""
+    if document.counted is not None:
+        return document.counted
+    return torch.arange(len(document.targets), device=document.targets.device) < document.length
+
+
+def _learned(document: PlainDocument) -> Tensor:
+    """Return the number of a document's targets, 0-d, each times its weight."""
+    return (document.targets != IGNORE).sum() if document.weights is None else document.weights.sum()
 
 
 class Reference:
@@ -301,15 +396,15 @@ class DocumentsAlone:
         handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
         try:
             with plain_attention(model.orig_model):
-                for inputs, *_ in documents(batch):
-                    model.kind.plain_logits(model.orig_model, inputs)
+                found = list(documents(batch))
+                for document in found:
+                    model.kind.plain_logits(model.orig_model, document.inputs)
         finally:
             handle.remove()
-        numbers = [(row, number) for row, ids in enumerate(batch.doc_ids) for number in ids.unique() if number >= 0]
-        found = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
-        for (row, number), hidden in zip(numbers, taken, strict=True):
-            found[row, batch.doc_ids[row] == number] = hidden
-        return found
+        states = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
+        for document, hidden in zip(found, taken, strict=True):
+            states[document.row, document.columns] = hidden
+        return states
 
 
 class PlainAdamW(adamw.FusedAdamW):

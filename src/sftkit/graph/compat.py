@@ -91,7 +91,8 @@ def compile_joint(
 
 def flex_operator(call: flex.Call) -> tuple[Tensor, Tensor]:
     """Return FlexAttention's output, [B, H, T, Dv], and its log-sum-exp, [B, H, T], by the operator behind torch's
-    function, which would start Dynamo. Document ids are an input of the operator, so that a graph has none in it."""
+    function, which would start Dynamo. The boundaries of documents are inputs of the operator, so that a graph has none
+    of them in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
     attend = private("torch._higher_order_ops.flex_attention", "flex_attention")
@@ -100,10 +101,10 @@ def flex_operator(call: flex.Call) -> tuple[Tensor, Tensor]:
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
     # True: the log-sum-exp is returned too, for the backward pass.
     known = options(*inputs, True, None)  # noqa: FBT003 - private, so by place
-    # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
+    # Its last entry is the mask function, replaced by one that reads the boundaries it is given: a closure over a
     # tensor would be a constant of the graph.
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
-    out, lse, *_ = attend(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
+    out, lse, *_ = attend(*inputs, score, mask, call.scale, known, (), call.boundaries)
     return out, lse * math.log(2.0)  # the operator's logarithm is to base 2
 
 

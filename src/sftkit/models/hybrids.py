@@ -20,7 +20,7 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import structure
 from sftkit.ops import recurrent
-from sftkit.ops.attention import CHUNKED
+from sftkit.ops.attention import CHUNKED, attention_chunk
 
 log = logging.getLogger(__name__)
 
@@ -310,3 +310,22 @@ def state_besides_keys(orig_model: PreTrainedModel) -> str | None:
     """Return what in the model keeps a state of earlier tokens that is not their keys and values; None: nothing."""
     name = next((name for name, *_ in mixers(orig_model)), None)
     return mixes_tokens(orig_model) if name is None else f"the recurrent layer {name}"
+
+
+def check_trees(orig_model: PreTrainedModel) -> None:
+    """Reject models that do more in a row of prefix trees than attend to ancestors.
+
+    Raises:
+        ConfigError: the model has recurrent layers, attends within chunks, or its positions depend on the length of a
+            document, of which a shared position has several.
+    """
+    found = {
+        "recurrent layers": state_besides_keys(orig_model) is not None,
+        "attention within chunks of a document": attention_chunk(orig_model.config) is not None,
+        "longrope": structure.longrope_limit(orig_model.config) is not None,
+    }
+    if names := [name for name, there in found.items() if there]:
+        raise ConfigError(
+            f"data.layout: tree does not support {orig_model.config.model_type}, which has {' and '.join(names)}: set "
+            "data.layout=packed"
+        )

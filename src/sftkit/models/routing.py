@@ -4,7 +4,8 @@ balances them.
 A forward hook on each router, inside the compiled block, keeps the router's choices as sums over each row: no logits
 leave the block. The loss is that of transformers (Switch Transformers, arXiv 2101.03961, equations 4 to 6, over all
 layers together), computed for each row separately. A product of two means is not a sum over micro-batches, so the row
-is the unit: its loss does not depend on how rows are distributed.
+is the unit: its loss does not depend on how rows are distributed. In a row of prefix trees a position counts as often
+as documents hold it, so the loss balances the documents as if they stood in the row one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _CountedPositions:
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
-        "fp32 [B, C] of the current micro-batch, 1 at tokens; None: nothing is counted"
+        "fp32 [B, C] of the current micro-batch, 0 at padding; None: nothing is counted"
 
 
 _COUNTED = _CountedPositions()
@@ -99,9 +100,15 @@ class Routing:
         """Set the counted positions before a training forward pass, which the backward pass may repeat.
 
         Args:
-            positions: bool [B, C], True at tokens; None counts nothing, as in evaluation.
+            positions: bool or int [B, C], how often each position counts; None counts nothing, as in evaluation.
         """
         _COUNTED.positions = None if positions is None else positions.float()
+
+    def counted(self, batch: Batch) -> Tensor:
+        """Return how often each local position of a batch counts: bool or int [B, C], 0 at padding."""
+        if batch.tree_documents is not None:
+            return batch.tree_documents
+        return (batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)) >= 0
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
         """Return the routers' choices since `begin`, summed over layers, and add them to the load of each layer.
@@ -131,6 +138,11 @@ class Routing:
         chosen, probability = self.taken()
         if probability is None:
             return None
+        if batch.tree_documents is not None and batch.edge_weights is not None:
+            rows = torch.arange(len(batch.targets), device=chosen.device)
+            own = batch.target_index // batch.targets.shape[1] == rows[:, None]
+            targets = (own * batch.edge_weights).sum(-1, dtype=chosen.dtype)
+            return self.loss_of_rows(chosen, probability, batch.tree_documents.sum(-1), targets)
         targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
         if context_group is not None:
             # Sum choices and targets over whole rows. Probabilities, and so their gradient, stay this rank's own.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -100,13 +100,14 @@ class Objective(Protocol):
             head: head that projects hidden states to the vocabulary.
         """
 
-    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+    def sums_of_logits(self, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Sums:
         """Return the same sums from full logits, in plain torch operators and the dtype of the logits.
 
         It is the reference for `sums`.
 
         Args:
             logits: [N, V], final: scaled and capped. targets: int64 [N], IGNORE at positions without a target.
+            weights: fp32 [N], factor of all that a position adds; None: 1.
         """
 
     def count(self, batch: Batch) -> int:
@@ -239,8 +240,7 @@ class ModelWithLoss(torch.nn.Module):
         # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
         # positions only.
         if self.routing is not None:
-            own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
-            self.routing.begin(own >= 0 if self.orig_model.training else None)
+            self.routing.begin(self.routing.counted(batch) if self.orig_model.training else None)
         noisy = batch if batch.noise is None else with_noise(self.orig_model, batch, *batch.noise)
         return self.kind.hidden_states(self.orig_model, noisy, backend, self.context_group)
 
@@ -276,12 +276,18 @@ class NextToken:
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states of the positions with a target, and of a few others as filler: [P, H]."""
+        if batch.edge_targets is not None:
+            # Positions may repeat: the gradient of this form adds them up in a fixed order on a GPU, that of
+            # index_select does not.
+            return hidden.flatten(0, 1)[batch.target_index]
         return hidden.flatten(0, 1).index_select(0, batch.target_index)
 
     def sums(self, selected: Tensor, batch: Batch, head: linear_cross_entropy.Head) -> Sums:
         """Return the sums, computed in chunks, without logits of the whole batch."""
-        targets = batch.targets.flatten().index_select(0, batch.target_index)
-        found = linear_cross_entropy.linear_nll(selected, head, targets, self.config)
+        targets = batch.edge_targets
+        if targets is None:
+            targets = batch.targets.flatten().index_select(0, batch.target_index)
+        found = linear_cross_entropy.linear_nll(selected, head, targets, self.config, batch.edge_weights)
         measured = {"nll": found.nll, "correct": found.correct, "entropy": found.entropy}
         if self.num_sources:
             # A sum over a row for each source: the order of a scatter-add would differ from run to run on a GPU.
@@ -291,26 +297,30 @@ class NextToken:
             measured |= {nll_of(source): value for source, value in enumerate(sums.unbind())}
         return Sums(found.loss, measured)
 
-    def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
+    def sums_of_logits(self, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Sums:
         """Return the sums from torch's own cross entropy; those of sources are 0, logits have none."""
         smoothing = self.config.label_smoothing
         is_target = targets != IGNORE
-        nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-        loss = nll
+        given: Any = {"ignore_index": IGNORE, "reduction": "none"}
+        each = F.cross_entropy(logits, targets, **given)
+        loss = each
         # A separate call: the monitored nll is measured without smoothing.
         if smoothing:
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing, **given)
         if self.config.dft:
-            each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-            loss = (each.detach().neg().exp() * each).sum()
+            loss = each.detach().neg().exp() * each
         if self.config.z_loss:
-            loss = loss + self.config.z_loss * logits.logsumexp(-1)[is_target].square().sum()
-        correct = entropy = nll.new_zeros(())
+            loss = loss + self.config.z_loss * logits.logsumexp(-1).square().where(is_target, 0.0)
+        correct = entropy = torch.zeros_like(each)
         if self.config.token_metrics:
-            correct = (logits.argmax(-1) == targets).sum().to(nll.dtype)
-            entropy = torch.special.entr(logits[is_target].softmax(-1)).sum()
-        found = {"nll": nll.detach(), "correct": correct, "entropy": entropy.detach()}
-        return Sums(loss, dict.fromkeys(self.measured, nll.new_zeros(())) | found)
+            correct = (logits.argmax(-1) == targets).to(each.dtype)
+            entropy = torch.special.entr(logits.detach().softmax(-1)).sum(-1).where(is_target, 0.0)
+
+        def summed(values: Tensor) -> Tensor:
+            return (values if weights is None else values * weights).sum()
+
+        found = {"nll": summed(each.detach()), "correct": summed(correct), "entropy": summed(entropy)}
+        return Sums(summed(loss), dict.fromkeys(self.measured, each.new_zeros(())) | found)
 
     def count(self, batch: Batch) -> int:
         """Return the number of target tokens."""

@@ -57,10 +57,10 @@ class Documents(NamedTuple):
     "int64 [B, T], distance of each position from the first of its document"
     cu_seqlens: Tensor | None = None
     "fa4, varlen, recurrent layers: int32 [D + 1], where documents start in the flattened B * T positions"
-    doc_ids: Tensor | None = None
-    "flex: int32 [B, T], T padded to a multiple of 128"
-    blocks: flex.BlockTensors | None = None
-    "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
+    ends: Tensor | None = None
+    "flex: int32 [B, T], T padded to a multiple of 128: a key is seen up to the column before its end"
+    blocks: tuple[flex.BlockLists, flex.BlockLists] | None = None
+    "flex: by query block and by key block"
     mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
     columns: Tensor | None = None
@@ -87,8 +87,11 @@ def document_boundaries(
     assert batch.columns is None or context_group is not None, "batches of chunks need the group of their ranks"
     group = None if batch.columns is None else context_group
     pieces = None
+    trees = batch.tree_ends is not None
+    assert not trees or BACKENDS[backend].trees, f"attention backend {backend} has no rows of trees"
     if chunk is not None and chunk < batch.max_doc_length:
         assert group is None, "structure.check_rope rejects chunks of documents in chunks of rows"
+        assert not trees, "hybrids.check_trees rejects chunks of documents in rows of trees"
         pieces = document_boundaries(_cut(batch, chunk), backend)
     found = {"positions": batch.inputs["position_ids"], "cu_seqlens": batch.cu_seqlens, "pieces": pieces}
     return Documents(backend, batch.max_doc_length, group=group, **found | BACKENDS[backend].boundaries(batch))
@@ -277,6 +280,8 @@ class Backend(NamedTuple):
     "whether it is differentiable without a compiler"
     in_chunks: bool = True
     "whether it attends from chunks of rows (context parallelism)"
+    trees: bool = False
+    "whether it attends in rows of prefix trees"
     dropout: bool = False
     relative_positions: bool = False
     sinks: bool = True
@@ -327,15 +332,23 @@ def _flash_unsupported(
     return None if fits else f"has no kernel for heads of {head_dim}"
 
 
+def _ends(batch: Batch) -> Tensor:
+    """Return the column up to which each key is seen, int32 [B, T]."""
+    if batch.tree_ends is not None:
+        return batch.tree_ends
+    return flex.document_ends(batch.cu_seqlens, *batch.doc_ids.shape)
+
+
 def _flex_boundaries(batch: Batch) -> dict[str, Any]:
-    doc_ids = flex.pad_to_blocks(batch.doc_ids)
-    return {"doc_ids": doc_ids, "blocks": flex.blocks_of(doc_ids)}
+    ends = flex.pad_to_blocks(_ends(batch))
+    return {"ends": ends, "blocks": flex.blocks_of(ends)}
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
-    assert documents.doc_ids is not None
+    assert documents.ends is not None
     assert documents.blocks is not None
-    return flex.attend_flex(query, key, value, (documents.doc_ids, documents.blocks), scores)
+    assert documents.positions is not None
+    return flex.attend_flex(query, key, value, documents.ends, documents.blocks, documents.positions, scores)
 
 
 def _flex_unsupported(
@@ -366,7 +379,7 @@ def _sdpa_unsupported(orig_model: PreTrainedModel, layout: Layout, *_: Any, **__
 
 
 def _reference_boundaries(batch: Batch) -> dict[str, Any]:
-    mask = document_mask(batch.doc_ids)
+    mask = dense_mask(_ends(batch))
     if batch.columns is None:
         return {"mask": mask}
     return {"mask": mask.index_select(2, batch.columns), "columns": batch.columns}
@@ -378,10 +391,15 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
     mask = documents.mask
     assert mask is not None
     if window is not None:
-        # A query always sees itself, one of padding too, so no row of the mask gets empty.
-        positions = torch.arange(mask.shape[-1], device=mask.device)
-        queries = positions if documents.columns is None else documents.columns
-        mask = mask & (queries[:, None] - positions < window)
+        # Within a document positions differ as columns do, and chunks of rows have the positions of their own columns
+        # only. A query always sees itself, one of padding too, so no row of the mask gets empty.
+        positions = queries = documents.positions
+        if documents.columns is not None:
+            positions = torch.arange(mask.shape[-1], device=mask.device)[None]
+            queries = documents.columns[None]
+        assert positions is not None
+        assert queries is not None
+        mask = mask & (queries[:, None, :, None] - positions[:, None, None] < window)
     grouped = key.shape[1] < query.shape[1]
     # torch's function has no soft cap and no sinks, so with one of them the scores are computed here.
     if softcap is None and sinks is None:
@@ -397,24 +415,28 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, 
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def document_mask(doc_ids: Tensor) -> Tensor:
-    """Return bool [B, 1, T, T], True where query i may see key j: same document and j <= i.
+def dense_mask(ends: Tensor) -> Tensor:
+    """Return bool [B, 1, T, T], True where query i sees key j: j <= i < ends[j]. Every query sees itself.
 
     Args:
-        doc_ids: int [B, T]; padding counts as a document of its own, so no row of the mask is empty.
+        ends: int [B, T], the column behind each key's document, in a tree behind its subtree.
     """
-    row_length = doc_ids.shape[1]
-    causal = torch.ones(row_length, row_length, dtype=torch.bool, device=doc_ids.device).tril()
-    return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+    columns = torch.arange(ends.shape[1], device=ends.device)
+    return ((columns <= columns[:, None]) & (columns[:, None] < ends[:, None, :])).unsqueeze(1)
 
 
 BACKENDS = {
     "fa4": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "fa4"), timed=True),
     "varlen": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "varlen"), timed=True),
     "sdpa": Backend(lambda _: {}, _sdpa, _sdpa_unsupported, timed=True, in_chunks=False, dropout=True, sinks=False),
-    "flex": Backend(_flex_boundaries, _flex, _flex_unsupported, eager=False, in_chunks=False),
+    "flex": Backend(_flex_boundaries, _flex, _flex_unsupported, eager=False, in_chunks=False, trees=True),
     "reference": Backend(
-        _reference_boundaries, _reference, lambda *_, **__: None, dropout=True, relative_positions=True
+        _reference_boundaries,
+        _reference,
+        lambda *_, **__: None,
+        trees=True,
+        dropout=True,
+        relative_positions=True,
     ),
 }
 "By attention.backend. auto tries those that are timed first; one that does not support what a model has is rejected."
@@ -528,6 +550,8 @@ def unsupported_reason(
         return "has no relative positions, which this model adds to the scores"
     if not spec.sinks and has_sinks(orig_model):
         return "has no attention sinks, which this model has"
+    if layout.kind == "tree" and not spec.trees:
+        return "has no rows of trees"
     if in_chunks and not spec.in_chunks:
         return "attends within whole rows, and context parallelism cuts them"
     if dropout and not spec.dropout:
@@ -535,10 +559,16 @@ def unsupported_reason(
     return spec.unsupported_reason(orig_model, layout, device, compiled=compiled, captured=captured)
 
 
-def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
-    """Return the backend that replaces this one where nothing is compiled."""
+def eager_backend(backend: str, orig_model: PreTrainedModel, *, trees: bool = False) -> str:
+    """Return the backend that replaces this one where nothing is compiled.
+
+    Args:
+        trees: rows are of trees.
+    """
     if BACKENDS[backend].eager:
         return backend
+    if trees:
+        return "reference"
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
     unusable = softcap or flash.kernel_unsupported_reason("varlen", orig_model.device, orig_model.dtype)
     return "reference" if unusable else "varlen"

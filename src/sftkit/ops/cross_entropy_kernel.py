@@ -26,6 +26,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
     logits,
     row_stride,
     targets,
+    weights,
     sums,
     sums_stride,
     vocab,
@@ -33,6 +34,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
     z_loss,
     label_smoothing,
     IGNORED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
     DFT: tl.constexpr,
@@ -55,6 +57,10 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
                 column = start + columns
                 tl.store(logits + column, tl.zeros([BLOCK], logits.dtype.element_ty), mask=column < vocab)
         return
+
+    weight = 1.0
+    if WEIGHTED:
+        weight = tl.load(weights + row)
 
     # Pass 1: every lane keeps its own online maximum and sum, so that the loop has no reduction over the block.
     raw_target = tl.load(logits + target).to(tl.float32)
@@ -99,11 +105,11 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
         lse_weight += target_weight - 1.0
     if SMOOTHING:
         loss += label_smoothing * (x_target - tl.sum(plain, 0) / vocab)
-    tl.store(sums, loss)
-    tl.store(sums + sums_stride, nll)
+    tl.store(sums, weight * loss)
+    tl.store(sums + sums_stride, weight * nll)
     if METRICS:
-        tl.store(sums + 2 * sums_stride, 1.0 - tl.max(beaten, 0).to(tl.float32))
-        tl.store(sums + 3 * sums_stride, lse - tl.sum(weighted * rescale, 0) / row_exp_sum)
+        tl.store(sums + 2 * sums_stride, weight * (1.0 - tl.max(beaten, 0).to(tl.float32)))
+        tl.store(sums + 3 * sums_stride, weight * (lse - tl.sum(weighted * rescale, 0) / row_exp_sum))
     else:
         tl.store(sums + 2 * sums_stride, 0.0)
         tl.store(sums + 3 * sums_stride, 0.0)
@@ -123,12 +129,21 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
                 gradient -= label_smoothing / vocab
             if SOFTCAP:
                 gradient *= 1.0 - (x / softcap) * (x / softcap)
+            if WEIGHTED:
+                gradient *= weight
             result = gradient.to(logits.dtype.element_ty)
             tl.store(logits + column, result, mask=inside, eviction_policy="evict_first")
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    *,
+    gradients: bool,
+    weights: Tensor | None = None,
 ) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
 
@@ -136,14 +151,18 @@ def cross_entropy_(
         logits: [N, V], fp32, bf16 or fp16, unit stride in V.
         targets: int64 [N], unit stride, each IGNORE or in [0, V).
         sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
+        weights: fp32 [N], unit stride, factor of all that a row adds; None: 1.
     """
     plain = logits.shape[1] > PLAIN_BLOCK and not (options.label_smoothing or options.token_metrics)
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
-    weights = (options.z_loss, options.label_smoothing)
-    switches = {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "DFT": options.dft}
+    parts = (options.z_loss, options.label_smoothing)
+    given = targets if weights is None else weights  # any pointer: without weights none is read
+    assert given.stride(0) == 1, "weights must be dense"
+    switches: dict[str, bool] = {"WEIGHTED": weights is not None}
+    switches |= {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "DFT": options.dft}
     sizes = {"BLOCK": PLAIN_BLOCK if plain else BLOCK, "num_warps": PLAIN_WARPS if plain else WARPS}
     _cross_entropy_row[(logits.shape[0],)](
-        *(logits, logits.stride(0), targets, sums, sums.stride(0), logits.shape[1], softcap or 1.0, *weights),
+        *(logits, logits.stride(0), targets, given, sums, sums.stride(0), logits.shape[1], softcap or 1.0, *parts),
         **{"IGNORED": IGNORE, "METRICS": options.token_metrics, "GRADIENTS": gradients, **switches, **sizes},
     )
 

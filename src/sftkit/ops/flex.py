@@ -1,5 +1,8 @@
 """Attention by FlexAttention that keeps documents apart: causal within a row, and from texts to their encoded inputs.
 
+One rule covers packed documents and prefix trees: query q sees key k iff k <= q < ends[k]. The end of a key is the
+column behind its document, and in a tree the column behind its subtree, whose positions are its descendants.
+
 `Scores` are the settings by which the products of queries and keys become weights, the same for every backend.
 
 In attention to encoded inputs several texts in a row each see the positions of their own input only. Those boundaries
@@ -40,10 +43,22 @@ class Scores(NamedTuple):
 
 
 FLEX_BLOCK = 128
-BEHIND_ROW = -2
-"Document id of positions behind the end of a row, where rows are padded for flex."
 
-BlockTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+class BlockLists(NamedTuple):
+    """The key blocks that each query block visits, or the query blocks of each key block; M = ceil(T / 128) of each.
+    Counts are int32 [B, 1, M], lists int32 [B, 1, M, M]."""
+
+    touched: Tensor
+    "number of blocks with a pair that the mask allows"
+    partial: Tensor
+    "number of these in which the mask hides some pair"
+    whole: Tensor
+    "number of these in which it hides none"
+    listed: Tensor
+    "the partial blocks, then the whole ones, then the others"
+    whole_listed: Tensor
+    "the same list from the first whole block on"
 
 
 class Call(NamedTuple):
@@ -54,11 +69,11 @@ class Call(NamedTuple):
     value: Tensor
     block_mask: BlockMask
     visible: Callable[..., Tensor]
-    "(batch, head, query index, key index, doc_ids) -> whether the query sees the key"
+    "(batch, head, query index, key index, ends, positions) -> whether the query sees the key"
     capped: Callable[..., Tensor] | None
     "(score and the four indices) -> score; None: scores stay as they are"
-    doc_ids: Tensor
-    "int32 [B, T]"
+    boundaries: tuple[Tensor, Tensor]
+    "ends and positions, int [B, T]"
     scale: float
 
 
@@ -72,88 +87,113 @@ def attention_as_operator(operator: Callable[[Call], tuple[Tensor, Tensor]]) -> 
     return replaced(sys.modules[__name__], "_operator", operator)
 
 
-def pad_to_blocks(doc_ids: Tensor) -> Tensor:
-    """Pad int [B, T] to whole blocks with positions behind the row."""
-    return F.pad(doc_ids, (0, -doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
-
-
-def blocks_of(doc_ids: Tensor) -> BlockTensors:
-    """Return which 128 x 128 blocks of a document mask are not empty, by query block and by key block.
-
-    A query block sees a range of key blocks that ends at its own, from the block where its first document starts.
+def document_ends(cu_seqlens: Tensor, rows: int, row_length: int) -> Tensor:
+    """Return the column behind the document of each position, int32 [B, T]. No host sync.
 
     Args:
-        doc_ids: int [B, T].
-
-    Returns:
-        (counts int32 [B, 1, M], indices int32 [B, 1, M, M]) by query block and by key block, M = ceil(T / 128)
+        cu_seqlens: int32 [D + 1], of Batch.
     """
-    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    new = torch.ones_like(doc_ids, dtype=torch.bool)
-    new[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    starts = torch.where(new, positions, 0).cummax(1).values
-    first = starts[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [B, M]
-    blocks = torch.arange(first.shape[1], device=doc_ids.device)
-    touched = (blocks[None, None, :] >= first[:, :, None]) & (blocks[None, None, :] <= blocks[None, :, None])
-    return (*_listed(touched), *_listed(touched.transpose(1, 2)))
+    places = torch.arange(rows * row_length, dtype=torch.int32, device=cu_seqlens.device)
+    ends = cu_seqlens[torch.searchsorted(cu_seqlens, places, right=True)].view(rows, row_length)
+    return ends - row_length * torch.arange(rows, dtype=torch.int32, device=ends.device)[:, None]
 
 
-def _listed(touched: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (counts [B, 1, M], indices [B, 1, M, M] with those of touched blocks first), int32, of bool [B, M, M]."""
-    counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
-    indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
-    return counts, indices.contiguous()
+def pad_to_blocks(ends: Tensor) -> Tensor:
+    """Pad int [B, T] to whole blocks with positions behind the row, which see one another."""
+    missing = -ends.shape[1] % FLEX_BLOCK
+    return F.pad(ends, (0, missing), value=ends.shape[1] + missing)
+
+
+def blocks_of(ends: Tensor) -> tuple[BlockLists, BlockLists]:
+    """Return the blocks of a mask from the ends of its keys: (by query block, by key block). No T x T mask is made, and
+    no host sync.
+
+    A block below the diagonal is touched if any of its keys ends behind its first query, and whole if all its keys end
+    behind its last one.
+
+    Args:
+        ends: int [B, T], T a multiple of 128.
+    """
+    of_blocks = ends.unflatten(1, (-1, FLEX_BLOCK))
+    block = torch.arange(of_blocks.shape[1], device=ends.device)
+    below = block[:, None] > block
+    first = FLEX_BLOCK * block[:, None]
+    touched = (below & (of_blocks.amax(2)[:, None] > first)) | (block[:, None] == block)
+    whole = below & (of_blocks.amin(2)[:, None] >= first + FLEX_BLOCK)
+    return _listed(touched, whole), _listed(touched.transpose(1, 2), whole.transpose(1, 2))
+
+
+def _listed(touched: Tensor, whole: Tensor) -> BlockLists:
+    """Return the blocks of bool [B, M, M]."""
+    counts = touched.sum(-1, dtype=torch.int32)
+    whole_count = whole.sum(-1, dtype=torch.int32)
+    partial = counts - whole_count
+    order = (2 - 2 * touched.to(torch.int8) + whole).argsort(dim=-1, stable=True)
+    # Past its end the list begins again: nobody reads that far.
+    at = torch.arange(order.shape[-1], device=order.device) + partial[..., None]
+    lists = (order, order.gather(-1, at % order.shape[-1]))
+    return BlockLists(
+        *(one.unsqueeze(1) for one in (counts, partial, whole_count)),
+        *(one.to(torch.int32).unsqueeze(1).contiguous() for one in lists),
+    )
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, documents: tuple[Tensor, BlockTensors], scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    blocks: tuple[BlockLists, BlockLists],
+    positions: Tensor,
+    scores: Scores,
 ) -> Tensor:
-    """Attend causally within documents.
+    """Attend causally within documents, or to ancestors in trees.
 
     The block mask is built here, from tensors, so that no batch's documents become constants.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        documents: their ids and blocks, from pad_to_blocks and blocks_of.
+        ends, blocks: from pad_to_blocks and blocks_of.
+        positions: int [B, T], in documents: a window counts by them.
         scores: without dropout and bias.
 
     Returns:
         [B, T, H, Dv]
     """
-    doc_ids, blocks = documents
     scale, window, softcap, *_, sinks = scores
     row_length = query.shape[2]
-    whole = doc_ids.shape[1]
+    whole = ends.shape[1]
     if whole > row_length:  # flex's backward pass reads past the end of rows that are not multiples of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
+        positions = F.pad(positions, (0, whole - row_length))
 
-    # The ids come as an argument: a captured graph has to see them as an input, not as something that a function holds.
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor:
-        same = (i >= j) & (ids[b, i] == ids[b, j])
-        return same if window is None else same & (i - j < window)
+    # The tensors come as arguments: a captured graph has to see them as inputs, not as something that a function holds.
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ends: Tensor, positions: Tensor) -> Tensor:
+        seen = (i >= j) & (i < ends[b, j])
+        return seen if window is None else seen & (positions[b, i] - positions[b, j] < window)
 
     def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    # By hand, not by create_block_mask: that would evaluate the whole mask, and its blocks are known from the starts.
-    counts, indices, reverse_counts, reverse_indices = blocks
+    # By hand, not by create_block_mask: that would evaluate the whole mask, and its blocks are known from the ends.
+    # With a window no block is known to be whole, so all touched ones count as partial.
+    fields: dict[str, Any] = {}
+    for side, found in zip(("kv", "q"), blocks, strict=True):
+        split = window is None
+        fields[f"{side}_num_blocks"] = found.partial if split else found.touched
+        fields[f"{side}_indices"] = found.listed
+        fields[f"full_{side}_num_blocks"] = found.whole if split else None
+        fields[f"full_{side}_indices"] = found.whole_listed if split else None
     block_mask = BlockMask(
         seq_lengths=(whole, whole),
-        kv_num_blocks=counts,
-        kv_indices=indices,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=reverse_counts,
-        q_indices=reverse_indices,
-        full_q_num_blocks=None,
-        full_q_indices=None,
         BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
-        mask_mod=lambda b, h, i, j: visible(b, h, i, j, doc_ids),
+        mask_mod=lambda b, h, i, j: visible(b, h, i, j, ends, positions),
+        **fields,
     )
     score_mod = None if softcap is None else capped
     if _operator is not None:
-        out, lse = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
+        out, lse = _operator(Call(query, key, value, block_mask, visible, score_mod, (ends, positions), scale))
     else:
         named: Any = {"scale": scale, "enable_gqa": key.shape[1] < query.shape[1], "block_mask": block_mask}
         # Asked for only where it is read: a CPU cannot return it from compiled code.

@@ -40,7 +40,8 @@ class Head(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the targets, 0-d, and the nll of each row, in nats: fp32 (float64 for float64 inputs)."""
+    """Sums over the targets, each times the weight of its row, 0-d, and the nll of each row, in nats: fp32 (float64 for
+    float64 inputs)."""
 
     loss: Tensor
     """differentiable: the nll, its smoothed form, or with options.dft its product with the probability of the target,
@@ -52,7 +53,7 @@ class LossSums(NamedTuple):
     entropy: Tensor
     "entropy of the predicted distributions; 0 unless options.token_metrics"
     each: Tensor
-    "[N], the nll of each row, 0 for a row that is not a target"
+    "[N], the nll of each row times its weight, 0 for a row that is not a target"
 
 
 _operator = False
@@ -66,7 +67,9 @@ def loss_as_operator() -> AbstractContextManager[None]:
 
 # Not compiled: the loss stays outside the compiler's graphs (compile.contract.compile_model).
 @torch.compiler.disable
-def linear_nll(hidden: Tensor, head: Head, targets: Tensor, options: LossConfig) -> LossSums:
+def linear_nll(
+    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, weights: Tensor | None = None
+) -> LossSums:
     """Return the cross entropy of the head's logits against the targets, summed.
 
     With gradients enabled, one pass over chunks of `options.chunk_tokens` rows computes the loss and all gradients, and
@@ -77,14 +80,16 @@ def linear_nll(hidden: Tensor, head: Head, targets: Tensor, options: LossConfig)
         hidden: [N, H]; N may be 0.
         head: weight and bias in the dtype of hidden; the weight may be shared with the embedding.
         targets: int64 [N], in [0, V) or IGNORE: such rows add nothing, and their gradient is 0.
+        weights: fp32 [N], factor of all that a row adds, such as the number of documents with this target; None: 1.
     """
+    assert not (_operator and weights is not None), "no captured graph has weights"
     assert hidden.dtype == head.weight.dtype, f"hidden states are {hidden.dtype}, the head is {head.weight.dtype}"
     with _rows_written(head):
         differentiable = (hidden, head.weight, head.bias, head.own_rows)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-            return LossSums(*_LinearNLL.apply(hidden, *head, targets, options))
+            return LossSums(*_LinearNLL.apply(hidden, *head, targets, options, weights))
         with torch.no_grad():
-            sums, *_ = _sums_and_gradients(hidden, head, targets, options, (False,) * 4)
+            sums, *_ = _sums_and_gradients(hidden, head, targets, options, (False,) * 4, weights)
         return LossSums(*sums)
 
 
@@ -108,13 +113,15 @@ class _LinearNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        """Compute the sums and, where wanted, the gradients of their loss. `given`: Head, targets and options."""
-        *head, targets, options = given
+        """Compute the sums and, where wanted, the gradients of their loss. `given`: Head, targets, options, weights."""
+        *head, targets, options, weights = given
         wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[6])
         # The gradients are made here, with the logits at hand, and kept instead of them.
-        compute = _called_as_operator if _operator else _sums_and_gradients
         ctx.traced = _operator
-        sums, *gradients = compute(hidden, Head(*head), targets, options, wanted)
+        if _operator:
+            sums, *gradients = _called_as_operator(hidden, Head(*head), targets, options, wanted)
+        else:
+            sums, *gradients = _sums_and_gradients(hidden, Head(*head), targets, options, wanted, weights)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -128,7 +135,7 @@ class _LinearNLL(torch.autograd.Function):
         scaled = (_scaled(gradient, scale, ctx.dtype, traced=ctx.traced) for gradient in whole)
         # Of rows in fp32, whatever the hidden states are.
         of_rows = None if own is None else _scaled(own, scale, own.dtype, traced=ctx.traced)
-        return *scaled, None, None, None, of_rows, None, None, None
+        return *scaled, None, None, None, of_rows, None, None, None, None
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
@@ -195,7 +202,12 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, trace
 
 
 def _sums_and_gradients(
-    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    options: LossConfig,
+    wanted: Sequence[bool],
+    weights: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return (the sums of LossSums, gradients of the loss by hidden, head, bias and own rows where wanted).
 
@@ -221,7 +233,9 @@ def _sums_and_gradients(
             _product_(logits, hidden[rows], weight.t(), scale)
         else:
             torch.addmm(bias, hidden[rows], weight.t(), beta=scale, alpha=scale, out=logits)
-        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, gradients=any(wanted))
+        own = None if weights is None else weights[rows]
+        given = (logits[:, :tokens], targets[rows], sums[:, rows], options, softcap)
+        _cross_entropy_(*given, gradients=any(wanted), weights=own)
         logits[:, len(weight) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
             _product_(d_hidden[rows], logits, weight, scale)
@@ -270,24 +284,39 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, scale: float, *, f
 
 
 def _cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    *,
+    gradients: bool,
+    weights: Tensor | None = None,
 ) -> None:
     """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
     if logits.is_cuda and sums.dtype == torch.float32:
         from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
 
-        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
+        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients, weights=weights)
     else:
-        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
+        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients, weights=weights)
 
 
 def _reference_cross_entropy_(
-    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    options: LossConfig,
+    softcap: float | None,
+    *,
+    gradients: bool,
+    weights: Tensor | None = None,
 ) -> None:
     """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
     math in the dtype of `sums`."""
     smoothing = options.label_smoothing
     is_target = targets != IGNORE
+    factor = is_target.to(sums.dtype) if weights is None else torch.where(is_target, weights.to(sums.dtype), 0.0)
     column = torch.where(is_target, targets, 0)[:, None]
     x = logits.to(sums.dtype)
     if softcap is not None:
@@ -304,7 +333,7 @@ def _reference_cross_entropy_(
         correct = logits.argmax(1) == targets
         measured += [correct.to(sums.dtype), torch.special.entr(probability).sum(1)]
     for total, values in zip(sums, measured, strict=False):
-        total.copy_(torch.where(is_target, values, 0.0))
+        total.copy_(torch.where(is_target, values * factor, 0.0))
     if gradients:
         gradient = probability.mul_(((own if options.dft else 1) + 2 * options.z_loss * lse)[:, None])
         gradient.scatter_add_(1, column, -own[:, None])
@@ -312,4 +341,4 @@ def _reference_cross_entropy_(
             gradient -= smoothing / x.shape[1]
         if softcap is not None:
             gradient *= 1 - (x / softcap).square()
-        logits.copy_(gradient.masked_fill_(~is_target[:, None], 0.0))
+        logits.copy_(gradient.mul_(factor[:, None]).masked_fill_(~is_target[:, None], 0.0))

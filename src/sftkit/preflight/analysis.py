@@ -39,6 +39,7 @@ from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, num_position
 from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.many import ManyBatches
 from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
+from sftkit.data.batches.tree import Trees, trees_of
 from sftkit.data.reading import columns
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import SHOWN, Examples
@@ -76,14 +77,31 @@ def layout_facts(
     epoch: Sequence[GlobalBatch],
     lengths: np.ndarray,
     epoch_steps: int | None = None,
+    trees: Trees | None = None,
 ) -> list[dict[str, Any]]:
-    """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
+    """Return shapes, padding, steps and positions of an epoch in each layout.
 
     Args:
         layout: the run's own, planned as `epoch`: the first, or its first block.
         epoch_steps: steps of a whole epoch; None: those of `epoch`.
         lengths: int [D], positions of the training documents.
+        trees: of the documents; None: rows of trees are not shown.
     """
+    # The layout of trees is that of other lengths.
+    rows = [] if trees is None else _layout_facts(("tree",), data, train, layout, epoch, trees.lengths, epoch_steps)
+    others = ("packed", "bucketed", "fixed", "dynamic")
+    return [*rows, *_layout_facts(others, data, train, layout, epoch, lengths, epoch_steps)]
+
+
+def _layout_facts(
+    kinds: Sequence[str],
+    data: DataConfig,
+    train: TrainConfig,
+    layout: Layout,
+    epoch: Sequence[GlobalBatch],
+    lengths: np.ndarray,
+    epoch_steps: int | None,
+) -> list[dict[str, Any]]:
     # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
     sample = lengths
     if len(lengths) > SAMPLE:
@@ -94,7 +112,7 @@ def layout_facts(
         sample = lengths[chosen]
     share = float(lengths.sum()) / float(sample.sum())
     found: list[dict[str, Any]] = []
-    for kind in ("packed", "bucketed", "fixed", "dynamic"):
+    for kind in kinds:
         own = kind == layout.kind
         one = layout if own else _other_layout(data, train, layout, kind, sample)
         plan = epoch if own else plan_epoch(sample, one, seed=0, epoch=0)
@@ -318,14 +336,19 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
 
         compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
         examples, validation = loader.load_examples(cfg.data, tokenize, benchmarks=compared)
-    lengths = examples.lengths
+    # Trees are shown whatever the layout is: where it would save much, the recipe should have it.
+    trees = None if examples.encoded else trees_of(examples, cfg.data, cfg.data.row_length or tokenize.max_length)
+    if trees is not None and cfg.data.layout != "tree" and len(trees) == len(examples):
+        trees = None
+    planned = trees if trees is not None and cfg.data.layout == "tree" else examples
+    lengths = planned.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)
-    mixture = order.mixture_of(cfg.data, cfg.train, examples, layout)
-    planned = order.order_of(lengths, layout, order.segments_of((), 0, layout, cfg.run.seed, mixture))
-    epoch, epoch_steps = planned.first_batches()
-    steps = planned.num_steps(cfg.train.epochs, mixture.max_steps)
+    mixture = order.mixture_of(cfg.data, cfg.train, planned, layout)
+    in_order = order.order_of(lengths, layout, order.segments_of((), 0, layout, cfg.run.seed, mixture))
+    epoch, epoch_steps = in_order.first_batches()
+    steps = in_order.num_steps(cfg.train.epochs, mixture.max_steps)
     data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
-    return {**data, "length": (epoch_steps, steps), "passes": planned.forecast(steps)}
+    return {**data, "length": (epoch_steps, steps), "passes": in_order.forecast(steps), "trees": trees}
 
 
 # Percentages above which a warning is due; targets and ends of turn: below which.
@@ -353,6 +376,7 @@ def analyse(
     plan: MemoryPlan | None = None,
     adapters: Sequence[Mapping[str, Any]] = (),
     card: str | None = None,
+    trees: Trees | None = None,
 ) -> dict[str, Any]:
     """Return what preflight.json holds: counts, shares in percent, sizes in GiB; null is unknown.
 
@@ -364,20 +388,24 @@ def analyse(
         orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
         plan: of its memory.
         card: name of the GPU for which the hours are estimated; None: they are not.
+        trees: of the documents, which `epoch` has if the layout is one of trees; None: they share nothing.
     """
     # The data is counted, the machine estimated.
     end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
     template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
     sources = [source | {"licence": source_licence(cfg, source["name"])} for source in facts.source_facts(examples)]
     lengths = examples.lengths
+    planned_lengths = lengths if trees is None or layout.kind != "tree" else trees.expanded
+    for source, of_trees in zip(sources, facts.tree_facts(trees) if trees else (), strict=bool(trees)):
+        source["trees"] = of_trees
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     if length is None:
         wanted = cfg.train.epochs * len(epoch) if cfg.train.epochs else None
         length = len(epoch), min(n for n in (wanted, cfg.train.max_steps) if n is not None)
     epoch_steps, steps = length
-    layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths, epoch_steps)
+    layouts = layout_facts(cfg.data, cfg.train, layout, epoch, lengths, epoch_steps, trees)
     epochs = steps / epoch_steps
-    tokens_of_run = round(planned_tokens(epoch, lengths) * steps / len(epoch))
+    tokens_of_run = round(planned_tokens(epoch, planned_lengths) * steps / len(epoch))
     targets_of_run = round(tokens_of_run * targets / tokens)
     time: dict[str, Any] = {"steps": steps, "epochs": epochs, "tokens": tokens_of_run, "targets": targets_of_run}
     if card is not None:
@@ -480,6 +508,7 @@ def record_preflight(
         orig_model=orig_model,
         plan=plan,
         adapters=adapter_facts(cfg, batches, orig_model),
+        trees=batches.trees,
     )
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(analysis, indent=1, ensure_ascii=False))
@@ -500,6 +529,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     shown += [f"{'val':<10}{source_text(source)}" for source in analysis["validation"]]
     shown += [f"{'adapter':<10}{adapter_text(one)}" for one in analysis["adapters"]]
     shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := facts.answers_line(source))]
+    shown += [f"{'trees':<10}{line}" for source in analysis["sources"] if (line := facts.trees_line(source))]
     lengths = analysis["lengths"]
     shown.append(
         f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, p99 "

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.batches.tree import WORTH_IT, Trees
 from sftkit.data.store.view import COUNTS, ROLE_COUNTS
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, HISTORY, MARKED
@@ -58,6 +59,37 @@ def answers_line(source: dict[str, Any]) -> str | None:
         return None
     learned = f"{answers['answers_learned']:,} of {counted(answers['answers'], 'answer')} learned"
     return f"{source['name']}: {learned}; {', '.join(skipped)}"
+
+
+def tree_facts(trees: Trees) -> list[dict[str, Any]]:
+    """Return for each source the positions of its documents by themselves and in trees, the number of its trees, and
+    the factor between the two."""
+    count = len(trees.source_names)
+    expanded, unique, number = (
+        np.bincount(trees.source, weights=one, minlength=count).astype(np.int64).tolist()
+        for one in (trees.expanded, trees.lengths, np.ones(len(trees)))
+    )
+    return [
+        {"trees": n, "expanded": a, "unique": b, "factor": a / max(b, 1)}
+        for n, a, b in zip(number, expanded, unique, strict=True)
+    ]
+
+
+def trees_line(source: dict[str, Any]) -> str | None:
+    """Return one line about what the documents of a source share; None: nothing was looked for.
+
+    Args:
+        source: an entry of `source_facts`, with what tree_facts says of it.
+    """
+    if (found := source.get("trees")) is None:
+        return None
+    sizes = (
+        f"{found['expanded']:,} tokens of its documents are {found['unique']:,} in {counted(found['trees'], 'tree')}"
+    )
+    said = "data.layout=tree computes only those"
+    if found["factor"] < WORTH_IT:
+        said = f"below {WORTH_IT}, so data.layout=tree would change nothing"
+    return f"{source['name']}: {sizes}, factor {found['factor']:.2f}: {said}"
 
 
 def answer_warnings(source: dict[str, Any]) -> list[str]:

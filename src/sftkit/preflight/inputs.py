@@ -146,7 +146,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         partial(_adapter, stage=stage, made=made),
     )
     named = partial(_stage, stage=stage)
-    return [named, *first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
+    return [named, *first, partial(_tokenizer, stage=stage), _chat_template, _trees, *data_rules(stage), *last]
 
 
 def _stage(get: Get, stage: str | None) -> Iterator[Problem]:
@@ -406,6 +406,17 @@ def _check_length(path: str | None) -> str | None:
     except (ConfigError, ValueError):  # a missing or damaged model has a problem of its own
         return None
     return unresolved_reason(path) if length is None else None
+
+
+def _trees(get: Get) -> Iterator[Problem]:
+    if get("data.layout") != "tree":
+        return
+    fields = _text_config(get)
+    model_type = fields.get("model_type")
+    kinds = {*(fields.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    if kinds or fields.get("attention_chunk_size") or fields.get("mamba_d_conv"):
+        named = ", ".join(sorted(kinds)) or "layers that are not only attention over all positions or a window"
+        yield "data.layout", f"tree does not go with {model_type}, which has {named}: take packed"
 
 
 def _is_made(path: str, made: Collection[str]) -> bool:

@@ -1,28 +1,21 @@
-"""Speed, utilisation, memory, shapes and data of the steps between two logged lines, a window; how often the host waits
-for the device; and a trace of three steps: what host and device did when, and how much of the communication took
-place next to computing. Names, units and formulas: docs/metrics.md.
+"""Speed, utilisation, memory, shapes and data of the steps between two logged lines, a window; and how often the host
+waits for the device. Names, units and formulas: docs/metrics.md.
 
 A line is logged before every save, so no checkpoint has to keep the sums of an open window.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from sftkit.data.batches import epoch, pack
@@ -31,7 +24,6 @@ from sftkit.data.types import Examples
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
 from sftkit.objectives.objective import Objective, Totals, nll_of
-from sftkit.rundir.names import TRACE
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Progress, StepOutcome, progress_of
@@ -73,152 +65,6 @@ class SyncCounter:
             elif known not in self._shown:
                 self._shown.add(known)
                 warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-TRACED_STEPS = 3
-_COMMUNICATION = ("nccl", "multimem", "one_shot_all", "two_shot_all", "symm_mem", "ptop")
-"""Parts of the names of kernels and copies that exchange data with other GPUs: NCCL's, and those of torch's symmetric
-memory."""
-Interval = tuple[float, float]
-"Start and end, in microseconds."
-
-
-class Trace:
-    """The steps from `log.trace_at` on, recorded by torch.profiler: trace/rankN.json.gz, and what follows from it.
-
-    Each rank writes its own. The device finishes its work before the first and after the last traced step, so the time
-    is that of these steps alone.
-    """
-
-    def __init__(self, first_step: int | None, run_dir: Path, rt: Runtime) -> None:
-        """Keep where to write.
-
-        Args:
-            first_step: the first step that is traced; None: none is.
-        """
-        self._first = sys.maxsize if first_step is None else first_step
-        self._folder = run_dir / TRACE
-        self._rt = rt
-        self._on_gpu = rt.device.type == "cuda"
-        self._profile: profile | None = None
-        self._started = 0.0
-        self._last = 0
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._profile is None:
-            return
-        if error is None and self._last >= self._first:
-            self._write(self._profile)
-        else:  # no step of them came; or an error did, and what it left on the device may be beyond recording
-            self._profile.stop()
-
-    def after(self, step: int) -> float:
-        """Start or end the recording after a step, if it is time. Return the seconds that this took."""
-        if not self._first - 1 <= step < self._first + TRACED_STEPS:
-            return 0.0
-        self._last = step
-        begins = step == self._first - 1
-        ends = step == self._first + TRACED_STEPS - 1
-        if not begins and not (ends and self._profile):  # without a profile: resumed amid the traced steps
-            return 0.0
-        self._finish()  # those steps' time is training time: it counts before the pause begins
-        began = time.perf_counter()
-        if self._profile is None:
-            # Kineto's notes of a start and an end would be on the terminal (pytorch/pytorch#83383). It reads the
-            # variable when the first profile begins, and has no other switch.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
-            self._profile.start()
-            self._started = time.perf_counter()
-        else:
-            self._write(self._profile)
-            self._profile = None
-        return time.perf_counter() - began
-
-    def _finish(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self._rt.device)
-
-    def _write(self, recorded: profile) -> None:
-        """End the recording and write both files. A failure to write them is reported and ends no training."""
-        self._finish()
-        # Before stop(), which takes seconds to gather the events.
-        wall = 1e6 * (time.perf_counter() - self._started)
-        recorded.stop()
-        name = f"rank{self._rt.rank}"
-        steps = self._last - self._first + 1
-        summary: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
-        if self._on_gpu:
-            summary["device"] = busy_shares(_kernels(recorded.events() or ()), wall)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
-            (self._folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-        except OSError as error:
-            self._rt.print(f"log.trace_at: the trace cannot be written: {error}", "warning")
-            return
-        self._rt.print(trace_line(summary) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
-
-
-def trace_line(summary: dict[str, Any]) -> str:
-    """Return the summary of a trace in a sentence."""
-    first, last = summary["steps"]
-    text = f"trace of steps {first} to {last}: {summary['seconds']:.3f} s a step"
-    if device := summary.get("device"):
-        text += f", the GPU computes {device['computing']:.1%} of it, communicates {device['communicating']:.1%}"
-        text += f" ({device['exposed']:.1%} with nothing beside it), idles {device['idle']:.1%}"
-    return text
-
-
-def _kernels(events: Iterable[Any]) -> list[tuple[str, float, float]]:
-    """Return (name, start, end) of each kernel and copy of the GPU, in microseconds."""
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in events
-        # Annotations of the user are shown on the device too, around the kernels that they name.
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-
-
-def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str, float]:
-    """Return the shares of a stretch of time, 0-1, in which a GPU works.
-
-    A kernel of communication runs until its peers have come too, so waiting for them counts as communicating.
-
-    Args:
-        kernels: (name, start, end) of each, on any stream.
-        wall: length of the stretch, in the same unit.
-
-    Returns:
-        computing: kernels other than communication, copies too; communicating; exposed: communicating with nothing
-        beside it; idle: neither. computing + exposed + idle is 1.
-    """
-    computing: list[Interval] = []
-    communicating: list[Interval] = []
-    for name, start, end in kernels:
-        (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
-    # Exposed time follows from unions: kernels of two streams overlap, and their sum would exceed the time.
-    compute = covered(computing)
-    either = covered(computing + communicating)
-    return {
-        "computing": compute / wall,
-        "communicating": covered(communicating) / wall,
-        "exposed": (either - compute) / wall,
-        "idle": max(0.0, 1 - either / wall),
-    }
-
-
-def covered(spans: Iterable[Interval]) -> float:
-    """Return the length of the union of spans."""
-    total = 0.0
-    reached = float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 RUN_COUNTS = "window"
@@ -266,7 +112,7 @@ class Meter:
     def _reset(self) -> None:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
-        self._own_divisor = self._divisor = self._skipped_divisor = 0
+        self._shared = self._own_divisor = self._divisor = self._skipped_divisor = 0
         self._learned = np.zeros(len(self._examples.source_names), np.int64)
         "targets of each source in the steps that were not skipped"
         self._wait_seconds = self._paused_seconds = self._skew = 0.0
@@ -282,7 +128,8 @@ class Meter:
     @property
     def progress(self) -> Progress:
         """Return the progress since the start of the run, this window included."""
-        return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
+        counts = self._tokens, self._targets, self._pairs, self._seconds(), self._encoded, self._shared
+        return self._before.plus(*counts)
 
     def axes(self, progress: Progress | None = None) -> dict[str, float | None]:
         """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation.
@@ -321,8 +168,13 @@ class Meter:
         self._positions += step_batches.num_positions
         # (query, key) pairs that the layers' windows allow, summed over layers; 0 where those are unknown.
         lengths = np.asarray(step_batches.document_lengths, np.int64)
+        shared = np.asarray(
+            step_batches.document_shared, np.int64
+        )  # in trees, whose shared positions are computed once
+        self._shared += int(shared.sum())
         for (window, chunked), count in (self._windows or {}).items():
-            self._pairs += count * int(epoch.causal_pairs(lengths, window, chunked=chunked).sum())
+            pairs = (int(epoch.causal_pairs(some, window, chunked=chunked).sum()) for some in (lengths, shared))
+            self._pairs += count * (next(pairs) - next(pairs))
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
@@ -347,10 +199,12 @@ class Meter:
         self.planned_targets += self._divisor
         # Add the window to the totals of the run.
         seconds = self._seconds()
-        self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
+        counts = self._tokens, self._targets, self._pairs, seconds, self._encoded, self._shared
+        self._before = self._before.plus(*counts)
         self.total_step_seconds += seconds
         # Rates: None where the model's FLOPs or the GPU's peak are unknown.
-        work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
+        computed = self._tokens - self._shared
+        work = Work(computed, self._targets, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)
@@ -368,6 +222,11 @@ class Meter:
                 of_sources[f"data/target_share/{name}"] = targets / learned
                 of_sources[f"train/{name}/loss"] = of_sums[key] / targets if targets else None
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
+        trees = {
+            "perf/unique_tok_per_sec": computed / seconds,
+            "perf/unique_tok_per_sec_per_gpu": computed / seconds / self._rt.world_size,
+            "data/tree_factor": self._tokens / max(computed, 1),
+        }
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
             "train/grad_norm": norm if math.isfinite(norm := float(self._grad_norm)) else None,
@@ -382,8 +241,9 @@ class Meter:
             "perf/host_syncs": self.syncs.num_syncs,
             "mem/peak_gib": max(peaks),
             **memory_counters(self._rt.device),
-            "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
+            "data/padding_pct": 100.0 * (1.0 - computed / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
+            **(trees if self.shapes.layout.kind == "tree" else {}),
             **(encoded if self._encoder_positions else {}),
             **(of_sources if len(self.sources) > 1 else {}),
             **skipped_rows(self._examples),

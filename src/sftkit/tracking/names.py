@@ -91,11 +91,15 @@ class Progress:
     "False: it continues a checkpoint of an earlier version, which has only the tokens"
     encoded: int = 0
     "inputs of an encoder"
+    shared: int = 0
+    "those of the tokens that were not computed, as other documents of their tree have them"
 
-    def plus(self, tokens: int, targets: int, pairs: int, seconds: float, encoded: int = 0) -> Progress:
+    def plus(
+        self, tokens: int, targets: int, pairs: int, seconds: float, encoded: int = 0, shared: int = 0
+    ) -> Progress:
         """Return the progress after so much more."""
         counts = (self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds)
-        return Progress(*counts, self.is_whole, self.encoded + encoded)
+        return Progress(*counts, self.is_whole, self.encoded + encoded, self.shared + shared)
 
     def axes(
         self, orig_model: PreTrainedModel, *, counts_attention: bool, encoder_positions: int = 0
@@ -106,7 +110,8 @@ class Progress:
             counts_attention: False: not all work of this model can be counted.
             encoder_positions: positions of one input of its encoder; 0: it has none.
         """
-        flops = train_flops(orig_model, Work(self.tokens, self.targets, self.pairs, self.encoded, encoder_positions))
+        computed = self.tokens - self.shared
+        flops = train_flops(orig_model, Work(computed, self.targets, self.pairs, self.encoded, encoder_positions))
         return {
             "train/tokens": self.tokens,
             "train/flops": flops if self.is_whole and counts_attention else None,

@@ -254,12 +254,21 @@ def lay_out(
         check_data: function that rejects documents and rows which the checkpoint does not fit.
     """
     examples, earlier = documents.examples, resume.segments
-    lengths = examples.lengths, documents.max_length
+    trees = None
+    if cfg.data.layout == "tree":
+        from sftkit.data.batches.tree import trees_of
+
+        if examples.encoded:
+            raise config_error("trees with an encoder")
+        trees = trees_of(examples, cfg.data, cfg.data.row_length or documents.max_length)
+        rt.print(trees.describe())
+    planned = examples if trees is None else trees
+    lengths = planned.lengths, documents.max_length
     layout = pack.make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
     check_data(examples, layout)
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
-    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise)
+    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise, trees)
     batches = Batches(
         dataset,
         cfg.run.seed,
@@ -267,7 +276,7 @@ def lay_out(
         earlier=earlier,
         first_step=resume.state["step"],
         known=resume.cursors,
-        mixture=mixture_of(cfg.data, cfg.train, examples, layout),
+        mixture=mixture_of(cfg.data, cfg.train, planned, layout),
     )
     if batches.mixture.sources and batches.mixture.sources[0].weight is not None:
         steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
@@ -319,6 +328,10 @@ def make_engine(
         planned: function called before the model is moved or compiled, with the memory plan of an engine that
             makes one.
     """
+    if training.layout.kind == "tree":
+        from sftkit.models.hybrids import check_trees
+
+        check_trees(training.orig_model)
     if cfg.train.engine == "reference":
         from sftkit.engine.reference import Reference
 

@@ -283,6 +283,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
         # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
+        traced: Trace | None = None
+        if cfg.log.trace_at is not None:
+            from sftkit.tracking.trace import Trace
+
+            traced = Trace(cfg.log.trace_at, checkpoints.run_dir, rt)
         closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
         # Exited in reverse order: on an error the checkpoint in progress is finished first, then the engine adds its
         # advice, and last the error goes into proof.json.
@@ -292,7 +297,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
             parts.finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
-            meter.Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
+            traced or nullcontext(),
         ):
             monitor.meter.start()
             if already_done:
@@ -327,8 +332,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     monitor.meter.paused(pause)
                     started += pause
                 tracker.advance(step)
-                if trace_seconds := trace.after(step):
-                    monitor.meter.paused(trace_seconds)
+                if traced is not None:
+                    monitor.meter.paused(traced.after(step))
 
                 # Actions after this step. All ranks see a stop request at the same step.
                 due = parts.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)

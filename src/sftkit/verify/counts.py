@@ -249,6 +249,7 @@ class FirstWindow:
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
+        self._unique = self._shared_pairs = 0
         self._losses: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -261,17 +262,26 @@ class FirstWindow:
             document = self._examples[number]
             self._tokens += len(document.ids) - 1
             targets += int(np.count_nonzero(document.is_target[1:]))
-            seen = np.arange(1, len(document.ids))  # keys of each query, its own position included
-            for (keys, chunked), layers in (self._kinds or {}).items():
-                of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
-                self._pairs += layers * int(of_query.sum())
+            self._pairs += self._pairs_of(len(document.ids) - 1)
         self._targets += targets
+        # Positions that documents of a tree share are computed once. The plan knows them for all ranks.
+        self._unique += sum(batch.num_tokens for batch in step_batches.micro_batches)
+        self._shared_pairs += sum(map(self._pairs_of, step_batches.document_shared))
         # Ranks that share rows each hold a part of every row.
         shapes = [batch.shape for batch in step_batches.micro_batches]
         self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
         self._losses.append(
             (outcome.sums[self._model.objective.monitored].detach().clone(), outcome.flags.skipped, targets)
         )
+
+    def _pairs_of(self, positions: int) -> int:
+        """Return the (query, key) pairs of so many positions of a document, summed over layers."""
+        seen = np.arange(1, positions + 1)  # keys of each query, its own position included
+        pairs = 0
+        for (keys, chunked), layers in (self._kinds or {}).items():
+            of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
+            pairs += layers * int(of_query.sum())
+        return pairs
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Check]:
         """Return the check of the line just logged; empty if it is not compared. Every rank calls it."""
@@ -286,23 +296,28 @@ class FirstWindow:
         kept = [(loss, targets) for loss, skipped, targets in self._losses if not float(skipped) > 0]
         device = self._rt.device
         own = torch.tensor(
-            [self._tokens, self._targets, self._positions, self._pairs, sum(targets for _, targets in kept)],
+            [
+                *(self._tokens, self._unique, self._targets, self._positions, self._pairs),
+                sum(targets for _, targets in kept),
+            ],
             dtype=torch.float32 if device.type == "mps" else torch.float64,
             device=device,
         )
-        tokens, targets, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
+        tokens, unique, targets, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
+        pairs -= self._shared_pairs
         nats = float(self._rt.sum(torch.stack([loss.to(own) for loss, _ in kept]).sum())) if kept else math.nan
         seconds = (metrics["perf/step_seconds"] or 0.0) * self._steps
         expected = {
             "data/target_pct": 100.0 * targets / max(tokens, 1),
-            "data/padding_pct": 100.0 - 100.0 * tokens / max(laid_out, 1),
+            "data/padding_pct": 100.0 - 100.0 * unique / max(laid_out, 1),
             "perf/tok_per_sec": tokens / seconds,
+            "perf/unique_tok_per_sec": unique / seconds,
             "perf/target_tok_per_sec": targets / seconds,
             "perf/tok_per_sec_per_gpu": tokens / seconds / self._rt.world_size,
             "train/loss": nats / learned if learned else math.nan,
         }
         if self._kinds is not None:
-            flops = train_flops(self._model.orig_model, Work(round(tokens), round(targets), round(pairs)))
+            flops = train_flops(self._model.orig_model, Work(round(unique), round(targets), round(pairs)))
             if self._from_start:
                 expected["train/flops"] = flops
             if peak := peak_flops(device):

@@ -13,7 +13,7 @@ from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
-from sftkit.engine.reference import documents_of, plain_logits
+from sftkit.engine.reference import documents, documents_of, plain_logits
 from sftkit.errors import ConfigError
 from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
@@ -28,6 +28,8 @@ from sftkit.verify.plain import APART, DRAWS, PlainModel, rounded_at_random
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
+COMMON = 3
+"Positions that two documents share in rows of trees."
 _BEYOND = 8
 "Number of positions before and after a limit of the model whose logits are compared."
 REFUSED_FROM = 0.05
@@ -46,7 +48,7 @@ of the weights.
 
 @dataclass(frozen=True)
 class DocumentCheck:
-    """Two documents and padding in one row, compared with each document alone."""
+    """Two documents and padding in one row, of trees with a common beginning, compared with each document alone."""
 
     backend: str
     "attention backend that was compared"
@@ -124,7 +126,8 @@ def check_documents(
         ):
             with short_windows(orig_model), short_windows(plain.orig_model):
                 length = _ROW_LENGTH if layout is None else layout.max_length
-                found = _compare(model, forward or model, plain, backend, device, length)
+                tree = layout is not None and layout.kind == "tree"
+                found = _compare(model, forward or model, plain, backend, device, length, tree=tree)
             if layout is not None:
                 found = _at_limits(model, forward or model, plain, backend, device, layout, found)
             if not found.logits_difference < REFUSED_FROM:
@@ -157,26 +160,39 @@ def check_documents(
 
 
 def _compare(
-    model: ModelWithLoss, forward: ForwardPass, plain: PlainModel, backend: str, device: torch.device, length: int
+    model: ModelWithLoss,
+    forward: ForwardPass,
+    plain: PlainModel,
+    backend: str,
+    device: torch.device,
+    length: int,
+    *,
+    tree: bool,
 ) -> DocumentCheck:
     """Compute both sides with the reference kernel or the run's own. `length`: length of texts for an encoder."""
-    examples = _two_documents(model, length)
-    batch = _batch(examples, (0, 1)).to(device)
+    examples = _two_documents(model, length, tree=tree)
+    batch = _batch(examples, (0, 1), tree=tree).to(device)
     hidden = forward.hidden_states(batch, backend)
-    ours = _projected(model, hidden)[0, : sum(_SIZES)]
+    first, second = (document.columns for document in documents(batch))
+    ours = _projected(model, hidden[:, torch.cat([first, second])])[0]
     # The plain side does not use batches: a collation that shifts targets by zero or two would shift both sides.
     (own,) = documents_of(examples, [(0, 1)], device)
     theirs = torch.cat([plain_logits(plain, document) for document in own])
     monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
-    # Each document in its own micro-batch: the sums must add up to the plain model's over both.
+    # Each document in its own micro-batch, unless they make one tree: the sums must add up to the plain model's.
     sums = [
-        from_last(model.orig_model, forward.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
-        for document in (0, 1)
+        from_last(
+            model.orig_model,
+            forward.sums(_batch(examples, row, tree=tree).to(device), backend).measured[monitored],
+        )
+        for row in ([(0, 1)] if tree else [(0,), (1,)])
     ]
     expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
-    # Measure leakage by its effect: with every token of the first document replaced, the second must not change.
-    replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
+    # Measure leakage by its effect: with every token of the first document replaced that the second does not share,
+    # the second must not change.
+    alone = first[~torch.isin(first, second)]
+    replaced = replace(batch, inputs=_first_replaced(batch, alone, vocab_size(model.orig_model)))
     moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
@@ -184,15 +200,27 @@ def _compare(
         loss=float(sum(sums)) / targets,
         plain_loss=float(expected) / targets,
         targets=targets,
-        leak=float(moved[:, _SIZES[0] : sum(_SIZES)].max()),
-        changed=float(moved[:, : _SIZES[0]].max()),
+        leak=float(moved[:, second].max()),
+        changed=float(moved[:, alone].max()),
     )
 
 
-def _two_documents(model: ModelWithLoss, length: int) -> Examples:
+def _two_documents(model: ModelWithLoss, length: int, *, tree: bool = False) -> Examples:
     """Return the same two documents in every run, so that the checks of two starts can be compared."""
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
+    if tree:
+        branch_off(ids, _SIZES[0] + 1)
     return Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
+
+
+def branch_off(ids: np.ndarray, second: int, tokens: Sequence[int] | np.ndarray = (0, 1)) -> None:
+    """Let two documents, one after the other in ids, share their first COMMON tokens and no more.
+
+    Args:
+        second: where the second one begins. tokens: one of these makes the difference.
+    """
+    ids[second : second + COMMON] = ids[:COMMON]
+    ids[second + COMMON] = next(token for token in tokens if token != ids[COMMON])
 
 
 def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> float:
@@ -254,26 +282,25 @@ def _at_limits(
     for limit in limits:
         sizes = (min(limit + _BEYOND, longest), _SIZES[1])
         ids = np.random.default_rng(limit).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
+        tree = layout.kind == "tree"
+        if tree:
+            branch_off(ids, sizes[0] + 1)
         examples = Examples.of(ids, sizes)
         compared.append(examples)
         # Together as in a step: in one row, in two rows of a micro-batch, or alone.
-        if layout.kind == "packed" and sum(sizes) <= row_length:
+        if layout.packs and sum(sizes) <= row_length:
             batches: list[list[tuple[int, ...]]] = [[(0, 1)]]
         else:
             batches = [[(0,), (1,)]] if rows > 1 else [[(0,)], [(1,)]]
-        shape = BatchShape(sum(sizes), max_docs=2 * len(sizes) + 2, max_doc_length=sum(sizes))
-        own: dict[int, torch.Tensor] = {}
+        shape = BatchShape(sum(sizes), max_docs=2 * len(sizes) + 2, max_doc_length=sum(sizes), tree=tree)
+        own: list[torch.Tensor] = []
         with _rotary_state_kept(model.orig_model):
             for batch_rows in batches:
                 batch = collate(examples, tuple(batch_rows), shape).to(device)
                 hidden = forward.hidden_states(batch, backend)
-                for row, numbers in enumerate(batch_rows):
-                    start = 0
-                    for number in numbers:
-                        end = start + sizes[number]
-                        last = hidden[row, max(start, end - 2 * _BEYOND) : end][None]
-                        own[number] = _projected(model, last)[0]
-                        start = end
+                for document in documents(batch):
+                    last = hidden[document.row, document.columns[-2 * _BEYOND :]][None]
+                    own.append(_projected(model, last)[0])
         (alone,) = documents_of(examples, [(0, 1)], device)
         with _last_positions(plain.orig_model, 2 * _BEYOND):
             theirs = [plain_logits(plain, document) for document in alone]
@@ -311,19 +338,19 @@ def _rotary_state_kept(orig_model: PreTrainedModel) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a batch with every token and the encoder input of its first document replaced."""
+def _first_replaced(batch: Batch, columns: torch.Tensor, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of a batch with the tokens of these columns and the first encoder input replaced."""
     found = {name: value.clone() for name, value in batch.inputs.items()}
-    ids = found["input_ids"][:, : _SIZES[0]]
-    ids.copy_((ids + 1) % vocabulary)
+    found["input_ids"][:, columns] = (found["input_ids"][:, columns] + 1) % vocabulary
     for name in found.keys() - set(OF_TOKENS):
         found[name][0] = found[name][0].flip(-1)
     return found
 
 
-def _batch(examples: Examples, documents: Sequence[int]) -> Batch:
+def _batch(examples: Examples, row: tuple[int, ...], *, tree: bool) -> Batch:
     """Return these documents in one row of the fixed length."""
-    return collate(examples, (tuple(documents),), BatchShape(_ROW_LENGTH, max_docs=3, max_doc_length=max(_SIZES)))
+    longest = sum(_SIZES) if tree else max(_SIZES)
+    return collate(examples, (row,), BatchShape(_ROW_LENGTH, max_docs=3, max_doc_length=longest, tree=tree))
 
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
@@ -341,7 +368,7 @@ def document_checks(
     Args:
         dtype: dtype of the weights.
         backend: attention backend of the run. If `check` had to use another one, its isolation is unknown.
-        layout_kind: layout of the run; in every kind but packed a row holds one document.
+        layout_kind: layout of the run; in every kind but packed and tree a row holds one document.
         logits_limit: largest relative difference of the logits, from gradients.limits, unless
             rounding noise was measured.
     """
@@ -349,7 +376,7 @@ def document_checks(
     # Judged relative to the changed document: if that does not move either, nothing is shown.
     isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
-    alone = bool(stand_in) and isolated and layout_kind != "packed"
+    alone = bool(stand_in) and isolated and layout_kind not in ("packed", "tree")
     noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
     limit = check.allowed if check.roundings else logits_limit
     beyond_limit = check.allowed_beyond if check.beyond_roundings else logits_limit
@@ -375,7 +402,8 @@ def document_checks(
             None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no change beyond rounding",
-            "every token of one document is replaced; largest change of the other document's hidden states",
+            "every token of one document is replaced that the other does not share; largest change of the other "
+            "document's hidden states",
         ),
     ]
 

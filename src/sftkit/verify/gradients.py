@@ -38,7 +38,7 @@ from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.parallel.wrap import reshard
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
-from sftkit.verify.documents import REFUSED_FROM
+from sftkit.verify.documents import COMMON, REFUSED_FROM, branch_off
 from sftkit.verify.plain import APART, DRAWS, MAX_LIMIT, PlainModel, rounded_at_random
 
 _SAMPLE = 4096
@@ -239,7 +239,8 @@ def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alon
     row_length = _ROW_LENGTH * rt.topology.ranks_per_row
     shares = max(layout.shares, 1)
     rows = _rows_of_shares([(0,), (1,)] if alone else [(0, 1)], shares)
-    shape = BatchShape(row_length, max_docs=4 * shares, max_doc_length=row_length)
+    tree = layout.kind == "tree"
+    shape = BatchShape(row_length, max_docs=4 * shares, max_doc_length=row_length, tree=tree)
     return _micro_batches(orig_model, layout, rt, rows, shape)
 
 
@@ -249,8 +250,8 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> l
     If rows hold one document each, two rows have one and the others are padding.
     """
     rows, row_length = layout.shapes[0]
-    # A packed row holds both documents, so that the comparison covers their isolation.
-    several = layout.kind == "packed" and layout.docs_per_row > 1
+    # A packed row holds both documents, so that the comparison covers their isolation; a tree has them as branches.
+    several = layout.kind == "tree" or (layout.kind == "packed" and layout.docs_per_row > 1)
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
     recipe = (_rows_of_shares(recipe, rows) if layout.shares else [*recipe, *[()] * rows])[:rows]
     return _micro_batches(orig_model, layout, rt, recipe, layout.batch_shape(rows, row_length))
@@ -269,7 +270,8 @@ def _micro_batches(
     Each rank with rows of its own gets different tokens.
     """
     # Declared shapes may be shorter than the usual sizes.
-    room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
+    most = max(map(len, rows))
+    room = min(shape.max_doc_length // (most if shape.tree else 1), shape.row_length // most)
     count = max(len(_SIZES), *(document + 1 for row in rows for document in row))
     sizes = [min(_SIZES[i % len(_SIZES)], room) for i in range(count)]
     # Ranks with rows of their own need different tokens, otherwise a missing collective would be invisible; ranks
@@ -284,7 +286,12 @@ def _micro_batches(
             shape = replace(shape, adapters=tuple((first + k) % len(adapters.members) for k in range(layout.shares)))
         ids = random.choice(tokens, sum(sizes) + len(sizes))
         # A loss that ignored the mask or counted wrong would show in every gradient.
-        examples = Examples.of(ids, sizes, inputs, is_target=np.arange(len(ids)) % 3 != 2)
+        is_target = np.arange(len(ids)) % 3 != 2
+        if shape.tree and min(sizes) > COMMON:
+            # One of the shared tokens is a target in both documents, one in the second alone.
+            branch_off(ids, sizes[0] + 1, tokens)
+            is_target[sizes[0] + 1 : sizes[0] + 1 + COMMON] = True
+        examples = Examples.of(ids, sizes, inputs, is_target=is_target)
         own = collate(examples, tuple(rows), shape, shard=row_shard(rt.topology, rt.rank)).to(rt.device)
         found.append(ProbeBatch(examples, tuple(rows), own))
     return found

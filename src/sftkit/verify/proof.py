@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     model, orig_model, training = engine.model, engine.model.orig_model, engine.training
     layout, dtype = training.layout, orig_model.dtype
     allowed = limits(dtype, len(decoder_blocks(orig_model)), fp8=engine.setup.fp8)
-    eager = eager_backend(model.backend, orig_model)
+    eager = eager_backend(model.backend, orig_model, trees=layout.kind == "tree")
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     with random_state_kept():  # transformers draws numbers for some models that it loads, and a resumed run loads again
         plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
@@ -159,7 +159,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
         with engine.warm_up(print_line) as losses:
             sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
             gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
-        same = compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager)
+        same = compiled_against_eager(rt, model, layout, losses if engine.compiled else {})
     seconds = time.perf_counter() - started
     checks = [
         *document_checks(documents, dtype, model.backend, layout.kind, allowed.logits),
@@ -214,19 +214,21 @@ def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dty
 
 
 def compiled_against_eager(
-    rt: Runtime, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float], eager: str
+    rt: Runtime, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float]
 ) -> Check:
     """Compare the loss of the warm-up's largest batch with a loss computed without the compiler.
 
     Args:
         losses: losses from shape_runner; empty if nothing is compiled.
-        eager: attention backend without the compiler.
     """
     orig_model, shape = model.orig_model, layout.shapes[-1]
     # With dropout two passes of the same batch differ.
     if not losses or has_dropout(orig_model):
         return compiled_check(None, None, orig_model.dtype)
+    # The trees of that batch are single documents, which packed rows hold too, without a mask in memory.
+    layout = replace(layout, kind="packed") if layout.kind == "tree" else layout
     batch = worst_case_batch(rt, orig_model, layout, *shape)
+    eager = eager_backend(model.backend, orig_model)
     with as_whole(orig_model):
         with torch.no_grad(), run_eagerly():
             loss = float(from_last(orig_model, model(batch, eager).loss)) / max(model.objective.count(batch), 1)

@@ -230,7 +230,7 @@ class BlockOrder(Order):
         """See Order. block: documents that are planned together."""
         super().__init__(lengths, layout, segments, known)
         self._row_length = layout.row_lengths[-1]
-        self._packed = layout.kind == "packed"
+        self._packed = layout.packs
         self._weighted = self._segments[-1].sources[0].weight is not None
         self._block = LARGEST if layout.kind == "bucketed" else block
         borders = [*self._starts.values(), len(lengths)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from sftkit.data.batches import epoch, pack
 from sftkit.data.types import EncoderInputs, Examples
@@ -27,6 +26,10 @@ class Batch:
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
     ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
     ("chunks:" below, see epoch.RowShard); else C = T.
+
+    Rows of trees ("tree:" below) hold the documents of a conversation as one prefix tree in preorder: a position that
+    several documents share is there once, and sees its ancestors. Position k may have several children, so targets
+    belong to edges, `edge_targets`, and `targets` is IGNORE everywhere.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -36,19 +39,21 @@ class Batch:
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
-    "int32 [B, T], number of the document within its row, -1 for padding"
+    "int32 [B, T], number of the document within its row, tree: of the tree, -1 for padding"
     sources: torch.Tensor
     "int16 [B, C], number of the document's source, 0 for padding"
     cu_seqlens: torch.Tensor
-    "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
+    """int32 [D + 1], where documents start in the B * T positions, tree: where trees do, padding being documents too;
+    B * T in unused slots"""
     target_index: torch.Tensor
-    "int64 [P], unique positions among the local B * C: first those with a target, ascending, then others as filler"
+    """int64 [P], unique positions among the local B * C: first those with a target, ascending, then others as filler.
+    tree: of each edge with a target the position of its parent, ascending, so positions may repeat, then filler"""
     max_doc_length: int
     "upper bound of a document's length; the same in every batch of a run"
     num_tokens: int
-    "positions of the whole rows that hold a document, not padding"
+    "positions of the whole rows that hold a document, not padding; tree: one that documents share counts once"
     num_targets: int
-    "local targets: summed over the parts they are the targets of the rows"
+    "local targets: summed over the parts they are the targets of the rows; tree: the sum of edge_weights"
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
@@ -62,6 +67,17 @@ class Batch:
     "number of targets of each share"
     noise: tuple[int, float] | None = None
     "in training steps with train.neftune_alpha: seed of the noise on the embeddings, and alpha; else None"
+    tree_ends: torch.Tensor | None = None
+    """tree: int32 [B, T], column behind each position's subtree: query q sees key k iff k <= q < tree_ends[k]; padding
+    is chains of at most max_doc_length. Else None"""
+    tree_documents: torch.Tensor | None = None
+    "tree: int32 [B, T], number of documents that hold the position, 0 for padding; else None"
+    edge_targets: torch.Tensor | None = None
+    "tree: int64 [P], target of each edge of target_index, IGNORE for filler; else None"
+    edge_weights: torch.Tensor | None = None
+    "tree: fp32 [P], number of documents in which the edge is a target, 0 for filler; else None"
+    num_expanded: int = 0
+    "tree: positions of all documents by themselves, the sum of tree_documents; else 0"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,12 +110,20 @@ def collate(
     shape: pack.BatchShape,
     pad_id: int = 0,
     shard: epoch.RowShard = epoch.FULL_ROW,
+    trees: Sequence[int] | None = None,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
     Args:
         shard: what of the rows this process computes; the row length is a multiple of `shard.multiple`.
+        trees: rows of trees: number of documents of each, row after row; None: documents of a row that follow one
+            another and begin with the same token are a tree.
     """
+    if shape.tree:
+        from sftkit.data.batches.tree import collate_trees  # few runs have rows of trees
+
+        assert shard.kind == "full", "rejected with the recipe"
+        return collate_trees(examples, rows, shape, pad_id, trees)
     # For each of the M documents: its row, its positions, and its start in the B * T positions.
     row_length = shape.row_length
     max_doc_length = shape.max_doc_length
@@ -147,7 +171,7 @@ def collate(
         torch.from_numpy(targets.reshape(size)),
         torch.from_numpy(doc_ids.reshape(size)),
         torch.from_numpy(sources.reshape(size)),
-        torch.from_numpy(_cu_seqlens(starts, used, shape)),
+        torch.from_numpy(cu_seqlens_of(starts, used, shape)),
         torch.from_numpy(_target_index(has_target)),
         max_doc_length=max_doc_length,
         num_tokens=int(lengths.sum()),
@@ -172,32 +196,6 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
         filled[at] = array[entries]
         found[name] = torch.from_numpy(filled)
     return found
-
-
-def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, int]]:
-    """Yield (inputs, targets, number of its source) of each document of a batch. Inputs are the model's [1, L] without
-    positions, which begin at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the
-    document to a multiple of `multiple`, with token 0, which is not a target."""
-    encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
-    for row, ids in enumerate(batch.doc_ids):
-        for number in ids.unique().tolist():
-            if number < 0:  # padding
-                continue
-            own = ids == number
-            padding = (0, -int(own.sum()) % multiple)
-            inputs = {"input_ids": pad(batch.inputs["input_ids"][row, own], padding)[None]}
-            for name, value in encoded.items():
-                inputs[name] = value.unflatten(0, (len(batch.doc_ids), -1))[row, number][None]
-            yield inputs, pad(batch.targets[row, own], padding, value=IGNORE), int(batch.sources[row, own][0])
-
-
-def single_rows(batch: Batch) -> Iterator[Batch]:
-    """Yield each row of a batch of a causal model as a batch that `documents` can take apart."""
-    for row in range(len(batch.doc_ids)):
-        own = slice(row, row + 1)
-        inputs = {name: value[own] for name, value in batch.inputs.items()}
-        found = replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
-        yield replace(found, sources=batch.sources[own])
 
 
 def _shard_batch(batch: Batch, shard: epoch.RowShard) -> Batch:
@@ -266,7 +264,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     return np.pad(np.cumsum(sizes), (1, slots - len(sizes)), constant_values=(0, sizes.sum())).astype(np.int32)
 
 
-def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: pack.BatchShape) -> np.ndarray:
+def cu_seqlens_of(starts: np.ndarray, used: np.ndarray, shape: pack.BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
     row_length = shape.row_length
     max_docs = shape.max_docs
@@ -305,4 +303,4 @@ def warm_up_batch(
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     recipe = tuple(map(tuple, np.arange(len(sizes)).reshape(rows, len(row)).tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
-    return collate(examples, recipe, shape, shard=shard)
+    return collate(examples, recipe, shape, shard=shard, trees=[1] * len(sizes))

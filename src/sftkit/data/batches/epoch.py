@@ -90,8 +90,7 @@ def check_row_shard(layout: Layout, shard: RowShard) -> None:
         wanted = _nearest(layout.pad_multiple, multiple, multiple)
         raise config_error("rows that do not split", multiple=layout.pad_multiple, split=split, wanted=wanted)
     if uneven:
-        packed = layout.kind == "packed"
-        setting, least = ("data.row_length", layout.max_length) if packed else ("data.max_length", multiple)
+        setting, least = ("data.row_length", layout.max_length) if layout.packs else ("data.max_length", multiple)
         wanted = _nearest(uneven[0], multiple, least)
         raise ConfigError(f"{setting}: rows of {uneven[0]} positions do not split into {split}: take {wanted}")
 
@@ -285,7 +284,7 @@ def plan_rows(
         rng: shuffles the rows; None: they keep their order.
     """
     counts = np.ones(len(documents), np.int64)
-    if layout.kind == "packed":
+    if layout.packs:
         rows = pack(lengths, documents, row_length, layout.docs_per_row)
         counts = np.fromiter(map(len, rows), np.int64, len(rows))
         documents = np.fromiter(chain.from_iterable(rows), np.int64, len(documents))

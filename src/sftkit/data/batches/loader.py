@@ -28,6 +28,7 @@ from sftkit.runtime import script, signals
 from sftkit.runtime.start import Runtime
 
 if TYPE_CHECKING:
+    from sftkit.data.batches.tree import Trees
     from sftkit.data.hygiene import Benchmarks
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class StepBatches:
     "target tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
     "positions of each document of the global batch"
+    document_shared: tuple[int, ...] = ()
+    "trees: how many positions of each of these documents others before it in its tree have; else ()"
     adapters: tuple[AdapterStep | None, ...] = ()
     "of several adapters the step of each; None: its data has ended"
 
@@ -115,6 +118,7 @@ class StepDataset(Dataset[StepBatches]):
         pad_id: int = 0,
         divisors: np.ndarray | None = None,
         noise: tuple[int, float] | None = None,
+        trees: Trees | None = None,
     ) -> None:
         """Keep what batches are built from.
 
@@ -122,13 +126,16 @@ class StepDataset(Dataset[StepBatches]):
             share: the rows and positions of this process.
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
             noise: run.seed and train.neftune_alpha; None: no noise.
+            trees: of the documents, in a layout of trees: what plans take as documents; else None.
         """
         check_row_shard(layout, share.shard)
         self.examples = examples
         self.layout = layout
         self.share = share
         self.pad_id = pad_id
-        self.lengths = examples.lengths
+        self.trees = trees
+        self.lengths = examples.lengths if trees is None else trees.lengths
+        "of what a plan takes as documents"
         self.num_targets = examples.num_targets
         self.divisors = self.num_targets if divisors is None else divisors
         self._noise = noise
@@ -137,7 +144,12 @@ class StepDataset(Dataset[StepBatches]):
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
         docs = batch.documents
-        lengths = self.lengths[docs]
+        shared: np.ndarray = docs[:0]
+        if self.trees is not None:
+            places = self.trees.members(docs)
+            docs = self.trees.documents[places]
+            shared = self.trees.shared[places]
+        lengths = self.examples.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
         targets = self.num_targets[docs]
@@ -146,11 +158,12 @@ class StepDataset(Dataset[StepBatches]):
         source_tokens, source_targets = (tuple(counts.astype(np.int64).tolist()) for counts in of_sources)
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
+        made = [self._collated(number, rows, shape) for number, rows in enumerate(mine)]
+        if self.trees is not None:
+            mine = [self.trees.in_rows(rows)[0] for rows in mine]
         return StepBatches(
             epoch=epoch,
-            micro_batches=[
-                self._with_noise(step, rows, self._collated(number, rows, shape)) for number, rows in enumerate(mine)
-            ],
+            micro_batches=[self._with_noise(step, rows, one) for rows, one in zip(mine, made, strict=True)],
             num_targets=int(targets.sum()),
             divisor=int(self.divisors[docs].sum()),
             num_tokens=int(lengths.sum()),
@@ -161,11 +174,15 @@ class StepDataset(Dataset[StepBatches]):
             source_tokens=source_tokens,
             source_targets=source_targets,
             document_lengths=tuple(lengths.tolist()),
+            document_shared=tuple(shared.tolist()),
         )
 
     def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:
         """Return a micro-batch. `number`: from 0 in the step."""
-        return collate(self.examples, rows, shape, self.pad_id, self.share.shard)
+        trees = None
+        if self.trees is not None:
+            rows, trees = self.trees.in_rows(rows)
+        return collate(self.examples, rows, shape, self.pad_id, self.share.shard, trees)
 
     def _with_noise(self, step: int, rows: tuple[tuple[int, ...], ...], batch: Batch) -> Batch:
         """Return the micro-batch of these documents with the seed of its noise, if there is any."""
@@ -201,6 +218,7 @@ class Batches:
             mixture: of the sources of the documents.
         """
         self.examples = dataset.examples
+        self.trees = dataset.trees
         self.layout = dataset.layout
         self.seed = seed
         self._dataset = dataset
@@ -226,7 +244,7 @@ class Batches:
         return order_of(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
-        """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
+        """Return how many documents, or trees, the steps first_step + 1 .. last_step have, over all ranks."""
         return sum(len(batch.documents) for _, _, batch in self._items(first_step, last_step))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:

@@ -5,11 +5,13 @@ planned in *parts*, the steps of one segment and, without weights, of one epoch.
 documents and is planned whole (`epoch.plan_epoch`); larger data, weights and parts of a pass are those of `blocks`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from sftkit.data.batches.epoch import GlobalBatch, plan_epoch
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.data.types import Examples
 from sftkit.errors import config_error
+
+if TYPE_CHECKING:
+    from sftkit.data.batches.tree import Trees
 
 BLOCK = 2**17
 "Documents that are planned together: 0.2 s, and 0.01 % of the positions more than if all were."
@@ -55,8 +60,9 @@ class Mixture(NamedTuple):
 NO_MIXTURE = Mixture()
 
 
-def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples, layout: Layout) -> Mixture:
-    """Return the mixture that a recipe describes, for documents of its sources, or for others without weights."""
+def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples | Trees, layout: Layout) -> Mixture:
+    """Return the mixture that a recipe describes, for documents (or trees) of its sources, or for others without
+    weights."""
     named = {source_label(source): source for source in data.train}
     names = examples.source_names
     # Documents are numbered source after source.
@@ -132,7 +138,7 @@ def order_of(
     segments: Sequence[PlanSegment],
     known: Sequence[Cursor] = (),
     block: int = BLOCK,
-) -> "Order":
+) -> Order:
     """Return the order of documents of a run, see Order. block: documents that are planned together."""
     whole = [all(one.weight is None and one.repeat % 1 == 0 for one in segment.sources) for segment in segments]
     if all(whole) and len(lengths) <= block:

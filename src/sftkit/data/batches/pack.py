@@ -79,6 +79,8 @@ class BatchShape:
     "K, encoded inputs of a row, of examples that have any; None: as many as the rows of a batch need"
     adapters: tuple[int, ...] = ()
     "with several adapters: the adapter of each share of the rows"
+    tree: bool = False
+    "rows hold prefix trees of documents; D and max_doc_length count trees"
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ class Layout:
     micro_batch_size: int
     world_size: int
     max_length: int
-    "most positions of a document; rows of a packed layout may be longer"
+    "most positions of a document; rows of a packed or tree layout may be longer"
     max_doc_length: int
-    "length of the longest document, which attention kernels need"
+    "length of the longest document, tree: of the largest tree, which attention kernels need"
     docs_per_row: int = 1
-    "the most documents in a row"
+    "the most documents in a row, tree: trees"
     budget_rows: int = 1
     """bucketed: n rows of max_length are replaced by as many shorter rows as fit in their positions; the same on any
     number of ranks"""
@@ -111,6 +113,11 @@ class Layout:
     def dynamic(self) -> bool:
         """Return whether row lengths other than `row_lengths` occur."""
         return self.kind == "dynamic"
+
+    @property
+    def packs(self) -> bool:
+        """Return whether a row holds several documents, or several trees of documents."""
+        return self.kind in ("packed", "tree")
 
     @property
     def accumulation(self) -> int:
@@ -141,7 +148,8 @@ class Layout:
     def batch_shape(self, rows: int, row_length: int) -> BatchShape:
         """Return what a batch of `rows` rows of this length declares."""
         slots = self.max_docs(rows, row_length)
-        return BatchShape(row_length, slots, self.max_doc_length, self.docs_per_row, tuple(range(self.shares)))
+        shares = tuple(range(self.shares))
+        return BatchShape(row_length, slots, self.max_doc_length, self.docs_per_row, shares, self.kind == "tree")
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -201,7 +209,7 @@ def make_layout(
     The micro-batch is lowered to the largest that divides a rank's share of the global batch.
 
     Args:
-        lengths: int [D], positions of each training document, equal on all ranks.
+        lengths: int [D], positions of each training document, or of each of their trees, equal on all ranks.
         max_length: most positions of a document, from the recipe or from the run that the model comes from.
         encoded: each document has an input for an encoder.
         world_size: groups of processes that hold different rows.
@@ -229,7 +237,7 @@ def make_layout(
     # A resumed run keeps the budget, so that another micro-batch leaves the global batches as they are.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
         plain = replace(plain, budget_rows=earlier[-1].budget_rows)
-    if data.layout == "packed":
+    if plain.packs:
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
         # Buckets are chosen with the batch sizes that the run began with.
@@ -256,9 +264,10 @@ def make_layout(
 
 def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
     """Return a run's layout for other documents of at most its max_length, in global batches of one
-    micro-batch per rank."""
+    micro-batch per rank. Trees are for training: rows of trees become packed rows."""
     micro = layout.micro_batch_size
-    layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro, shares=0)
+    kind = "packed" if layout.packs else layout.kind
+    layout = replace(layout, kind=kind, global_batch_size=micro * layout.world_size, budget_rows=micro, shares=0)
     if layout.kind == "packed":
         return _packed(layout, layout.row_lengths[-1], lengths)
     if lengths.max() > layout.row_lengths[-1]:
