@@ -102,7 +102,7 @@ def _turns(sizes: Conversations, drawn: Callable[[int], np.ndarray]) -> Examples
     head = np.array(conversation, np.uint64)
     zeros = np.zeros(len(head), np.int64)
     made = Examples.of(np.concatenate(documents), lengths, is_target=is_target)
-    columns = DocumentColumns(zeros, zeros, head, head)
+    columns = DocumentColumns(lambda: (zeros, zeros, head, head))
     return replace(made, columns=columns, source_names=(SYNTHETIC,))
 
 

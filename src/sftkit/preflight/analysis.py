@@ -362,7 +362,7 @@ OVERLAP_PCT = 1.0
 DUPLICATE_PCT = 5.0
 
 
-def analyse(
+def analyse(  # noqa: PLR0913 - what a page of facts is made of
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     *,

@@ -19,7 +19,7 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import readers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
-from sftkit.data.store.view import COUNTS, SMALLER, ROLE_COUNTS, CountBytes, Limits, StoredSource, size_text
+from sftkit.data.store.view import COUNTS, ROLE_COUNTS, SMALLER, CountBytes, Limits, StoredSource, size_text
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Finding
 from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
