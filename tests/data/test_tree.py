@@ -28,7 +28,7 @@ def of_documents(documents: list[list[int]], is_target: list[list[bool]] | None 
 
 def of_group(documents: list[list[int]]) -> Examples:
     same = np.zeros(len(documents), np.uint64)
-    columns = DocumentColumns(same.astype(int), same.astype(int) + 2, same, same)
+    columns = DocumentColumns(lambda: (same.astype(int), same.astype(int) + 2, same, same))
     return replace(of_documents(documents), columns=columns)
 
 
@@ -44,7 +44,7 @@ def conversations(rng: np.random.Generator, groups: int, tokens: int = 3, longes
     made = of_documents(documents, targets)
     head = np.array(heads, np.uint64)
     turns = np.full(len(heads), 2)
-    return replace(made, columns=DocumentColumns(head.astype(np.int64), turns, head, head), source_names=("made",))
+    return replace(made, columns=DocumentColumns(lambda: (head.astype(np.int64), turns, head, head)), source_names=("made",))
 
 
 def settings(repeat: float = 1, **more: object) -> DataConfig:
