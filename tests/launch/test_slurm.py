@@ -259,6 +259,8 @@ def test_slurm_signals_requeues_and_resumes_the_run_also_after_a_node_is_lost(cl
     assert status()["status"] == "failed"
     assert status()["first_failing_rank"] == 1
     cluster.start("worker", "slurmd", "-D", "-N", "worker")
+    wait_for(lambda: cluster.ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], 60)
+    time.sleep(5)  # a job that is started while a node registers would lose the node again
     start_now()
     wait_for(lambda: len(steps()) >= 2, 240)
     (resumed,) = re.findall(r"resumed \S+/(step-\d+)", log.read_text())[1:]
