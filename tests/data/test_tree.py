@@ -44,7 +44,9 @@ def conversations(rng: np.random.Generator, groups: int, tokens: int = 3, longes
     made = of_documents(documents, targets)
     head = np.array(heads, np.uint64)
     turns = np.full(len(heads), 2)
-    return replace(made, columns=DocumentColumns(lambda: (head.astype(np.int64), turns, head, head)), source_names=("made",))
+    return replace(
+        made, columns=DocumentColumns(lambda: (head.astype(np.int64), turns, head, head)), source_names=("made",)
+    )
 
 
 def settings(repeat: float = 1, **more: object) -> DataConfig:
@@ -180,7 +182,9 @@ def test_copies_of_a_pass_are_no_tree() -> None:
 def test_texts_are_no_trees() -> None:
     examples = of_group([[1, 2, 3, 4], [1, 2, 3, 5]])
     assert examples.columns is not None
-    texts = replace(examples, columns=examples.columns._replace(turns=np.zeros(2, np.int64)))
+    row, _, own, head = examples.columns
+    no_turns = DocumentColumns(lambda: (row, np.zeros(2, np.int64), own, head))
+    texts = replace(examples, columns=no_turns)
     assert len(trees_of(examples, settings(), row_length=64)) == 1
     assert len(trees_of(texts, settings(), row_length=64)) == 2
 

@@ -142,7 +142,7 @@ def make_examples(
         return found
     from sftkit.data.store import cutting  # most starts find the view
 
-    documents = partial(cutting.documents_of, sources, limits, count_bytes)
+    documents = partial(cutting.all_documents, sources, limits, count_bytes)
     write = partial(cutting.write, documents, _kept_columns(shards))
     instead = "every start will tokenize"
     folders.save(folder, write, lambda: load_view(folder, shards, "") is not None, instead=instead)
@@ -199,9 +199,9 @@ def check_lengths(shard: Shard, source: SourceConfig, limits: Limits) -> None:
     long = np.flatnonzero(docs["size"] > limits.max_length + 1)
     if len(long):
         first = docs[long[0]]
-        raise fault(shard.where(int(first["row"]), source.path), "too long", size=size_text(first["size"], limits))
+        raise fault(shard.where(int(first["row"]), source.path), "too long", size=length_text(first["size"], limits))
 
 
-def size_text(tokens: int, limits: Limits) -> str:
+def length_text(tokens: int, limits: Limits) -> str:
     """Return how many tokens a document has, and how many data.max_length holds."""
     return f"{tokens} tokens, but data.max_length {limits.max_length} holds {limits.max_length + 1}"
