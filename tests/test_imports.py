@@ -63,7 +63,6 @@ WHOLE_RECIPE = {
 SHARED_NAMES = {
     "log": "the logger of a module",
     "main": "what a command starts",
-    "USAGE": "how a command is called",
     "T": "a type variable",
     "question_texts": "questions and answers that data.decontaminate compares, of each file of tasks",
     "build": "what a file of an optimizer or a task makes",
