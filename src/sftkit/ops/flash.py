@@ -219,7 +219,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
+def pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
@@ -236,11 +236,11 @@ def _forward_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count two products: scores and values."""
-    return 2 * _pair_flops(query, value, *more, **named)
+    return 2 * pair_flops(query, value, *more, **named)
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
 def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
     """Count five products: the scores again, and those of the gradients."""
     _, query, _, value, _, _, *more = given
-    return 5 * _pair_flops(query, value, *more, **named)
+    return 5 * pair_flops(query, value, *more, **named)
