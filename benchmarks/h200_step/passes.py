@@ -245,7 +245,11 @@ def by_group(case: Case) -> Iterator[Row]:
         return found, keys[0].flatten(1, 2), keys[1].flatten(1, 2)
 
     exact = [x.double() for x in repeats()]
-    yield row(f"repeats alone, {case.heads} heads", milliseconds(lambda: repeated((key, value))))
+    moved = (2 + 2 * groups) * key.nbytes / 1e6
+    yield row(f"repeats alone, {case.heads} heads, torch", milliseconds(lambda: repeated((key, value))), moved)
+    same = all(map(torch.equal, rotary_kernel.repeated(key, value, groups), repeated((key, value))))
+    ms = milliseconds(lambda: rotary_kernel.repeated(key, value, groups))
+    yield row(f"repeats alone, {case.heads} heads, kernel", ms, moved, same_bits=same)
     yield row(f"attention backward, {case.heads} heads, repeats", milliseconds(repeats))
     yield shown_kernels("repeats", repeats)
     off = max(error(a, b) for a, b in zip(apart(), exact, strict=True))

@@ -23,6 +23,7 @@ from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
 from sftkit.models import kind, structure, trained
 from sftkit.ops import attention, linear_cross_entropy
+from sftkit.ops.flash import MAX_REPEATS
 
 if TYPE_CHECKING:
     from sftkit.models.routing import Routing
@@ -187,6 +188,10 @@ class ModelWithLoss(torch.nn.Module):
             from sftkit.models.hybrids import use_operators  # most models have no recurrent layers
 
             use_operators(orig_model)
+        if backend in MAX_REPEATS:
+            from sftkit.models.rotary_attention import use_rotary_operator  # its kernels are for a GPU
+
+            use_rotary_operator(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend

@@ -51,37 +51,26 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat((-b, a), -1)
 
 
-@torch.library.custom_op("sftkit::rotate_back", mutates_args=())
 def rotate_back(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    query: Tensor,
-    key: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
+    grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key and value, as `rotate` was given them, and by the weights, fp32 [2, D].
 
     Args:
-        grad_query: [N, H, D]. grad_key, grad_value: [N, G KV, D], of keys and values that were repeated G times.
+        grads: by rotated queries [N, H, D], and by rotated keys and values that were repeated G times, [N, G KV, D].
     """
+    query_weight, key_weight, cos, sin, eps = rotation
     if query.is_cuda:
         from sftkit.ops import rotary_kernel
 
-        grads = (grad_query, grad_key, grad_value)
-        return rotary_kernel.rotate_back(grads, query, key, query_weight, key_weight, cos, sin, eps)
+        return rotary_kernel.rotate_back(grads, query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
-    groups = grad_key.shape[1] // key.shape[1]
-    summed_key, summed_value = (x.to(exact).unflatten(1, (-1, groups)).sum(2) for x in (grad_key, grad_value))
-    c, s = cos[:, None].to(exact), sin[:, None].to(exact)
+    groups = grads[1].shape[1] // key.shape[1]
+    of_key, of_value = (x.to(exact).unflatten(1, (-1, groups)).sum(2) for x in grads[1:])
     found = []
     of_weights = []
-    for grad, x, weight in ((grad_query.to(exact), query, query_weight), (summed_key, key, key_weight)):
-        d = grad * c - _turned(grad) * s
+    for grad, x, weight in ((grads[0].to(exact), query, query_weight), (of_key, key, key_weight)):
+        d = grad * cos[:, None].to(exact) - _turned(grad * sin[:, None].to(exact))
         if weight is not None:
             _, factor = _normed(x.to(exact), weight, eps)
             unit = x.to(exact) * factor
@@ -90,18 +79,11 @@ def rotate_back(
             d = (d - unit * (d * unit).mean(-1, keepdim=True)) * factor
         found.append(d.to(x.dtype))
     weights = torch.stack(of_weights) if of_weights else cos.new_zeros(2, cos.shape[1], dtype=exact)
-    return found[0], found[1], summed_value.to(grad_value.dtype), weights
-
-
-@rotate_back.register_fake
-def _(grad: Tensor, _: Tensor, values: Tensor, query: Tensor, key: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    exact = torch.promote_types(query.dtype, torch.float32)
-    found = (query.new_empty(query.shape), key.new_empty(key.shape), key.new_empty(key.shape))
-    return *found, query.new_empty(2, query.shape[-1], dtype=exact)
+    return found[0], found[1], of_value.to(grads[2].dtype), weights
 
 
 @torch.library.custom_op("sftkit::rotary_attention", mutates_args=())
-def rotary_attention(
+def rotary_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,27 +122,74 @@ def _(query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ..
     return query.new_empty(query.shape), lse, query.new_empty(query.shape), key.new_empty(key.shape)
 
 
+@torch.library.custom_op("sftkit::rotary_attention_backward", mutates_args=())
+def rotary_attention_backward(  # noqa: PLR0913 - an operator takes tensors and numbers
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rotated_query: Tensor,
+    rotated_key: Tensor,
+    eps: float,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of `rotary_attention` by query, key and value, and by the weights, fp32 [2, D].
+
+    Keys and values are repeated as in flash.document_attention; in one operator, since partitioners would keep the
+    repeated keys from the forward pass.
+    """
+    keys = (rotated_key, value)
+    groups = query.shape[1] // key.shape[1]
+    if 1 < groups <= flash.MAX_REPEATS[kernel]:
+        keys = repeated(*keys, groups)
+    starts = (cu_seqlens, cu_seqlens)
+    given = (rotated_query, *keys, out, lse, *starts, max_length, scale, window, kernel)
+    grads = flash.document_attention_backward(grad, *given)
+    return rotate_back(grads, query, key, (query_weight, key_weight, cos, sin, eps))
+
+
+def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values with each head `groups` times, [N, groups KV, D]."""
+    if key.is_cuda:
+        from sftkit.ops import rotary_kernel
+
+        return rotary_kernel.repeated(key, value, groups)
+    one, two = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
+    return one, two
+
+
+@rotary_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    exact = torch.promote_types(query.dtype, torch.float32)
+    found = (x.new_empty(x.shape) for x in (query, key, value))
+    return *found, query.new_empty(2, query.shape[-1], dtype=exact)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the tensors of the backward pass; only the attended values are differentiable."""
-    *tensors, ctx.eps, cu_seqlens, ctx.max_length, ctx.scale, ctx.window, ctx.kernel = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens, *output)
+    *tensors, eps, cu_seqlens, max_length, scale, window, kernel = inputs
+    ctx.save_for_backward(*tensors, *output, cu_seqlens)
+    ctx.numbers = (eps, max_length, scale, window, kernel)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients; keys and values are repeated as in flash.document_attention."""
-    query, key, value, *weights, cos, sin, cu_seqlens, out, lse, rotated, rotated_key = ctx.saved_tensors
-    groups = query.shape[1] // key.shape[1]
-    keys = (rotated_key, value)
-    if 1 < groups <= flash.MAX_REPEATS[ctx.kernel]:
-        keys = tuple(x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in keys)
-    starts = (cu_seqlens, cu_seqlens)
-    grads = flash.document_attention_backward(
-        grad, rotated, *keys, out, lse, *starts, ctx.max_length, ctx.scale, ctx.window, ctx.kernel
-    )
-    *found, of_weights = rotate_back(*grads, query, key, *weights, cos, sin, ctx.eps)
-    by_weights = (None if w is None else of.to(w.dtype) for w, of in zip(weights, of_weights, strict=True))
+    """Return the gradients."""
+    *saved, cu_seqlens = ctx.saved_tensors
+    eps, *sizes = ctx.numbers
+    *found, of_weights = rotary_attention_backward(grad, *saved, eps, cu_seqlens, *sizes)
+    by_weights = (None if w is None else of.to(w.dtype) for w, of in zip(saved[3:5], of_weights, strict=True))
     return *found, *by_weights, *(None,) * 8
 
 
@@ -168,15 +197,15 @@ rotary_attention.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.sftkit.rotary_attention)
-def _flops(
+def _forward_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count the products of attention."""
-    _, _, _, _, _, cu_seqlens, max_length, scale, window, *_ = more
-    return 2 * flash.pair_flops(query, value, cu_seqlens, cu_seqlens, max_length, scale, window, **named)
+    return 2 * flash.pair_flops(query, value, None, None, *more[6:9])
 
 
-@register_flop_formula(torch.ops.sftkit.rotate_back)
-def _no_flops(*given: Any, out_shape: object, **named: Any) -> int:
-    """Count no products."""
-    return 0
+@register_flop_formula(torch.ops.sftkit.rotary_attention_backward)
+def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
+    """Count the products of attention's backward pass."""
+    _, query, _, value, *more = given
+    return 5 * flash.pair_flops(query, value, None, None, *more[10:13])

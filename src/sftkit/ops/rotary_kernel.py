@@ -39,7 +39,7 @@ def _angles(cos, sin, position, stride, here, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotate(
+def _rotate(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     x, out, weight, cos, sin, first, stride, out_stride, angle_stride, positions, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _rotate(
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _forward(
+def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     query, key, query_weight, key_weight, cos, sin, out_query, out_key, query_stride, key_stride, angle_stride,
     positions, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, POSITIONS: tl.constexpr,
@@ -91,7 +91,7 @@ def _grouped(pointer, place, here, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rotate_back(
+def _rotate_back(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     grad, x, out, weight, cos, sin, partial, first, grad_stride, stride, out_stride, angle_stride, positions, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -133,7 +133,7 @@ def _rotate_back(
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _backward(
+def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     grad_query, grad_key, grad_value, query, key, query_weight, key_weight, cos, sin, d_query, d_key, d_value, partial,
     query_stride, key_stride, d_query_stride, d_key_stride, d_value_stride, angle_stride, positions, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
@@ -158,9 +158,9 @@ def _backward(
         tl.store(d_value + goal, total.to(d_value.dtype.element_ty), mask=here)
 
 
-def supports(head_dim: int) -> bool:
-    """Return whether the kernels take heads of this size."""
-    return head_dim in (32, 64, 128, 256)
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """Return [N, H, D] whose heads are neighbours in memory; positions may lie apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def rotate(
@@ -168,6 +168,7 @@ def rotate(
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ops.rotary.rotate."""
+    query, key = _rows_of_heads(query), _rows_of_heads(key)
     positions, heads, head_dim = query.shape
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
@@ -184,6 +185,7 @@ def rotate_back(
     key_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ops.rotary.rotate_back. Shares of the weights' gradients are added up in a fixed order: no atomics."""
+    query, key = _rows_of_heads(query), _rows_of_heads(key)
     positions, heads, head_dim = query.shape
     key_heads = key.shape[1]
     norm = query_weight is not None
@@ -199,3 +201,33 @@ def rotate_back(
         **BACKWARD,
     )  # fmt: skip
     return out[0], out[1], out[2], partial.sum(0)
+
+
+@triton.jit
+def _repeat(
+    key, value, out, positions, key_stride, value_stride, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copy some heads of the keys, or of the values, GROUPS times."""
+    position, head, here = _rows(tl.program_id(0) * POSITIONS, 0, positions, KEY_HEADS, POSITIONS, ROWS)
+    if tl.program_id(1) == 0:
+        x = tl.load(key + _place(position, head, key_stride, SIZE, SIZE), mask=here)
+    else:
+        x = tl.load(value + _place(position, head, value_stride, SIZE, SIZE), mask=here)
+    out += tl.program_id(1).to(tl.int64) * positions * (KEY_HEADS * GROUPS * SIZE)
+    goal = _place(position, head, KEY_HEADS * GROUPS * SIZE, GROUPS * SIZE, SIZE)
+    for group in tl.static_range(GROUPS):
+        tl.store(out + goal + group * SIZE, x, mask=here)
+
+
+def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Compute ops.rotary.repeated."""
+    key, value = _rows_of_heads(key), _rows_of_heads(value)
+    positions, key_heads, head_dim = key.shape
+    out = torch.empty(2, positions, key_heads * groups, head_dim, dtype=key.dtype, device=key.device)
+    rows = max(32, triton.next_power_of_2(key_heads))
+    constants = {"KEY_HEADS": key_heads, "GROUPS": groups, "SIZE": head_dim, "POSITIONS": rows // key_heads}
+    _repeat[(triton.cdiv(positions, rows // key_heads), 2)](
+        key, value, out, positions, key.stride(0), value.stride(0), ROWS=rows, **constants
+    )
+    return out[0], out[1]
