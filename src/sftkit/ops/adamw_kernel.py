@@ -243,4 +243,4 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         sums.append(torch.empty(chunks, dtype=torch.float32, device=device))
         constants = {"TYPE": _TYPES[dtype], "ALIGNED": aligned, "CHUNK": SQUARES_CHUNK, "BLOCK": SQUARES_BLOCK}
         _squares[(chunks,)](_on_device(table, device), len(same), sums[-1], COLUMNS=3, **constants)
-    return torch.cat(sums).sum()
+    return torch.cat(sums).sum() if sums else torch.zeros((), device=tensors[0].device)

@@ -147,6 +147,10 @@ def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
+    if all(grad.is_cuda and grad.is_contiguous() and grad.dtype in (torch.float32, torch.bfloat16) for grad in grads):
+        from sftkit.ops.adamw_kernel import sum_of_squares  # Triton is not installed on CPU machines
+
+        return sum_of_squares(grads)
     if grads[0].device.type != "cpu":
         # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but
         # in the dtype of the gradients.
