@@ -201,11 +201,11 @@ def _forward_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count the products of attention."""
-    return 2 * flash.pair_flops(query, value, None, None, *more[6:9])
+    return 2 * flash.pair_flops(query, value, None, None, *more[6:10])
 
 
 @register_flop_formula(torch.ops.sftkit.rotary_attention_backward)
 def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
     """Count the products of attention's backward pass."""
     _, query, _, value, *more = given
-    return 5 * flash.pair_flops(query, value, None, None, *more[10:13])
+    return 5 * flash.pair_flops(query, value, None, None, *more[10:14])
