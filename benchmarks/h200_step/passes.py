@@ -169,8 +169,9 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
     for positions, rows, warps in tried[:settings]:
         rotary_kernel.BACKWARD = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
         found = rotary_kernel.rotate_back(tuple(case.grads), *given)
-        off = max(error(a, b) for a, b in zip((found[0], found[1], *found[3]), grads, strict=True))
-        off_value = error(found[2], case.grads[2].double().unflatten(1, (KEY_HEADS, -1)).sum(2))
+        parts = found[0].split([case.heads, KEY_HEADS, KEY_HEADS], 1)
+        off = max(error(a, b) for a, b in zip((*parts[:2], *found[1]), grads, strict=True))
+        off_value = error(parts[2], case.grads[2].double().unflatten(1, (KEY_HEADS, -1)).sum(2))
         again = rotary_kernel.rotate_back(tuple(case.grads), *given)
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         ms = milliseconds(lambda: rotary_kernel.rotate_back(tuple(case.grads), *given))

@@ -25,13 +25,13 @@ def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tens
     Args:
         query: [N, H, D] whose heads are neighbours. key: [N, KV, D], the same.
     """
-    *weights, cos, sin, eps = rotation
+    query_weight, key_weight, cos, sin, eps = rotation
     if query.is_cuda:
         from sftkit.ops import rotary_kernel  # Triton is not installed on CPU machines
 
-        return rotary_kernel.rotate(query, key, *weights, cos, sin, eps)
+        return rotary_kernel.rotate(query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
-    normed = (_normed(x.to(exact), w, eps)[0] for x, w in zip((query, key), weights, strict=True))
+    normed = (_normed(x.to(exact), weight, eps)[0] for x, weight in ((query, query_weight), (key, key_weight)))
     rotated = (x * cos[:, None].to(exact) + _turned(x) * sin[:, None].to(exact) for x in normed)
     one, two = (x.to(query.dtype).contiguous() for x in rotated)
     return one, two
@@ -53,11 +53,15 @@ def _turned(x: Tensor) -> Tensor:
 
 def rotate_back(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, rotation: Rotation
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value, as `rotate` was given them, and by the weights, fp32 [2, D].
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients by query, key and value, as `rotate` was given them, and by the weights.
 
     Args:
         grads: by rotated queries [N, H, D], and by rotated keys and values that were repeated G times, [N, G KV, D].
+
+    Returns:
+        [N, H + 2 KV, D], the heads of all three next to each other, so that they can be one matrix to a product; and
+        fp32 [2, D], 0 without weights.
     """
     query_weight, key_weight, cos, sin, eps = rotation
     if query.is_cuda:
@@ -79,7 +83,7 @@ def rotate_back(
             d = (d - unit * (d * unit).mean(-1, keepdim=True)) * factor
         found.append(d.to(x.dtype))
     weights = torch.stack(of_weights) if of_weights else cos.new_zeros(2, cos.shape[1], dtype=exact)
-    return found[0], found[1], of_value.to(grads[2].dtype), weights
+    return torch.cat([*found, of_value.to(grads[2].dtype)], 1), weights
 
 
 @torch.library.custom_op("sftkit::rotary_attention", mutates_args=())
@@ -142,8 +146,8 @@ def rotary_attention_backward(  # noqa: PLR0913 - an operator takes tensors and 
     scale: float,
     window: int,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `rotary_attention` by query, key and value, and by the weights, fp32 [2, D].
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `rotary_attention` as `rotate_back` does.
 
     Keys and values are repeated as in flash.document_attention; in one operator, since partitioners would keep the
     repeated keys from the forward pass.
@@ -170,9 +174,10 @@ def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 @rotary_attention_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    positions, heads, head_dim = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
-    found = (x.new_empty(x.shape) for x in (query, key, value))
-    return *found, query.new_empty(2, query.shape[-1], dtype=exact)
+    found = query.new_empty(positions, heads + 2 * key.shape[1], head_dim)
+    return found, query.new_empty(2, head_dim, dtype=exact)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -188,7 +193,8 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
     """Return the gradients."""
     *saved, cu_seqlens = ctx.saved_tensors
     eps, *sizes = ctx.numbers
-    *found, of_weights = rotary_attention_backward(grad, *saved, eps, cu_seqlens, *sizes)
+    joint, of_weights = rotary_attention_backward(grad, *saved, eps, cu_seqlens, *sizes)
+    found = joint.split([x.shape[1] for x in saved[:3]], 1)
     by_weights = (None if w is None else of.to(w.dtype) for w, of in zip(saved[3:5], of_weights, strict=True))
     return *found, *by_weights, *(None,) * 8
 

@@ -183,24 +183,24 @@ def rotate(
 def rotate_back(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, query_weight: Tensor | None,
     key_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ops.rotary.rotate_back. Shares of the weights' gradients are added up in a fixed order: no atomics."""
     query, key = _rows_of_heads(query), _rows_of_heads(key)
     positions, heads, head_dim = query.shape
     key_heads = key.shape[1]
     norm = query_weight is not None
     programs = triton.cdiv(positions, BACKWARD["POSITIONS"])
-    out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key)]
+    joint = torch.empty(positions, heads + 2 * key_heads, head_dim, dtype=query.dtype, device=query.device)
+    out = joint.split([heads, key_heads, key_heads], 1)
     partial = torch.empty(programs if norm else 0, 2, head_dim, dtype=torch.float32, device=query.device)
     weights = (query_weight, key_weight) if norm else (cos, cos)
     constants = {"HEADS": heads, "KEY_HEADS": key_heads, "GROUPS": grads[1].shape[1] // key_heads}
-    grads = tuple(grad.contiguous() for grad in grads)
     _backward[(programs,)](
-        *grads, query, key, *weights, cos, sin, *out, partial, query.stride(0), key.stride(0),
+        *(grad.contiguous() for grad in grads), query, key, *weights, cos, sin, *out, partial, query.stride(0), key.stride(0),
         *(x.stride(0) for x in out), cos.stride(0), positions, eps, **constants, HALF=head_dim // 2, NORM=norm,
         **BACKWARD,
     )  # fmt: skip
-    return out[0], out[1], out[2], partial.sum(0)
+    return joint, partial.sum(0)
 
 
 @triton.jit
