@@ -196,8 +196,8 @@ def rotate_back(
     weights = (query_weight, key_weight) if norm else (cos, cos)
     constants = {"HEADS": heads, "KEY_HEADS": key_heads, "GROUPS": grads[1].shape[1] // key_heads}
     _backward[(programs,)](
-        *(grad.contiguous() for grad in grads), query, key, *weights, cos, sin, *out, partial, query.stride(0), key.stride(0),
-        *(x.stride(0) for x in out), cos.stride(0), positions, eps, **constants, HALF=head_dim // 2, NORM=norm,
+        *(grad.contiguous() for grad in grads), query, key, *weights, cos, sin, *out, partial,
+        *(x.stride(0) for x in (query, key, *out, cos)), positions, eps, **constants, HALF=head_dim // 2, NORM=norm,
         **BACKWARD,
     )  # fmt: skip
     return joint, partial.sum(0)
