@@ -160,21 +160,21 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
     size = (case.query.nbytes + case.key.nbytes) / 1e6
     for positions, rows, warps in ((8, 32, 4), (4, 32, 4), (8, 16, 2), (4, 16, 4), (8, 64, 8))[:settings]:
         rotary_kernel.FORWARD = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
-        off = max(error(a, b) for a, b in zip(rotary_kernel.rotate(*given), out, strict=True))
-        ms = milliseconds(lambda: rotary_kernel.rotate(*given))
+        off = max(error(a, b) for a, b in zip(rotary_kernel.rotate_heads(*given), out, strict=True))
+        ms = milliseconds(lambda: rotary_kernel.rotate_heads(*given))
         name = f"rotate, {case.heads} heads: {positions} positions, {rows} rows, {warps} warps"
         yield row(name, ms, 2 * size + 2 * case.cos.nbytes / 2e6, off)
     moved = sum(x.nbytes for x in case.grads) / 1e6 + 2 * size + case.value.nbytes / 1e6 + case.cos.nbytes / 1e6
     tried = ((16, 32, 4), (8, 32, 4), (16, 16, 2), (16, 16, 4), (16, 32, 8), (32, 16, 4), (8, 16, 2))
     for positions, rows, warps in tried[:settings]:
         rotary_kernel.BACKWARD = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
-        found = rotary_kernel.rotate_back(tuple(case.grads), *given)
+        found = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)
         parts = found[0].split([case.heads, KEY_HEADS, KEY_HEADS], 1)
         off = max(error(a, b) for a, b in zip((*parts[:2], *found[1]), grads, strict=True))
         off_value = error(parts[2], case.grads[2].double().unflatten(1, (KEY_HEADS, -1)).sum(2))
-        again = rotary_kernel.rotate_back(tuple(case.grads), *given)
+        again = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        ms = milliseconds(lambda: rotary_kernel.rotate_back(tuple(case.grads), *given))
+        ms = milliseconds(lambda: rotary_kernel.rotate_heads_back(tuple(case.grads), *given))
         name = f"rotate back, {case.heads} heads: {positions} positions, {rows} rows, {warps} warps"
         yield row(name, ms, moved, max(off, off_value), same_twice=same)
 
@@ -247,8 +247,8 @@ def by_group(case: Case) -> Iterator[Row]:
     exact = [x.double() for x in repeats()]
     moved = (2 + 2 * groups) * key.nbytes / 1e6
     yield row(f"repeats alone, {case.heads} heads, torch", milliseconds(lambda: repeated((key, value))), moved)
-    same = all(map(torch.equal, rotary_kernel.repeated(key, value, groups), repeated((key, value))))
-    ms = milliseconds(lambda: rotary_kernel.repeated(key, value, groups))
+    same = all(map(torch.equal, rotary_kernel.repeat_heads(key, value, groups), repeated((key, value))))
+    ms = milliseconds(lambda: rotary_kernel.repeat_heads(key, value, groups))
     yield row(f"repeats alone, {case.heads} heads, kernel", ms, moved, same_bits=same)
     yield row(f"attention backward, {case.heads} heads, repeats", milliseconds(repeats))
     yield shown_kernels("repeats", repeats)

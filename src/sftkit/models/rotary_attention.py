@@ -26,8 +26,9 @@ def use_rotary_operator(orig_model: PreTrainedModel) -> None:
     """Put `RotaryAttention` in front of the attention modules that are known."""
     for module in orig_model.modules():
         # Not by name alone: a class in front of transformers' own, such as one for adapters, would be passed by.
-        if type(module).__name__ in KNOWN and type(module).__module__.startswith("transformers."):
-            module.__class__ = in_front(RotaryAttention, type(module))
+        own: Any = type(module)
+        if own.__name__ in KNOWN and own.__module__.startswith("transformers."):
+            module.__class__ = in_front(RotaryAttention, own)
 
 
 class RotaryAttention(torch.nn.Module):

@@ -29,7 +29,7 @@ def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tens
     if query.is_cuda:
         from sftkit.ops import rotary_kernel  # Triton is not installed on CPU machines
 
-        return rotary_kernel.rotate(query, key, *rotation)
+        return rotary_kernel.rotate_heads(query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
     normed = (_normed(x.to(exact), weight, eps)[0] for x, weight in ((query, query_weight), (key, key_weight)))
     rotated = (x * cos[:, None].to(exact) + _turned(x) * sin[:, None].to(exact) for x in normed)
@@ -67,7 +67,7 @@ def rotate_back(
     if query.is_cuda:
         from sftkit.ops import rotary_kernel
 
-        return rotary_kernel.rotate_back(grads, query, key, *rotation)
+        return rotary_kernel.rotate_heads_back(grads, query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
     groups = grads[1].shape[1] // key.shape[1]
     of_key, of_value = (x.to(exact).unflatten(1, (-1, groups)).sum(2) for x in grads[1:])
@@ -167,7 +167,7 @@ def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     if key.is_cuda:
         from sftkit.ops import rotary_kernel
 
-        return rotary_kernel.repeated(key, value, groups)
+        return rotary_kernel.repeat_heads(key, value, groups)
     one, two = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
     return one, two
 

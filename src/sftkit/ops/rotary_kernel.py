@@ -163,7 +163,7 @@ def _rows_of_heads(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def rotate(
+def rotate_heads(
     query: Tensor, key: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -180,7 +180,7 @@ def rotate(
     return out[0], out[1]
 
 
-def rotate_back(
+def rotate_heads_back(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, query_weight: Tensor | None,
     key_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -220,7 +220,7 @@ def _repeat(
         tl.store(out + goal + group * SIZE, x, mask=here)
 
 
-def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def repeat_heads(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Compute ops.rotary.repeated."""
     key, value = _rows_of_heads(key), _rows_of_heads(value)
     positions, key_heads, head_dim = key.shape
