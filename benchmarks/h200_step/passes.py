@@ -159,7 +159,7 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
     given = (case.query, case.key, *case.weights, case.cos, case.sin, EPS)
     size = (case.query.nbytes + case.key.nbytes) / 1e6
     for positions, rows, warps in ((8, 32, 4), (4, 32, 4), (8, 16, 2), (4, 16, 4), (8, 64, 8))[:settings]:
-        rotary_kernel.FORWARD = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
+        rotary_kernel.FORWARD_TILE = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
         off = max(error(a, b) for a, b in zip(rotary_kernel.rotate_heads(*given), out, strict=True))
         ms = milliseconds(lambda: rotary_kernel.rotate_heads(*given))
         name = f"rotate, {case.heads} heads: {positions} positions, {rows} rows, {warps} warps"
@@ -167,7 +167,7 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
     moved = sum(x.nbytes for x in case.grads) / 1e6 + 2 * size + case.value.nbytes / 1e6 + case.cos.nbytes / 1e6
     tried = ((16, 32, 4), (8, 32, 4), (16, 16, 2), (16, 16, 4), (16, 32, 8), (32, 16, 4), (8, 16, 2))
     for positions, rows, warps in tried[:settings]:
-        rotary_kernel.BACKWARD = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
+        rotary_kernel.BACKWARD_TILE = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
         found = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)
         parts = found[0].split([case.heads, KEY_HEADS, KEY_HEADS], 1)
         off = max(error(a, b) for a, b in zip((*parts[:2], *found[1]), grads, strict=True))
@@ -432,7 +432,7 @@ def main() -> None:
     chosen = sys.argv[2:] or list(sections)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "sections": {}}
     found["copy"] = copied()
-    settings = (rotary_kernel.FORWARD, rotary_kernel.BACKWARD)
+    settings = (rotary_kernel.FORWARD_TILE, rotary_kernel.BACKWARD_TILE)
     for name in chosen:
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)
@@ -442,7 +442,7 @@ def main() -> None:
         except Exception as problem:  # one that fails must not cost the others their results
             traceback.print_exc(limit=6)
             rows.append({"what": "failed", "why": f"{type(problem).__name__}: {problem}"[:2000]})
-        rotary_kernel.FORWARD, rotary_kernel.BACKWARD = settings
+        rotary_kernel.FORWARD_TILE, rotary_kernel.BACKWARD_TILE = settings
         print(f"-- {time.perf_counter() - started:.1f} s", flush=True)
         found["sections"][name] = rows
         torch.cuda.empty_cache()

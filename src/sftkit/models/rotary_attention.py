@@ -16,7 +16,7 @@ from sftkit.ops.attention import Documents
 from sftkit.ops.flash import MAX_REPEATS
 from sftkit.ops.rotary import rotary_attention
 
-KNOWN = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")
+ROTARY_CLASSES = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")
 "Classes of transformers whose forward pass is computed here; the last two normalize the heads of queries and keys."
 HEAD_SIZES = (32, 64, 128, 256)
 "Those that the kernels take."
@@ -27,7 +27,7 @@ def use_rotary_operator(orig_model: PreTrainedModel) -> None:
     for module in orig_model.modules():
         # Not by name alone: a class in front of transformers' own, such as one for adapters, would be passed by.
         own: Any = type(module)
-        if own.__name__ in KNOWN and own.__module__.startswith("transformers."):
+        if own.__name__ in ROTARY_CLASSES and own.__module__.startswith("transformers."):
             module.__class__ = in_front(RotaryAttention, own)
 
 

@@ -23,7 +23,6 @@ from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
 from sftkit.models import kind, structure, trained
 from sftkit.ops import attention, linear_cross_entropy
-from sftkit.ops.flash import MAX_REPEATS
 
 if TYPE_CHECKING:
     from sftkit.models.routing import Routing
@@ -188,7 +187,7 @@ class ModelWithLoss(torch.nn.Module):
             from sftkit.models.hybrids import use_operators  # most models have no recurrent layers
 
             use_operators(orig_model)
-        if backend in MAX_REPEATS:
+        if backend in attention.flash.MAX_REPEATS:
             from sftkit.models.rotary_attention import use_rotary_operator  # its kernels are for a GPU
 
             use_rotary_operator(orig_model)
@@ -213,8 +212,7 @@ class ModelWithLoss(torch.nn.Module):
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""
         # No name refers to all hidden states, so that those not selected are freed here.
-        selected = self.objective.select(self._hidden(batch, backend), batch)
-        return self.sums_of_selected(selected, batch)
+        return self.sums_of_selected(self.objective.select(self._hidden(batch, backend), batch), batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,

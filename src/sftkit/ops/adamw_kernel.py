@@ -169,7 +169,12 @@ def _on_device(table: np.ndarray, device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
 
 
 def _tensors(row: ParameterShard) -> tuple[Tensor, ...]:
@@ -225,12 +230,12 @@ def _squares(
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements of contiguous fp32 or bf16 tensors, fp32 0-d. No host sync.
+    """Return the sum of the squares of all elements of tensors, fp32 0-d. No host sync.
 
     The order of additions depends on the sizes alone, so the same gradients always give the same norm.
     """
     alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (tensor.contiguous() for tensor in tensors):
         if tensor.numel():
             odd = tensor.numel() % ALIGNMENT or tensor.data_ptr() % ALIGNMENT
             alike.setdefault((tensor.dtype, not odd), []).append(tensor)

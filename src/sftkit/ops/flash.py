@@ -184,8 +184,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors of the backward pass; the log-sum-exp is not differentiable."""
-    *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal, sinks = inputs
-    ctx.save_for_backward(*tensors, *output, sinks)
+    ctx.sizes = inputs[5:10]
+    ctx.save_for_backward(*inputs[:5], *output, inputs[10])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -199,13 +199,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     """
     query, key, value, cu_seqlens, cu_seqlens_k, out, lse, sinks = ctx.saved_tensors
     groups = query.shape[1] // key.shape[1]
-    repeat = 1 < groups <= MAX_REPEATS[ctx.kernel]
+    repeat = 1 < groups <= MAX_REPEATS[ctx.sizes[3]]
     if repeat:
         key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
-    starts = (cu_seqlens, cu_seqlens_k)
-    grads = document_attention_backward(
-        grad, query, key, value, out, lse, *starts, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal
-    )
+    grads = document_attention_backward(grad, query, key, value, out, lse, cu_seqlens, cu_seqlens_k, *ctx.sizes)
     if repeat:
         grads = (grads[0], *(x.unflatten(1, (-1, groups)).sum(2) for x in grads[1:]))
     of_sinks = None

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD = {"POSITIONS": 8, "ROWS": 32, "num_warps": 4}
-BACKWARD = {"POSITIONS": 16, "ROWS": 32, "num_warps": 4}
+FORWARD_TILE = {"POSITIONS": 8, "ROWS": 32, "num_warps": 4}
+BACKWARD_TILE = {"POSITIONS": 16, "ROWS": 32, "num_warps": 4}
 "A program computes POSITIONS positions, ROWS heads at a time."
 
 
@@ -173,9 +173,9 @@ def rotate_heads(
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
     constants = {"HEADS": heads, "KEY_HEADS": key.shape[1], "HALF": head_dim // 2, "NORM": query_weight is not None}
-    _forward[(triton.cdiv(positions, FORWARD["POSITIONS"]),)](
+    _forward[(triton.cdiv(positions, FORWARD_TILE["POSITIONS"]),)](
         query, key, *weights, cos, sin, *out, query.stride(0), key.stride(0), cos.stride(0), positions, eps,
-        **constants, **FORWARD,
+        **constants, **FORWARD_TILE,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -189,7 +189,7 @@ def rotate_heads_back(
     positions, heads, head_dim = query.shape
     key_heads = key.shape[1]
     norm = query_weight is not None
-    programs = triton.cdiv(positions, BACKWARD["POSITIONS"])
+    programs = triton.cdiv(positions, BACKWARD_TILE["POSITIONS"])
     joint = torch.empty(positions, heads + 2 * key_heads, head_dim, dtype=query.dtype, device=query.device)
     out = joint.split([heads, key_heads, key_heads], 1)
     partial = torch.empty(programs if norm else 0, 2, head_dim, dtype=torch.float32, device=query.device)
@@ -198,7 +198,7 @@ def rotate_heads_back(
     _backward[(programs,)](
         *(grad.contiguous() for grad in grads), query, key, *weights, cos, sin, *out, partial,
         *(x.stride(0) for x in (query, key, *out, cos)), positions, eps, **constants, HALF=head_dim // 2, NORM=norm,
-        **BACKWARD,
+        **BACKWARD_TILE,
     )  # fmt: skip
     return joint, partial.sum(0)
 
