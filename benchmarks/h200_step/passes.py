@@ -257,6 +257,62 @@ def by_group(case: Case) -> Iterator[Row]:
     yield shown_kernels("a call a group", apart)
 
 
+def tiles(case: Case) -> Iterator[Row]:
+    """Time FlashAttention-4 with other tiles than its own, which were chosen for long documents."""
+    interface = flash.fa4()
+    rows = flash._fa4_rows(case.starts, case.starts, 2048, 0)
+    scale = HEAD_DIM**-0.5
+    keys = rotary_kernel.repeat_heads(case.key, case.value, case.heads // KEY_HEADS)
+    exact: dict[str, list[Tensor]] = {}
+    found: tuple[Tensor, ...] = ()
+
+    def timed(name: str, work: Callable[[], tuple[Tensor, ...]]) -> Row:
+        kind = name.partition(" ")[0]
+        started = time.perf_counter()
+        try:
+            results = work()
+            torch.cuda.synchronize()
+        except Exception as problem:  # a tile that does not fit
+            print(f"{name}: {type(problem).__name__}: {problem}"[:300], flush=True)
+            return {"what": name, "why": f"{type(problem).__name__}: {problem}"[:300]}
+        compiled = time.perf_counter() - started
+        exact.setdefault(kind, [x.double() for x in results])
+        off = max(error(a, b) for a, b in zip(results, exact[kind], strict=True))
+        return row(name, milliseconds(work), error=off, compiled_s=round(compiled, 1))
+
+    for tile in (None, (128, 64), (128, 96), (64, 128), (64, 64), (192, 128)):
+        named = {"softmax_scale": scale, "causal": True, "return_lse": True, "tile_mn": tile}
+
+        def forward(named: Any = named) -> tuple[Tensor, ...]:
+            return tuple(interface._flash_attn_fwd(case.query, case.key, case.value, **rows, **named)[:2])
+
+        yield timed(f"forward {case.heads} heads, tile {tile or 'its own'}", forward)
+        found = found or forward()
+    own = interface._tile_size_bwd_sm90
+    config = interface.BwdConfig
+    numbers = {
+        "its own": None,
+        "64 x 128, one group for dQ": (64, 128, 2, 2, 2, True, False, False, 1, 2, 1, 2, True),
+        "80 x 128": (80, 128, 2, 2, 2, True, False, True, 1, 2, 1),
+        "64 x 96": (64, 96, 2, 2, 1, False, True, False, 1, 2, 1),
+        "64 x 64": (64, 64, 2, 2, 2, False, False, False, 1, 1, 1),
+        "64 x 64, swapped": (64, 64, 2, 2, 2, True, False, False, 1, 1, 1),
+    }
+    causal = True
+    try:
+        for name, tile in numbers.items():
+            if tile is not None:
+                interface._tile_size_bwd_sm90 = lambda *_, tile=tile, **__: config(*tile)
+
+            def backward() -> tuple[Tensor, ...]:
+                given = (case.query, *keys, *found[:1], case.grads[0], *found[1:], scale, causal)
+                return interface._flash_attn_bwd(*given, **rows)
+
+            yield timed(f"backward {case.heads} heads, tile {name}", backward)
+    finally:
+        interface._tile_size_bwd_sm90 = own
+
+
 # ---- gradients and parameters ----
 
 
@@ -428,6 +484,7 @@ def main() -> None:
         "memsets": memsets,
         "kernels of 32 heads": lambda: kernels_alone(Case(32), 1),
         "norm at 1.7B": lambda: norms("1.7B"),
+        "tiles": lambda: tiles(case),
     }
     chosen = sys.argv[2:] or list(sections)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "sections": {}}
