@@ -165,7 +165,7 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
         name = f"rotate, {case.heads} heads: {positions} positions, {rows} rows, {warps} warps"
         yield row(name, ms, 2 * size + 2 * case.cos.nbytes / 2e6, off)
     moved = sum(x.nbytes for x in case.grads) / 1e6 + 2 * size + case.value.nbytes / 1e6 + case.cos.nbytes / 1e6
-    tried = ((16, 32, 4), (8, 32, 4), (16, 16, 2), (16, 16, 4), (16, 32, 8), (32, 16, 4), (8, 16, 2))
+    tried = ((8, 16, 4), (16, 32, 4), (8, 32, 4), (16, 16, 4), (16, 32, 8), (32, 16, 4), (8, 16, 2))
     for positions, rows, warps in tried[:settings]:
         rotary_kernel.BACKWARD_TILE = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
         found = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD_TILE = {"POSITIONS": 8, "ROWS": 32, "num_warps": 4}
-BACKWARD_TILE = {"POSITIONS": 16, "ROWS": 32, "num_warps": 4}
+BACKWARD_TILE = {"POSITIONS": 8, "ROWS": 16, "num_warps": 4}
 "A program computes POSITIONS positions, ROWS heads at a time."
 
 
