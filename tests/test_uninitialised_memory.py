@@ -37,7 +37,6 @@ from sftkit.ops.attention import attend, document_boundaries, kernel_order
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.low_rank import gated_product, gated_product_backward
 from sftkit.ops.nf4 import nf4_linear, quantize
-from sftkit.ops.rotary import rotary_attention
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
@@ -54,7 +53,6 @@ TESTED = {
     ("verify/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
     ("models/weights.py", "fill_with_memory"): 1,
-    ("ops/adamw_kernel.py", "sum_of_squares"): 1,
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
@@ -65,10 +63,6 @@ TESTED = {
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
     ("ops/recurrent.py", "_"): 7,
-    ("ops/rotary.py", "_"): 6,
-    ("ops/rotary_kernel.py", "repeat_heads"): 1,
-    ("ops/rotary_kernel.py", "rotate_heads"): 1,
-    ("ops/rotary_kernel.py", "rotate_heads_back"): 2,
     ("ops/tensors.py", "_"): 2,
     ("ops/tensors.py", "_all_gather"): 1,
     ("ops/tensors.py", "_reduce_scatter"): 1,
@@ -85,6 +79,11 @@ TESTED = {
 """(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in
 scripts/test_pipeline_script.py; `_` only tells shapes."""
 ONLY_TIMED = {
+    ("labs/fused/rotary.py", "_"): 6,
+    ("labs/fused/rotary_kernel.py", "repeat_heads"): 1,
+    ("labs/fused/rotary_kernel.py", "rotate_heads"): 1,
+    ("labs/fused/rotary_kernel.py", "rotate_heads_back"): 2,
+    ("labs/fused/squares_kernel.py", "sum_of_squares"): 1,
     ("labs/bench/machine.py", "copy_tb_per_sec"): 2,
     ("labs/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,
@@ -294,26 +293,6 @@ def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[
             )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fa4", "varlen"])
-@pytest.mark.parametrize("heads", HEADS)
-def test_attention_with_norms_and_rotary_embedding(backend: str, heads: tuple[int, int]) -> None:
-    if reason := flash.kernel_unsupported_reason(backend, torch.device("cuda"), torch.bfloat16):
-        pytest.skip(reason)
-
-    def computed() -> list[torch.Tensor]:
-        generator = torch.Generator("cuda").manual_seed(0)
-        options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-        shapes = [(203, heads[0], 64), (203, heads[1], 64), (203, heads[1], 64), (64,), (64,)]
-        leaves = [torch.randn(shape, **options).requires_grad_() for shape in shapes]  # type: ignore[call-overload]
-        angles = [torch.randn(203, 32, **options).repeat(1, 2) for _ in "cs"]  # type: ignore[call-overload]
-        starts = torch.tensor([0, 40, 40, 190, 203], dtype=torch.int32, device="cuda")
-        out, *_ = rotary_attention(*leaves, *angles, 1e-6, starts, 160, 0.125, 0, backend)
-        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
-
-    same_when_planted(computed, tolerance=0.01)
-
-
 @pytest.fixture(params=["cpu", CUDA])
 def one_rank(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device, with a group of one process."""
@@ -336,23 +315,6 @@ def test_rows_gathered_from_the_ranks_and_their_gradients(one_rank: str) -> None
 
 
 # ---- optimizers, batches, a step ----
-
-
-@pytest.mark.gpu
-def test_the_sum_of_squares_of_many_tensors() -> None:
-    from sftkit.ops.adamw_kernel import SQUARES_CHUNK, sum_of_squares
-
-    def summed() -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(0)
-        sizes = (1, 33, 0, 16, SQUARES_CHUNK, 2 * SQUARES_CHUNK + 7)
-        tensors = [torch.randn(n, device="cuda", generator=generator) for n in sizes]
-        tensors += [tensor.bfloat16() for tensor in tensors]
-        total = sum_of_squares(tensors)
-        exact = sum(float(tensor.double().square().sum()) for tensor in tensors)
-        assert float(total) == pytest.approx(exact, rel=1e-6)
-        return total
-
-    same_when_planted(summed)
 
 
 @every_device

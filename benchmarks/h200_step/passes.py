@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from sftkit.ops import adamw_kernel, attention, flash, rotary, rotary_kernel
+from labs.fused import rotary, rotary_kernel, squares_kernel
+from sftkit.ops import adamw_kernel, attention, flash
 from sftkit.ops.tensors import ParameterShard
 
 POSITIONS, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 16_384, 16, 8, 128, 151_936
@@ -169,9 +170,8 @@ def kernels_alone(case: Case, settings: int | None = None) -> Iterator[Row]:
     for positions, rows, warps in tried[:settings]:
         rotary_kernel.BACKWARD_TILE = {"POSITIONS": positions, "ROWS": rows, "num_warps": warps}
         found = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)
-        parts = found[0].split([case.heads, KEY_HEADS, KEY_HEADS], 1)
-        off = max(error(a, b) for a, b in zip((*parts[:2], *found[1]), grads, strict=True))
-        off_value = error(parts[2], case.grads[2].double().unflatten(1, (KEY_HEADS, -1)).sum(2))
+        off = max(error(a, b) for a, b in zip((*found[:2], *found[3]), grads, strict=True))
+        off_value = error(found[2], case.grads[2].double().unflatten(1, (KEY_HEADS, -1)).sum(2))
         again = rotary_kernel.rotate_heads_back(tuple(case.grads), *given)
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         ms = milliseconds(lambda: rotary_kernel.rotate_heads_back(tuple(case.grads), *given))
@@ -326,7 +326,7 @@ def shapes(size: str) -> list[tuple[int, ...]]:
 
 
 def norm_by_torch(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares as optim.protocol computes it for gradients that the kernel does not take."""
+    """Return the sum of squares as optim.protocol computes it."""
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
 
 
@@ -340,11 +340,11 @@ def norms(size: str) -> Iterator[Row]:
     ms = milliseconds(lambda: norm_by_torch(grads))
     yield row(f"squared norm, {size}: today", ms, megabytes, abs(float(found) / exact - 1))
     for block, blocks in ((4096, 16), (4096, 8), (2048, 16), (2048, 32), (1024, 32)):
-        adamw_kernel.SQUARES_BLOCK = block
-        adamw_kernel.SQUARES_CHUNK = block * blocks
-        found = adamw_kernel.sum_of_squares(grads)
-        same = torch.equal(found, adamw_kernel.sum_of_squares(grads))
-        ms = milliseconds(lambda: adamw_kernel.sum_of_squares(grads))
+        squares_kernel.SQUARES_BLOCK = block
+        squares_kernel.SQUARES_CHUNK = block * blocks
+        found = squares_kernel.sum_of_squares(grads)
+        same = torch.equal(found, squares_kernel.sum_of_squares(grads))
+        ms = milliseconds(lambda: squares_kernel.sum_of_squares(grads))
         off = abs(float(found) / exact - 1)
         yield row(f"squared norm, {size}: {blocks} blocks of {block}", ms, megabytes, off, same_twice=same)
     yield shown_kernels("squared norm today", lambda: norm_by_torch(grads))

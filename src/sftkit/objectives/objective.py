@@ -187,10 +187,6 @@ class ModelWithLoss(torch.nn.Module):
             from sftkit.models.hybrids import use_operators  # most models have no recurrent layers
 
             use_operators(orig_model)
-        if backend in attention.flash.MAX_REPEATS:
-            from sftkit.models.rotary_attention import use_rotary_operator  # its kernels are for a GPU
-
-            use_rotary_operator(orig_model)
         self.orig_model = orig_model
         self.routing = routing
         self.backend = backend
@@ -212,7 +208,8 @@ class ModelWithLoss(torch.nn.Module):
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""
         # No name refers to all hidden states, so that those not selected are freed here.
-        return self.sums_of_selected(self.objective.select(self._hidden(batch, backend), batch), batch)
+        selected = self.objective.select(self._hidden(batch, backend), batch)
+        return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,

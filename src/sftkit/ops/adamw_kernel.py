@@ -1,4 +1,4 @@
-"""AdamW of all parameters, and the sum of squares of all gradients, in one Triton launch each.
+"""AdamW of all parameters in one Triton launch.
 
 A launch for each parameter costs the host more than the GPU: for a captioner of 200M parameters in 442 tensors it was
 half of the host's time of a step (benchmarks/lab_captioning). Here the addresses of all tensors go to the GPU as one
@@ -23,9 +23,6 @@ ALIGNMENT = 16
 "Bytes of the widest load. Tensors whose addresses or sizes are not multiples of it have a launch of their own."
 COLUMNS = 12
 "Columns of the table of addresses: int64, the last two hold four fp32 numbers."
-SQUARES_BLOCK = 4096
-SQUARES_CHUNK = 16 * SQUARES_BLOCK
-"As BLOCK and CHUNK, where squares are added up."
 
 
 @triton.jit
@@ -51,21 +48,6 @@ def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constex
     return address
 
 
-@triton.jit
-def _row_of(table, rows, chunk, COLUMNS: tl.constexpr):
-    """Return the row of the table whose tensor has this chunk, by a binary search."""
-    # Not 0: a variable that a loop assigns must keep its type.
-    low = chunk * 0
-    high = low + rows
-    while high - low > 1:  # the last row whose first chunk is not beyond this one
-        middle = (low + high) // 2
-        if tl.load(table + middle * COLUMNS) <= chunk:
-            low = middle
-        else:
-            high = middle
-    return table + low * COLUMNS
-
-
 # Triton would compile kernels of their own for a number of rows that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["rows"])
 def _adamw(
@@ -86,8 +68,19 @@ def _adamw(
     factor = tl.load(clip)
     if factor != factor:  # nan: everything stays
         return
+    # Whose chunk it is, by a binary search in the table.
     chunk = tl.program_id(0)
-    row = _row_of(table, rows, chunk, COLUMNS)
+    # Not 0: a variable that a loop assigns must keep its type.
+    low = chunk * 0
+    high = low + rows
+    while high - low > 1:  # the last row whose first chunk is not beyond this one
+        middle = (low + high) // 2
+        if tl.load(table + middle * COLUMNS) <= chunk:
+            low = middle
+        else:
+            high = middle
+    # The columns of the row.
+    row = table + low * COLUMNS
     elements = tl.load(row + 1)
     if ALIGNED:
         elements = tl.multiple_of(elements, 16)  # so that whole vectors are inside or not
@@ -157,24 +150,16 @@ def update_(rows: Sequence[ParameterShard], clip: Tensor, corrected: Tensor) -> 
             alike.setdefault(kind, []).append(i)
     for (weight, grad, has_rounded, aligned), numbers in alike.items():
         table, chunks = _table([rows[i] for i in numbers], numbers)
+        host = torch.from_numpy(table)
+        if clip.is_cuda:  # no host sync from pinned memory, which torch's allocator reuses only after it was read
+            host = host.pin_memory()
         constants = {"WEIGHT": _TYPES[weight], "GRAD": _TYPES[grad], "COLUMNS": COLUMNS, "CHUNK": CHUNK, "BLOCK": BLOCK}
         switches = {"ROUNDED": has_rounded, "STOCHASTIC": weight == torch.bfloat16, "ALIGNED": aligned}
-        _adamw[(chunks,)](_on_device(table, clip.device), len(numbers), clip, corrected, **constants, **switches)
+        on_device = host.to(clip.device, non_blocking=True)
+        _adamw[(chunks,)](on_device, len(numbers), clip, corrected, **constants, **switches)
 
 
-def _on_device(table: np.ndarray, device: torch.device) -> Tensor:
-    """Return the table on the device. No host sync: from pinned memory, which torch's allocator reuses only after it
-    was read."""
-    host = torch.from_numpy(table)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float64: tl.float64,
-}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def _tensors(row: ParameterShard) -> tuple[Tensor, ...]:
@@ -191,61 +176,13 @@ def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.n
     """
     table = np.zeros((len(rows), COLUMNS), np.int64)
     elements = np.array([row.weight.numel() for row in rows])
-    chunks = _numbered(table, elements, CHUNK)
+    # A program finds its row by the first chunk of each, so chunks are numbered through all rows.
+    ends = np.cumsum(-(-elements // CHUNK))
+    table[1:, 0] = ends[:-1]
+    table[:, 1] = elements
     table[:, 2] = [row.offset for row in rows]
     table[:, 3] = np.array([row.key for row in rows], np.uint64).view(np.int64)
     table[:, 4] = numbers
     table[:, 5:10] = [[tensor.data_ptr() for tensor in _tensors(row)] for row in rows]
     table[:, 10:].view(np.float32)[:] = [row.scalars for row in rows]
-    return table, chunks
-
-
-def _numbered(table: np.ndarray, elements: np.ndarray, chunk: int) -> int:
-    """Fill in the first two columns, by which a program finds its row; return the number of chunks in all."""
-    ends = np.cumsum(-(-elements // chunk))
-    table[1:, 0] = ends[:-1]
-    table[:, 1] = elements
-    return int(ends[-1])
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _squares(
-    table, rows, sums,
-    TYPE: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the sum of squares of a chunk, one program each."""
-    chunk = tl.program_id(0)
-    row = _row_of(table, rows, chunk, COLUMNS)
-    elements = tl.load(row + 1)
-    if ALIGNED:
-        elements = tl.multiple_of(elements, 16)
-    address = _address(row, 2, TYPE, ALIGNED)
-    begin = (chunk - tl.load(row)) * CHUNK
-    total = tl.zeros([BLOCK], tl.float32)
-    for done in range(0, CHUNK, BLOCK):
-        element = begin + done + tl.arange(0, BLOCK)
-        x = tl.load(address + element, mask=element < elements, other=0.0).to(tl.float32)
-        total += x * x
-    tl.store(sums + chunk, tl.sum(total, 0))
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements of tensors, fp32 0-d. No host sync.
-
-    The order of additions depends on the sizes alone, so the same gradients always give the same norm.
-    """
-    alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for tensor in (tensor.contiguous() for tensor in tensors):
-        if tensor.numel():
-            odd = tensor.numel() % ALIGNMENT or tensor.data_ptr() % ALIGNMENT
-            alike.setdefault((tensor.dtype, not odd), []).append(tensor)
-    sums = []
-    for (dtype, aligned), same in alike.items():
-        table = np.zeros((len(same), 3), np.int64)
-        chunks = _numbered(table, np.array([tensor.numel() for tensor in same]), SQUARES_CHUNK)
-        table[:, 2] = [tensor.data_ptr() for tensor in same]
-        device = same[0].device
-        sums.append(torch.empty(chunks, dtype=torch.float32, device=device))
-        constants = {"TYPE": _TYPES[dtype], "ALIGNED": aligned, "CHUNK": SQUARES_CHUNK, "BLOCK": SQUARES_BLOCK}
-        _squares[(chunks,)](_on_device(table, device), len(same), sums[-1], COLUMNS=3, **constants)
-    return torch.cat(sums).sum() if sums else torch.zeros((), device=tensors[0].device)
+    return table, int(ends[-1])

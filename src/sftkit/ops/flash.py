@@ -184,8 +184,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors of the backward pass; the log-sum-exp is not differentiable."""
-    ctx.sizes = inputs[5:10]
-    ctx.save_for_backward(*inputs[:5], *output, inputs[10])
+    *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -199,10 +199,13 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     """
     query, key, value, cu_seqlens, cu_seqlens_k, out, lse, sinks = ctx.saved_tensors
     groups = query.shape[1] // key.shape[1]
-    repeat = 1 < groups <= MAX_REPEATS[ctx.sizes[3]]
+    repeat = 1 < groups <= MAX_REPEATS[ctx.kernel]
     if repeat:
         key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
-    grads = document_attention_backward(grad, query, key, value, out, lse, cu_seqlens, cu_seqlens_k, *ctx.sizes)
+    starts = (cu_seqlens, cu_seqlens_k)
+    grads = document_attention_backward(
+        grad, query, key, value, out, lse, *starts, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal
+    )
     if repeat:
         grads = (grads[0], *(x.unflatten(1, (-1, groups)).sum(2) for x in grads[1:]))
     of_sinks = None
@@ -216,7 +219,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
+def _pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
@@ -233,11 +236,11 @@ def _forward_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count two products: scores and values."""
-    return 2 * pair_flops(query, value, *more, **named)
+    return 2 * _pair_flops(query, value, *more, **named)
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
 def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
     """Count five products: the scores again, and those of the gradients."""
     _, query, _, value, _, _, *more = given
-    return 5 * pair_flops(query, value, *more, **named)
+    return 5 * _pair_flops(query, value, *more, **named)

@@ -329,7 +329,6 @@ class AdamW(torch.optim.Optimizer):
                 thrown = [torch.nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in WARM_UP_ELEMENTS]
                 for param in thrown:
                     param.grad = torch.zeros_like(param)
-                protocol.squared_norm(thrown, 1)  # its kernels, too
                 settings = {name: value for name, value in group.items() if name not in ("params", "numbers")}
                 AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic).step()
 

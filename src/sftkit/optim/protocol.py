@@ -147,10 +147,10 @@ def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
-    if grads[0].is_cuda:
-        from sftkit.ops.adamw_kernel import sum_of_squares  # Triton is not installed on CPU machines
-
-        return sum_of_squares(grads)
+    if grads[0].device.type != "cpu":
+        # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but
+        # in the dtype of the gradients.
+        return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
     # In fp32, torch's sum on a CPU loses 6e-4 of a norm over 2^24 elements, 5e-3 over 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))
     return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()

@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of queries and keys in Triton, one pass each way; ops/rotary.py says what they compute.
+"""Norm and rotary embedding of queries and keys in Triton, one pass each way; rotary.py says what they compute.
 
 A program takes some positions with all their heads, so that a position's cosines and sines are read once from memory
 and again from the cache. Everything between a load and its store is fp32.
@@ -69,7 +69,7 @@ def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some positions. ops.rotary.rotate says what goes in and out."""
+    """Compute some positions. rotary.rotate says what goes in and out."""
     first = tl.program_id(0) * POSITIONS
     _rotate(
         query, out_query, query_weight, cos, sin, first, query_stride, HEADS * 2 * HALF, angle_stride, positions,
@@ -139,7 +139,7 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     POSITIONS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some positions. ops.rotary.rotate_back says what goes in and out."""
+    """Compute some positions. rotary.rotate_back says what goes in and out."""
     first = tl.program_id(0) * POSITIONS
     share = partial + tl.program_id(0).to(tl.int64) * (4 * HALF)
     _rotate_back(
@@ -167,7 +167,7 @@ def rotate_heads(
     query: Tensor, key: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ops.rotary.rotate."""
+    """Compute rotary.rotate."""
     query, key = _rows_of_heads(query), _rows_of_heads(key)
     positions, heads, head_dim = query.shape
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
@@ -183,15 +183,14 @@ def rotate_heads(
 def rotate_heads_back(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, query_weight: Tensor | None,
     key_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ops.rotary.rotate_back. Shares of the weights' gradients are added up in a fixed order: no atomics."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute rotary.rotate_back. Shares of the weights' gradients are added up in a fixed order: no atomics."""
     query, key = _rows_of_heads(query), _rows_of_heads(key)
     positions, heads, head_dim = query.shape
     key_heads = key.shape[1]
     norm = query_weight is not None
     programs = triton.cdiv(positions, BACKWARD_TILE["POSITIONS"])
-    joint = torch.empty(positions, heads + 2 * key_heads, head_dim, dtype=query.dtype, device=query.device)
-    out = joint.split([heads, key_heads, key_heads], 1)
+    out = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, key)]
     partial = torch.empty(programs if norm else 0, 2, head_dim, dtype=torch.float32, device=query.device)
     weights = (query_weight, key_weight) if norm else (cos, cos)
     constants = {"HEADS": heads, "KEY_HEADS": key_heads, "GROUPS": grads[1].shape[1] // key_heads}
@@ -200,7 +199,7 @@ def rotate_heads_back(
         *(x.stride(0) for x in (query, key, *out, cos)), positions, eps, **constants, HALF=head_dim // 2, NORM=norm,
         **BACKWARD_TILE,
     )  # fmt: skip
-    return joint, partial.sum(0)
+    return out[0], out[1], out[2], partial.sum(0)
 
 
 @triton.jit
@@ -221,7 +220,7 @@ def _repeat(
 
 
 def repeat_heads(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Compute ops.rotary.repeated."""
+    """Compute rotary.repeated."""
     key, value = _rows_of_heads(key), _rows_of_heads(value)
     positions, key_heads, head_dim = key.shape
     out = torch.empty(2, positions, key_heads * groups, head_dim, dtype=key.dtype, device=key.device)

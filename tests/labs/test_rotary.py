@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from sftkit.models.rotary_attention import RotaryAttention, use_rotary_operator
-from sftkit.ops import flash, rotary
+from labs.fused import rotary
+from labs.fused.rotary_attention import RotaryAttention, use_rotary_operator
+from sftkit.ops import flash
 from sftkit.ops.attention import document_boundaries, plain_attention, use_document_attention
 
 

@@ -1,7 +1,7 @@
 """Norm and rotary embedding of queries and keys with attention within documents, as one operator.
 
 Compiled apart, each direction takes several passes over queries and keys, and where the backward pass of attention
-repeats keys and values, two more over their gradients. Here each direction has one pass (ops/rotary_kernel.py), which
+repeats keys and values, two more over their gradients. Here each direction has one pass (rotary_kernel.py), which
 also adds up the gradients of the heads that share a key. Arithmetic is fp32, as the compiler fuses what transformers
 writes.
 """
@@ -27,7 +27,7 @@ def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tens
     """
     query_weight, key_weight, cos, sin, eps = rotation
     if query.is_cuda:
-        from sftkit.ops import rotary_kernel  # Triton is not installed on CPU machines
+        from labs.fused import rotary_kernel  # Triton is not installed on CPU machines
 
         return rotary_kernel.rotate_heads(query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -53,19 +53,15 @@ def _turned(x: Tensor) -> Tensor:
 
 def rotate_back(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, rotation: Rotation
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients by query, key and value, as `rotate` was given them, and by the weights.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by query, key and value, as `rotate` was given them, and by the weights, fp32 [2, D].
 
     Args:
         grads: by rotated queries [N, H, D], and by rotated keys and values that were repeated G times, [N, G KV, D].
-
-    Returns:
-        [N, H + 2 KV, D], the heads of all three next to each other, so that they can be one matrix to a product; and
-        fp32 [2, D], 0 without weights.
     """
     query_weight, key_weight, cos, sin, eps = rotation
     if query.is_cuda:
-        from sftkit.ops import rotary_kernel
+        from labs.fused import rotary_kernel
 
         return rotary_kernel.rotate_heads_back(grads, query, key, *rotation)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -83,7 +79,7 @@ def rotate_back(
             d = (d - unit * (d * unit).mean(-1, keepdim=True)) * factor
         found.append(d.to(x.dtype))
     weights = torch.stack(of_weights) if of_weights else cos.new_zeros(2, cos.shape[1], dtype=exact)
-    return torch.cat([*found, of_value.to(grads[2].dtype)], 1), weights
+    return found[0], found[1], of_value.to(grads[2].dtype), weights
 
 
 @torch.library.custom_op("sftkit::rotary_attention", mutates_args=())
@@ -146,7 +142,7 @@ def rotary_attention_backward(  # noqa: PLR0913 - an operator takes tensors and 
     scale: float,
     window: int,
     kernel: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of `rotary_attention` as `rotate_back` does.
 
     Keys and values are repeated as in flash.document_attention; in one operator, since partitioners would keep the
@@ -165,7 +161,7 @@ def rotary_attention_backward(  # noqa: PLR0913 - an operator takes tensors and 
 def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return keys and values with each head `groups` times, [N, groups KV, D]."""
     if key.is_cuda:
-        from sftkit.ops import rotary_kernel
+        from labs.fused import rotary_kernel
 
         return rotary_kernel.repeat_heads(key, value, groups)
     one, two = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
@@ -174,10 +170,9 @@ def repeated(key: Tensor, value: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 @rotary_attention_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    positions, heads, head_dim = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
-    found = query.new_empty(positions, heads + 2 * key.shape[1], head_dim)
-    return found, query.new_empty(2, head_dim, dtype=exact)
+    found = (x.new_empty(x.shape) for x in (query, key, value))
+    return *found, query.new_empty(2, query.shape[-1], dtype=exact)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -193,8 +188,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
     """Return the gradients."""
     *saved, cu_seqlens = ctx.saved_tensors
     eps, *sizes = ctx.numbers
-    joint, of_weights = rotary_attention_backward(grad, *saved, eps, cu_seqlens, *sizes)
-    found = joint.split([x.shape[1] for x in saved[:3]], 1)
+    *found, of_weights = rotary_attention_backward(grad, *saved, eps, cu_seqlens, *sizes)
     by_weights = (None if w is None else of.to(w.dtype) for w, of in zip(saved[3:5], of_weights, strict=True))
     return *found, *by_weights, *(None,) * 8
 
@@ -207,11 +201,11 @@ def _forward_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count the products of attention."""
-    return 2 * flash.pair_flops(query, value, None, None, *more[6:10])
+    return 2 * flash._pair_flops(query, value, None, None, *more[6:10])
 
 
 @register_flop_formula(torch.ops.sftkit.rotary_attention_backward)
 def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
     """Count the products of attention's backward pass."""
     _, query, _, value, *more = given
-    return 5 * flash.pair_flops(query, value, None, None, *more[10:14])
+    return 5 * flash._pair_flops(query, value, None, None, *more[10:14])

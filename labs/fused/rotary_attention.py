@@ -1,4 +1,4 @@
-"""Attention modules that leave norms and rotary embedding of queries and keys to one operator (ops/rotary.py).
+"""Attention modules that leave norms and rotary embedding of queries and keys to one operator (rotary.py).
 
 Modules of known classes get another class in front of their own. Whatever the operator does not compute, such as an
 answer with a cache or another attention backend, their own forward pass does.
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from labs.fused.rotary import rotary_attention
 from sftkit.models.token_rows import in_front
 from sftkit.ops.attention import Documents
 from sftkit.ops.flash import MAX_REPEATS
-from sftkit.ops.rotary import rotary_attention
 
 ROTARY_CLASSES = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")
 "Classes of transformers whose forward pass is computed here; the last two normalize the heads of queries and keys."
