@@ -447,7 +447,7 @@ def test_a_view_keeps_20_bytes_a_document_and_all_columns_are_those_of_wide_ones
     paths = [write(tmp_path / f"{name}.jsonl", some_rows(i)) for i, name in enumerate("ab")]
     settings = {"max_length": 60, "on_bad_row": "skip"}
     narrow = load(*paths, cache_dir=str(tmp_path / "narrow"), **settings)
-    monkeypatch.setattr(view, "NARROW", ())
+    monkeypatch.setattr(view, "SMALLER", ())
     wide = load(*paths, cache_dir=str(tmp_path / "wide"), **settings)
     names = ("lengths", "num_targets", "num_bytes", "source")
     sizes = []
