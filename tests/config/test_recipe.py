@@ -164,7 +164,7 @@ def test_integers_are_accepted_where_a_number_is_wanted(recipe: Path):
 def test_a_problem_names_file_key_value_choices_and_the_likely_meaning(write):
     path = write(MINIMAL.replace("}]}", "}], layout: pakced}"))
     assert problems(path) == [
-        f'{path}: data.layout: "pakced" is not one of packed, bucketed, fixed, dynamic. Did you mean "packed"?'
+        f'{path}: data.layout: "pakced" is not one of packed, bucketed, fixed, dynamic, tree. Did you mean "packed"?'
     ]
 
 
