@@ -377,30 +377,10 @@ def operators(size: Size, best: dict[str, Tile], *, with_quack: bool) -> list[di
 
 def compile_share(index: int, count: int) -> None:
     """Compile every count-th kernel into the folder that they are kept in; nothing runs."""
-    quack_products.quack()
-    from quack import cache_utils
-
-    cache_utils.COMPILE_ONLY = True
-    n, hidden, ffn = 512, 256, 384
-    works: list[tuple[str, Tile, Work]] = []
-    x, d_y, h, both = empty(n, hidden), empty(n, hidden), empty(n, ffn), empty(n, 2 * ffn)
-    weights, down = empty(2 * ffn, hidden), empty(hidden, ffn)
-    for kind, tiles in TILES.items():
-        for t in tiles:
-            work: dict[str, Work] = {
-                "forward": lambda t=t: product(x, weights, empty(n, 2 * ffn), t),
-                "input": lambda t=t: product(both, weights.t(), empty(n, hidden), t),
-                "input added": lambda t=t: product(both, weights.t(), empty(n, hidden), t, added=empty(n, hidden)),
-                "weight": lambda t=t: product(both.t(), x.t(), empty(2 * ffn, hidden), t),
-                "gated": lambda t=t: gated_product(x, weights, both, h, t),
-                "gated gradient": lambda t=t: gated_gradient(d_y, down, both, empty(n, 2 * ffn), h, t),
-                "input of both": lambda t=t: product(both, weights.t(), empty(n, hidden), t, alternating="B"),
-                "weights of both": lambda t=t: product(both.t(), x.t(), empty(2 * ffn, hidden), t, alternating="out"),
-            }
-            works.append((kind, t, work[kind]))
-    for kind, tile, call in works[index::count]:
+    works = [(kind, tile) for kind, tiles in TILES.items() for tile in tiles]
+    for kind, tile in works[index::count]:
         try:
-            call()
+            joined.compile_kernel(kind, tile)
         except Exception as problem:
             print(f"{kind} {tile_name(tile)}: {' '.join(repr(problem).split())[:300]}", flush=True)
 
@@ -410,7 +390,8 @@ def compile_ahead(seconds: float) -> float:
     started = time.monotonic()
     count = max(min(len(os.sched_getaffinity(0)) - 2, 14), 1)
     command = [sys.executable, __file__, "-", "--compile"]
-    workers = [subprocess.Popen([*command, f"{i}/{count}"], stdout=sys.stderr) for i in range(count)]
+    environment = os.environ | {"QUACK_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a"}  # no worker needs the GPU
+    workers = [subprocess.Popen([*command, f"{i}/{count}"], stdout=sys.stderr, env=environment) for i in range(count)]
     for worker in workers:
         try:
             worker.wait(max(seconds - (time.monotonic() - started), 1))
@@ -487,10 +468,9 @@ def main() -> None:
             print(line(found), flush=True)
             for label, problem in found.get("failed", {}).items():
                 print(f"  {label}: {problem}", file=sys.stderr)
-            kind = "input" if row.kind == "input added" else row.kind
-            if "tile" in found and row.flops > best.get(kind, (0, None))[0]:
+            if "tile" in found and row.flops > best.get(row.kind, (0, None))[0]:
                 tile = next(t for t in TILES[row.kind] if tile_name(t) == found["tile"])
-                best[kind] = (row.flops, tile)
+                best[row.kind] = (row.flops, tile)
         rows = operators(size, {kind: tile for kind, (_, tile) in best.items()}, with_quack=reason is None)
         print("\n| operator | way | ms | ms of all blocks | host us | same bits again | errors: outputs, x, weights |")
         print("|---|---|---|---|---|---|---|")

@@ -52,6 +52,12 @@ class Blocks:
             self._code_key = cache.code_key(cfg, orig_model, layout, rt)
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
+            join_products = None
+            if rt.device.type == "cuda" or cfg.compile.products not in ("auto", "apart"):
+                from sftkit.models.joined_products import chosen_products
+
+                enabled = cfg.compile.enabled
+                join_products = chosen_products(cfg.compile.products, orig_model, rt, compiled=enabled)
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
             advice = contract.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
@@ -78,6 +84,8 @@ class Blocks:
             )
             stack.enter_context(switches)
             wrapped = wrap.distribute(model, training.source, plan.sharding, rt, cfg.train)
+            if join_products is not None:
+                join_products()
             if tensor.tensor_group(orig_model) is not None:
                 stack.enter_context(contract.collectives_hidden())
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.

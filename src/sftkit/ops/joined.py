@@ -5,8 +5,15 @@ matrix to a product, and their gradients are written as one. The products are cu
 (ops/quack_products.py), whose kernels also compute SwiGLU and its gradient on the way out.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from subprocess import DEVNULL
 from typing import Any
 
 import torch
@@ -14,13 +21,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 from torch.utils.flop_counter import register_flop_formula
 
-from sftkit.ops.quack_products import Tile, gated_gradient, gated_product, product
+from sftkit.ops.quack_products import Tile, gated_gradient, gated_product, kernels_folder, product, quack
 
 PINGPONG = Tile(128, 192, pingpong=True, cluster=(2, 1))
 COOPERATIVE = Tile(128, 256, pingpong=False, cluster=(2, 1))
 TILES = {
     "forward": PINGPONG,
     "input": COOPERATIVE,
+    "input added": COOPERATIVE,
     "weight": COOPERATIVE,
     "gated": COOPERATIVE,
     "gated gradient": Tile(128, 128, pingpong=True, cluster=(2, 1)),
@@ -187,7 +195,8 @@ def joined_linear_backward(
     parts = d_weights.split([len(weight) for weight in weights])
     for i, (grad, weight, part) in enumerate(zip(grads, weights, parts, strict=True)):
         if kernel == "quack":
-            product(grad, weight.t(), d_x, TILES["input"], added=d_x if i else None)
+            added = {"added": d_x} if i else {}
+            product(grad, weight.t(), d_x, TILES["input added" if i else "input"], **added)
             product(grad.t(), x.t(), part, TILES["weight"])
             continue
         torch.mm(grad.t(), x, out=part)
@@ -233,5 +242,63 @@ class _Parts(torch.autograd.Function):
 
 def joined_layers(x: Tensor, weights: Sequence[Tensor], kernel: str) -> tuple[Tensor, ...]:
     """Return the output of each layer, [..., out], as columns of one product of x, [..., H]."""
-    flat = _Parts.apply(x.reshape(-1, x.shape[-1]), kernel, *weights)
+    flat = _Parts.apply(x.reshape(-1, x.shape[-1]).contiguous(), kernel, *weights)
     return tuple(part.view(*x.shape[:-1], -1) for part in flat)
+
+
+def compile_kernel(kind: str, tile: Tile | None = None) -> None:
+    """Compile one of QuACK's kernels into the folder that they are kept in; none runs, and no GPU is used.
+
+    Args:
+        kind, tile: a key of TILES, and a value for it; None: that of TILES.
+    """
+    tile = tile or TILES[kind]
+    quack()
+    from quack import cache_utils
+
+    cache_utils.COMPILE_ONLY = True
+    make = partial(torch.empty, dtype=torch.bfloat16)
+    x, h, both = make(512, 256), make(512, 384), make(512, 768)
+    weights, down = make(768, 256), make(256, 384)
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: product(x, weights, both, tile),
+        "input": lambda: product(both, weights.t(), x, tile),
+        "input added": lambda: product(both, weights.t(), x, tile, added=x),
+        "weight": lambda: product(both.t(), x.t(), weights, tile),
+        "gated": lambda: gated_product(x, weights, both, h, tile),
+        "gated gradient": lambda: gated_gradient(x, down, both, both, h, tile),
+        "input of both": lambda: product(both, weights.t(), x, tile, alternating="B"),
+        "weights of both": lambda: product(both.t(), x.t(), weights, tile, alternating="out"),
+    }
+    calls[kind]()
+
+
+def compile_ahead() -> Callable[[], None]:
+    """Begin to compile QuACK's kernels, each in a process of its own, if that was not done on this machine; return a
+    function that waits for them. By itself, each takes some 3 s when it is first called."""
+    folder = kernels_folder()
+    known = hashlib.sha256(f"{quack()[0].__file__} {TILES}".encode()).hexdigest()[:16]
+    done = folder / f"compiled-{known}"  # safe to delete
+    if done.exists():
+        return lambda: None
+    # A CPU can compile for the GPU of this process.
+    environment = os.environ | {"QUACK_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "QUACK_CACHE_DIR": str(folder)}
+    code = "import sys; from sftkit.ops.joined import compile_kernel; compile_kernel(sys.argv[1])"
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code, kind], env=environment, stdout=DEVNULL, stderr=DEVNULL)
+        for kind in TILES
+    ]
+
+    def wait() -> None:
+        codes = []
+        for worker in workers:
+            try:
+                codes.append(worker.wait(120))
+            except subprocess.TimeoutExpired:  # then it is compiled when it is called
+                worker.kill()
+                codes.append(worker.wait())
+        if not any(codes):
+            with suppress(OSError):
+                done.touch()
+
+    return wait

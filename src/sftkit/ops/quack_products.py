@@ -7,6 +7,7 @@ products has columns that alternate: g0 u0 g1 u1 ...
 
 import os
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,9 +31,14 @@ class Tile(NamedTuple):
     "the transposed product is computed"
 
 
+def kernels_folder() -> Path:
+    """Return where compiled kernels are kept. The folder is the user's own, since what lies there is run."""
+    return Path(os.environ.get("QUACK_CACHE_DIR") or user_cache() / "quack")
+
+
 @cache
 def quack() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """Import QuACK's products, with compiled kernels kept in a folder of the user's: what lies there is run.
+    """Import QuACK's modules of plain products, of those with an activation, and of its gradient.
 
     Raises:
         ImportError: it is not installed, or in a version that is not known.
@@ -41,7 +47,7 @@ def quack() -> tuple[ModuleType, ModuleType, ModuleType]:
     from quack import cache_utils, gemm, gemm_act, gemm_dact
 
     # Not by the variable alone, which is read when the module is imported, and FlashAttention-4 imports it.
-    cache_utils.CACHE_DIR = os.environ.get("QUACK_CACHE_DIR") or str(user_cache() / "quack")
+    cache_utils.CACHE_DIR = str(kernels_folder())
     if not package.__version__.startswith(KNOWN_VERSIONS):
         raise ImportError(f"quack-kernels {package.__version__} is not one of {', '.join(KNOWN_VERSIONS)}x")
     return gemm, gemm_act, gemm_dact
