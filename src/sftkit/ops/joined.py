@@ -195,8 +195,8 @@ def joined_linear_backward(
     parts = d_weights.split([len(weight) for weight in weights])
     for i, (grad, weight, part) in enumerate(zip(grads, weights, parts, strict=True)):
         if kernel == "quack":
-            added = {"added": d_x} if i else {}
-            product(grad, weight.t(), d_x, TILES["input added" if i else "input"], **added)
+            kind, added = ("input added", d_x) if i else ("input", None)
+            product(grad, weight.t(), d_x, TILES[kind], added=added)
             product(grad.t(), x.t(), part, TILES["weight"])
             continue
         torch.mm(grad.t(), x, out=part)
