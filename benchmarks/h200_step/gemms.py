@@ -434,7 +434,7 @@ def main() -> None:
         compile_share(index, count)
         return
     deadline = time.monotonic() + args.seconds
-    reason = quack_products.quack_unsupported_reason(DEVICE, DTYPE)
+    reason = quack_products.quack_unsupported_reason(DEVICE)
     result: dict[str, Any] = {"torch": torch.__version__, "quack": reason or "runs", "rows": ROWS, "sizes": {}}
     result["device"] = torch.cuda.get_device_name() if ON_GPU else "cpu"
     print(f"{result['device']}, torch {torch.__version__}, QuACK {reason or 'runs'}", flush=True)

@@ -39,13 +39,14 @@ def chosen_products(
     """
     if named == "apart":
         return None
-    of_quack = quack_unsupported_reason(rt.device, orig_model.dtype)
-    problem = _unsupported_reason(orig_model, rt, compiled=compiled) or (of_quack if named == "quack" else None)
-    if named != "auto" and problem:
+    problem = _unsupported_reason(orig_model, rt, compiled=compiled)
+    if problem is None and named != "cublas":
+        problem = rt.from_main(lambda: quack_unsupported_reason(rt.device))
+    if problem and named != "auto":
         raise ConfigError(f"compile.products: {named} {problem}; take another one, or auto")
     if problem:
         return None
-    kernel = rt.from_main(lambda: "cublas" if named == "cublas" or of_quack else "quack")
+    kernel = "cublas" if named == "cublas" else "quack"
     # Compiling takes seconds, in which attention is chosen and weights are read.
     wait = compile_ahead() if kernel == "quack" and rt.is_main else lambda: None
 

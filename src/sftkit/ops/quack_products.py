@@ -53,12 +53,10 @@ def quack() -> tuple[ModuleType, ModuleType, ModuleType]:
     return gemm, gemm_act, gemm_dact
 
 
-def quack_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the products cannot run on this device with inputs of this dtype; None if they can."""
+def quack_unsupported_reason(device: torch.device) -> str | None:
+    """Return why the products, which are of bf16 matrices, cannot run on this device; None if they can."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return "needs a Hopper GPU"
-    if dtype != torch.bfloat16:
-        return "needs bf16 weights (train.precision)"
     try:
         quack()
     except Exception as error:  # not installed, or versions that do not fit each other
