@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sftkit.ops import joined, quack_products
-from sftkit.ops.quack_products import Tile, gated_gradient, gated_product, product
+from sftkit.ops.quack_products import Tile, product, swiglu_gradient_product, swiglu_product
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -190,12 +190,12 @@ def rows_of(size: Size) -> list[Row]:
 
     def gated(tile: Tile) -> Tensor:
         out = empty(ROWS, ffn)
-        gated_product(x, both_weights, empty(ROWS, 2 * ffn), out, tile)
+        swiglu_product(x, both_weights, empty(ROWS, 2 * ffn), out, tile)
         return out
 
     def gradient(tile: Tile) -> Tensor:
         out = empty(ROWS, 2 * ffn)
-        gated_gradient(d_y, wd, mixed, out, empty(ROWS, ffn), tile)
+        swiglu_gradient_product(d_y, wd, mixed, out, empty(ROWS, ffn), tile)
         return out
 
     def exact_gradient() -> Tensor:

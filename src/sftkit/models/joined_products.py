@@ -96,9 +96,9 @@ def join_products(orig_model: PreTrainedModel, kernel: str) -> int:
             for layer in layers:
                 layer.__class__ = PartOfProduct
                 layer.joint = None  # an attribute that appears in the first step would be a guard that fails
-            module.__class__ = in_front(JoinedAttention, own)
+            module.__class__ = in_front(AttentionProducts, own)
         else:
-            module.__class__ = in_front(JoinedMlp, own)
+            module.__class__ = in_front(MlpProducts, own)
     return len(found)
 
 
@@ -125,7 +125,7 @@ def move_together(layers: Sequence[Any]) -> None:
             weight.data = part
 
 
-class JoinedMlp(torch.nn.Module):
+class MlpProducts(torch.nn.Module):
     """An MLP down(silu(gate(x)) * up(x)) whose gate and up are one product."""
 
     kernel: str
@@ -151,7 +151,7 @@ class PartOfProduct(Linear):
         return self.joint[1] if self.bias is None else self.joint[1] + self.bias
 
 
-class JoinedAttention(torch.nn.Module):
+class AttentionProducts(torch.nn.Module):
     """An attention module whose queries, keys and values are one product."""
 
     kernel: str

@@ -189,7 +189,7 @@ def _swiglu_backward(d_h, both, d_both, h, width, COLUMNS: tl.constexpr):
     tl.store(h + row * width + column, (silu * v).to(h.dtype.element_ty), mask=inside)
 
 
-def swiglu(both: Tensor) -> Tensor:
+def swiglu_forward(both: Tensor) -> Tensor:
     """Compute ops.joined.swiglu."""
     rows, twice = both.shape
     h = both.new_empty(rows, twice // 2)
@@ -197,7 +197,7 @@ def swiglu(both: Tensor) -> Tensor:
     return h
 
 
-def swiglu_backward(d_h: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_gradients(d_h: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ops.joined.swiglu_backward."""
     rows, width = d_h.shape
     d_both = torch.empty_like(both)

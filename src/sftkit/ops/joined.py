@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from torch.utils.flop_counter import register_flop_formula
 
-from sftkit.ops.quack_products import Tile, gated_gradient, gated_product, kernels_folder, product, quack
+from sftkit.ops.quack_products import Tile, kernels_folder, product, quack, swiglu_gradient_product, swiglu_product
 
 PINGPONG = Tile(128, 192, pingpong=True, cluster=(2, 1))
 COOPERATIVE = Tile(128, 256, pingpong=False, cluster=(2, 1))
@@ -64,7 +64,7 @@ def swiglu(both: Tensor) -> Tensor:
     if both.is_cuda and both.dtype == torch.bfloat16:
         from sftkit.ops import gated_mlp_kernel  # Triton is not installed on CPU machines
 
-        return gated_mlp_kernel.swiglu(both)
+        return gated_mlp_kernel.swiglu_forward(both)
     gate, up = both.chunk(2, 1)
     return silu(gate) * up
 
@@ -74,7 +74,7 @@ def swiglu_backward(d_h: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     if both.is_cuda and both.dtype == torch.bfloat16:
         from sftkit.ops import gated_mlp_kernel  # Triton is not installed on CPU machines
 
-        return gated_mlp_kernel.swiglu_backward(d_h, both)
+        return gated_mlp_kernel.swiglu_gradients(d_h, both)
     exact = torch.promote_types(both.dtype, torch.float32)
     gate, up = both.to(exact).chunk(2, 1)
     sigmoid = torch.sigmoid(gate)
@@ -98,7 +98,7 @@ def joined_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kernel: str) -
     if kernel == "quack":
         both = x.new_empty(len(x), len(weights))
         h = x.new_empty(len(x), len(gate))
-        gated_product(x, weights, both, h, TILES["gated"])
+        swiglu_product(x, weights, both, h, TILES["gated"])
         return product(h, down, torch.empty_like(x), TILES["forward"]), both
     both = x @ weights.t()
     return swiglu(both) @ down.t(), both
@@ -118,7 +118,7 @@ def joined_mlp_backward(
     if kernel == "quack":
         d_both = torch.empty_like(both)
         h = x.new_empty(len(x), len(gate))
-        gated_gradient(d_y, down, both, d_both, h, TILES["gated gradient"])
+        swiglu_gradient_product(d_y, down, both, d_both, h, TILES["gated gradient"])
         d_down = product(d_y.t(), h.t(), torch.empty_like(down), TILES["weight"])
         d_x = product(d_both, weights.t(), torch.empty_like(x), TILES["input of both"], alternating="B")
         d_weights = torch.empty_like(weights)
@@ -265,8 +265,8 @@ def compile_kernel(kind: str, tile: Tile | None = None) -> None:
         "input": lambda: product(both, weights.t(), x, tile),
         "input added": lambda: product(both, weights.t(), x, tile, added=x),
         "weight": lambda: product(both.t(), x.t(), weights, tile),
-        "gated": lambda: gated_product(x, weights, both, h, tile),
-        "gated gradient": lambda: gated_gradient(x, down, both, both, h, tile),
+        "gated": lambda: swiglu_product(x, weights, both, h, tile),
+        "gated gradient": lambda: swiglu_gradient_product(x, down, both, both, h, tile),
         "input of both": lambda: product(both, weights.t(), x, tile, alternating="B"),
         "weights of both": lambda: product(both.t(), x.t(), weights, tile, alternating="out"),
     }

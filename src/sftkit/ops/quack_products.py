@@ -87,7 +87,7 @@ def product(
     return out[0]
 
 
-def gated_product(x: Tensor, gate_up: Tensor, both: Tensor, h: Tensor, tile: Tile) -> None:
+def swiglu_product(x: Tensor, gate_up: Tensor, both: Tensor, h: Tensor, tile: Tile) -> None:
     """Write x gate_upᵀ, its columns alternating, into `both`, and silu(gate) * up into h.
 
     Args:
@@ -98,7 +98,7 @@ def gated_product(x: Tensor, gate_up: Tensor, both: Tensor, h: Tensor, tile: Til
     quack()[1].gemm_act(*given, pingpong=tile.pingpong, concat_layout=("B",))
 
 
-def gated_gradient(d_y: Tensor, down: Tensor, both: Tensor, d_both: Tensor, h: Tensor, tile: Tile) -> None:
+def swiglu_gradient_product(d_y: Tensor, down: Tensor, both: Tensor, d_both: Tensor, h: Tensor, tile: Tile) -> None:
     """Write the gradient by `both` into d_both, both with alternating columns, and h again, given that by the output.
 
     Args:
