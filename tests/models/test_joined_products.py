@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig
+from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.joined_products import chosen_products, join_products
@@ -151,9 +151,9 @@ def test_layers_that_are_not_trained_whole_stay_apart() -> None:
     ],
 )
 def test_a_recipe_that_names_what_does_not_run_here_is_told_why(
-    named: str, *, partial: bool, dtype: torch.dtype, found: str
+    named: Any, *, partial: bool, dtype: torch.dtype, found: str
 ) -> None:
     rt: Any = SimpleNamespace(device=torch.device("cuda"), topology=SimpleNamespace(partial=partial))
     with pytest.raises(ConfigError, match=f"compile.products: {found}"):
-        chosen_products(named, tiny_llama().to(dtype), rt, compiled=False)
-    assert chosen_products("auto", tiny_llama(), cpu_runtime(), compiled=True) is None
+        chosen_products(CompileConfig(products=named, enabled=False), tiny_llama().to(dtype), rt)
+    assert chosen_products(CompileConfig(), tiny_llama(), cpu_runtime()) is None

@@ -56,8 +56,7 @@ class Blocks:
             if rt.device.type == "cuda" or cfg.compile.products not in ("auto", "apart"):
                 from sftkit.models.joined_products import chosen_products
 
-                enabled = cfg.compile.enabled
-                join_products = chosen_products(cfg.compile.products, orig_model, rt, compiled=enabled)
+                join_products = chosen_products(cfg.compile, orig_model, rt)
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
             advice = contract.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import PreTrainedModel
 
+from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 from sftkit.models.joined_adapters import MLP, QUERIES_KEYS_VALUES, is_gated_mlp
 from sftkit.models.token_rows import in_front
@@ -23,13 +24,8 @@ from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime
 
 
-def chosen_products(
-    named: str, orig_model: PreTrainedModel, rt: Runtime, *, compiled: bool
-) -> Callable[[], None] | None:
+def chosen_products(settings: CompileConfig, orig_model: PreTrainedModel, rt: Runtime) -> Callable[[], None] | None:
     """Choose what computes the products of blocks, on the main rank for all; None: nothing is joined.
-
-    Args:
-        named: compile.products of the recipe. compiled: whether blocks are compiled.
 
     Returns:
         a function that joins them, to be called once the weights are where they stay, and before any step.
@@ -37,9 +33,10 @@ def chosen_products(
     Raises:
         ConfigError: the recipe names what does not run here.
     """
+    named = settings.products
     if named == "apart":
         return None
-    problem = _unsupported_reason(orig_model, rt, compiled=compiled)
+    problem = _unsupported_reason(orig_model, rt, compiled=settings.enabled)
     if problem is None and named != "cublas":
         problem = rt.from_main(lambda: quack_unsupported_reason(rt.device))
     if problem and named != "auto":
