@@ -44,7 +44,6 @@ class Blocks:
         """
         orig_model = training.orig_model
         layout = training.layout
-        dynamic = layout.dynamic
         contract.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
             # First float8 layers and attention, which the compiler will see. Saved compiled code is loaded before
@@ -59,7 +58,7 @@ class Blocks:
 
                 join_products = chosen_products(cfg.compile, orig_model, rt)
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
-            advice = contract.recording_advice(cfg.compile, dynamic_layout=dynamic)
+            advice = contract.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
@@ -77,10 +76,10 @@ class Blocks:
             on_plan(plan)
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             compiled = contract.compile_model(
-                orig_model, cfg.compile, dynamic_layout=dynamic, sharded=rt.topology.partial
+                orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )
             switches = contract.compiler_switches(
-                cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=dynamic
+                cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
             )
             stack.enter_context(switches)
             wrapped = wrap.distribute(model, training.source, plan.sharding, rt, cfg.train)
