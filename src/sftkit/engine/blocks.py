@@ -74,7 +74,7 @@ class Blocks:
             # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
-            self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
+            self.forward = self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             compiled = contract.compile_model(
                 orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )
@@ -96,7 +96,6 @@ class Blocks:
         self._plan = plan
         self._wrapped = wrapped
         self.training = training
-        self.forward = model
         parts = wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm
         if training.members is None:
             train_step = TrainStep(*parts)
