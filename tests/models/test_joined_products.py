@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sftkit.config.schema import AdapterConfig, CompileConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters
-from sftkit.models.joined_products import chosen_products, join_products
+from sftkit.models.joined_products import Joining, chosen_products, join_products
 from sftkit.models.weights import load_weights
 from sftkit.ops.joined import are_neighbours
 from sftkit.optim.protocol import build_optimizer
@@ -157,3 +157,12 @@ def test_a_recipe_that_names_what_does_not_run_here_is_told_why(
     with pytest.raises(ConfigError, match=f"compile.products: {found}"):
         chosen_products(CompileConfig(products=named, enabled=False), tiny_llama().to(dtype), rt)
     assert chosen_products(CompileConfig(), tiny_llama(), cpu_runtime()) is None
+
+
+def test_a_share_of_activations_becomes_one_that_keeps_as_many_bytes_or_layers_stay_apart() -> None:
+    by_itself, named = (Joining("cublas", is_named, lambda: None) for is_named in (False, True))
+    assert by_itself.budget(1.0) == 1.0
+    assert by_itself.budget(0.9) == 0.95
+    assert by_itself.budget(0.5) is None
+    with pytest.raises(ConfigError, match=r"compile.products: cublas needs an activation budget of 0.9 or more"):
+        named.budget(0.5)

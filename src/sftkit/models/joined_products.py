@@ -7,7 +7,7 @@ bits of the checkpoint in plain transformers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,47 @@ from sftkit.ops.quack_products import quack_unsupported_reason
 from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime
 
+SMALLEST_BUDGET = 0.9
+"The share of activations that is kept."
 
-def chosen_products(settings: CompileConfig, orig_model: PreTrainedModel, rt: Runtime) -> Callable[[], None] | None:
+
+class Joining(NamedTuple):
+    """What computes the products of a run, before it does."""
+
+    kernel: str
+    "of the products: cublas or quack"
+    is_named: bool
+    "the recipe names it"
+    wait: Callable[[], None]
+    "waits until its kernels are compiled"
+
+    def budget(self, activation_memory_budget: float) -> float | None:
+        """Return the share of activations that keeps as many bytes as this one does with layers apart; None: it is too
+        small for products that are operators of ours, of which torch would compute all again.
+
+        Raises:
+            ConfigError: it is too small, and the recipe names the products.
+        """
+        if activation_memory_budget >= SMALLEST_BUDGET:
+            # A share of less, since the widest activation is inside of an operator and never kept. Half of what is left
+            # out is as many bytes, from 0.6B to 8B.
+            return (1 + activation_memory_budget) / 2
+        if self.is_named:
+            raise ConfigError(
+                f"compile.products: {self.kernel} needs an activation budget of {SMALLEST_BUDGET} or more, and here it "
+                f"is {activation_memory_budget}: take auto, or train.memory=speed"
+            )
+        return None
+
+    def join(self, orig_model: PreTrainedModel, rt: Runtime) -> None:
+        """Join the products of a model whose weights are where they stay; every rank calls it, before any step."""
+        rt.from_main(self.wait)
+        joined = join_products(orig_model, self.kernel)
+        rt.print(f"products {self.kernel}: one for several layers in {counted(joined, 'module')}")
+
+
+def chosen_products(settings: CompileConfig, orig_model: PreTrainedModel, rt: Runtime) -> Joining | None:
     """Choose what computes the products of blocks, on the main rank for all; None: nothing is joined.
-
-    Returns:
-        a function that joins them, to be called once the weights are where they stay, and before any step.
 
     Raises:
         ConfigError: the recipe names what does not run here.
@@ -46,13 +81,7 @@ def chosen_products(settings: CompileConfig, orig_model: PreTrainedModel, rt: Ru
     kernel = "cublas" if named == "cublas" else "quack"
     # Compiling takes seconds, in which attention is chosen and weights are read.
     wait = compile_ahead() if kernel == "quack" and rt.is_main else lambda: None
-
-    def join() -> None:
-        rt.from_main(wait)
-        joined = join_products(orig_model, kernel)
-        rt.print(f"products {kernel}: one for several layers in {counted(joined, 'module')}")
-
-    return join
+    return Joining(kernel, named != "auto", wait)
 
 
 def _unsupported_reason(orig_model: PreTrainedModel, rt: Runtime, *, compiled: bool) -> str | None:
