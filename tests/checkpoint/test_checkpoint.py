@@ -53,7 +53,7 @@ from sftkit.verify.replicas import Replicas
 FROZEN = ("model.embed_tokens.*", "lm_head.*", "model.layers.0.mlp.*")
 
 
-def config(run_dir: Path, max_steps: int, every: int | None, products: Literal["auto", "cublas"] = "auto") -> Config:
+def config(run_dir: Path, max_steps: int, every: int | None, products: Literal["apart", "cublas"] = "apart") -> Config:
     return tiny_recipe(
         run_dir,
         data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
@@ -76,7 +76,7 @@ def run(
     stop=None,
     dtype: torch.dtype = torch.float32,
     frozen: Sequence[str] = (),
-    products: Literal["auto", "cublas"] = "auto",
+    products: Literal["apart", "cublas"] = "apart",
 ) -> Trained:
     """A run of a dropout model whose 5-step epochs end in the middle."""
     rt = cpu_runtime()

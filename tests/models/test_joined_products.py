@@ -156,7 +156,7 @@ def test_a_recipe_that_names_what_does_not_run_here_is_told_why(
     rt: Any = SimpleNamespace(device=torch.device("cuda"), topology=SimpleNamespace(partial=partial))
     with pytest.raises(ConfigError, match=f"compile.products: {found}"):
         chosen_products(CompileConfig(products=named, enabled=False), tiny_llama().to(dtype), rt)
-    assert chosen_products(CompileConfig(), tiny_llama(), cpu_runtime()) is None
+    assert chosen_products(CompileConfig(products="auto"), tiny_llama(), cpu_runtime()) is None
 
 
 def test_a_share_of_activations_becomes_one_that_keeps_as_many_bytes_or_layers_stay_apart() -> None:

@@ -53,7 +53,8 @@ class Blocks:
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
             joining = None
-            if rt.device.type == "cuda" or cfg.compile.products not in ("auto", "apart"):
+            products = cfg.compile.products
+            if products in ("cublas", "quack") or (products == "auto" and rt.device.type == "cuda"):
                 from sftkit.models.joined_products import chosen_products
 
                 joining = chosen_products(cfg.compile, orig_model, rt)

@@ -69,8 +69,6 @@ def chosen_products(settings: CompileConfig, orig_model: PreTrainedModel, rt: Ru
         ConfigError: the recipe names what does not run here.
     """
     named = settings.products
-    if named == "apart":
-        return None
     problem = _unsupported_reason(orig_model, rt, compiled=settings.enabled)
     if problem is None and named != "cublas":
         problem = rt.from_main(lambda: quack_unsupported_reason(rt.device))
