@@ -135,9 +135,9 @@ def silu_times_backward(d_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
     return (d * u * (s + g * s * (1 - s))).to(gate.dtype), (d * g * s).to(gate.dtype)
 
 
-if ON_GPU:  # as one kernel, which is what a compiled block has
-    silu_times = torch.compile(silu_times, dynamic=True)
-    silu_times_backward = torch.compile(silu_times_backward, dynamic=True)
+# As one kernel each, which is what a compiled block has.
+one_kernel = torch.compile(silu_times, dynamic=True) if ON_GPU else silu_times
+one_kernel_backward = torch.compile(silu_times_backward, dynamic=True) if ON_GPU else silu_times_backward
 
 
 def halves(both: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def rows_of(size: Size) -> list[Row]:
             lambda: x @ both_weights.t(),
         ),
         Row(
-            "gate, up forward with SwiGLU", wide, exact_gated, lambda: silu_times(x @ wg.t(), x @ wu.t()),
+            "gate, up forward with SwiGLU", wide, exact_gated, lambda: one_kernel(x @ wg.t(), x @ wu.t()),
             lambda: joined.swiglu(x @ both_weights.t()), "gated", gated,
         ),
         Row(
@@ -258,7 +258,7 @@ def rows_of(size: Size) -> list[Row]:
         plain("down input", d_y, wd, "input"),
         Row(
             "down input with SwiGLU's gradient", wide // 2, exact_gradient,
-            lambda: [*silu_times_backward(d_y @ wd, gate, up)],
+            lambda: [*one_kernel_backward(d_y @ wd, gate, up)],
             lambda: joined.swiglu_backward(d_y @ wd, both)[0], "gated gradient", gradient, halves,
         ),
         plain("down weight", d_y.t(), h, "weight"),
@@ -329,7 +329,8 @@ def operators(size: Size, best: dict[str, Tile], *, with_quack: bool) -> list[di
     joined.TILES.update({kind: tile for kind, tile in best.items() if kind in own})
 
     def mlp_apart(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        return (linear(silu_times(linear(x, gate), linear(x, up)), down),)
+        gated = silu_times if x.dtype == torch.float32 else one_kernel
+        return (linear(gated(linear(x, gate), linear(x, up)), down),)
 
     def layers_apart(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         return tuple(linear(x, weight) for weight in weights)
