@@ -35,7 +35,7 @@ TILES = {
     "input of both": COOPERATIVE,
     "weights of both": COOPERATIVE,
 }
-"Of QuACK's products: the fastest in most rows of benchmarks/h200_step/results/gemms.json."
+"Of QuACK's products: not chosen by measurement yet; benchmarks/h200_step/gemms.py measures others next to them."
 
 
 def joint(weights: Sequence[Tensor]) -> Tensor:
