@@ -209,8 +209,7 @@ class ModelWithLoss(torch.nn.Module):
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""
         # No name refers to all hidden states, so that those not selected are freed here.
-        selected = self.objective.select(self._hidden(batch, backend), batch)
-        return self.sums_of_selected(selected, batch)
+        return self.sums_of_selected(self.objective.select(self._hidden(batch, backend), batch), batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,
