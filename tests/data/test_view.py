@@ -24,7 +24,7 @@ import pytest
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import rows
-from sftkit.data.store import keeping, making, view
+from sftkit.data.store import cutting, keeping, making
 from sftkit.data.store.view import ROLE_COUNTS
 from sftkit.data.tokens import chat, processes, sources, text
 from sftkit.data.tokens.batch import RowBatches
@@ -447,7 +447,7 @@ def test_a_view_keeps_20_bytes_a_document_and_all_columns_are_those_of_wide_ones
     paths = [write(tmp_path / f"{name}.jsonl", some_rows(i)) for i, name in enumerate("ab")]
     settings = {"max_length": 60, "on_bad_row": "skip"}
     narrow = load(*paths, cache_dir=str(tmp_path / "narrow"), **settings)
-    monkeypatch.setattr(view, "SMALLER", ())
+    monkeypatch.setattr(cutting, "NARROW_COLUMNS", ())
     wide = load(*paths, cache_dir=str(tmp_path / "wide"), **settings)
     names = ("lengths", "num_targets", "num_bytes", "source")
     sizes = []

@@ -59,7 +59,7 @@ def save(folder: Path, write: Callable[[Path], object], is_whole: Callable[[], b
     temporary = own_name(folder)
     try:
         temporary.mkdir(parents=True)
-        remove_abandoned(folder.parent)
+        sweep_drafts(folder.parent)
         write(temporary)
         write_hashes(temporary / HASHED, sorted(temporary.iterdir()))
         # Else a power failure could leave the name, and zeros for tokens in files of the right length.
@@ -85,7 +85,7 @@ def _rename(temporary: Path, folder: Path, is_whole: Callable[[], bool]) -> None
             shutil.rmtree(damaged, ignore_errors=True)
 
 
-def remove_abandoned(parent: Path) -> None:
+def sweep_drafts(parent: Path) -> None:
     """Remove the half-written files and folders of killed processes."""
     for path in parent.glob(".*.tmp"):
         with suppress(OSError):  # another process sweeps, too, or it is another user's

@@ -19,7 +19,7 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading import readers
 from sftkit.data.store.shards import MOST_REASONS, NOTED, Shard
-from sftkit.data.store.view import COUNTS, ROLE_COUNTS, SMALLER, CountBytes, Limits, StoredSource, length_text
+from sftkit.data.store.view import COUNTS, NARROW_COLUMNS, ROLE_COUNTS, CountBytes, Limits, StoredSource, excess_text
 from sftkit.data.types import CUT, SPLIT_TOKENS, TOO_LONG, Finding
 from sftkit.errors import DataError, fault
 from sftkit.runtime.script import counted
@@ -54,7 +54,7 @@ def write(
         for name, file in files.items():
             file.seek(0)
             _write_header(file, columns[name], number)
-    for name in SMALLER if number else ():
+    for name in NARROW_COLUMNS if number else ():
         path = folder / f"{name}.npy"
         wide = np.load(path, mmap_mode="r")
         path.unlink()  # the map stays
@@ -71,7 +71,7 @@ def _write_header(file: BinaryIO, dtype: np.dtype[Any], number: int) -> None:
     assert file.tell() == 128  # whatever the number
 
 
-def all_documents(
+def cut_documents(
     sources: Sequence[StoredSource], limits: Limits | None, count_bytes: CountBytes, about: dict[str, Any]
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of the documents, and put what is known of the sources into `about`."""
@@ -225,7 +225,7 @@ def _count_lost(
     if not len(lost):
         return
     row = lost["row"][0]
-    size = length_text(docs["size"][long & (docs["row"] == row)][0], limits)
+    size = excess_text(docs["size"][long & (docs["row"] == row)][0], limits)
     where = shard.where(int(row), path)
     if limits.too_long == "skip":
         counts["skipped_bad"] += len(lost)

@@ -108,7 +108,7 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
     left = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
     freed = 0
     for folder in ("stores", "views", "borders", FOLDER):
-        folders.remove_abandoned(cache / folder)
+        folders.sweep_drafts(cache / folder)
     for one in kept_in(cache):
         left -= one.num_bytes
         if left >= 0:

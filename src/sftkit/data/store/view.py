@@ -29,13 +29,13 @@ VIEW_COLUMNS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("lengths", "num_targets", "num_bytes", "source", "shard"), np.dtype(np.int32)),
     "start": np.dtype(np.int64),
 }
-"Arrays of a view: columns of Examples, and of each document its shard and first token. SMALLER are written smaller."
+"Arrays of a view: the columns of Examples, and of each document its shard and first token."
 CHOSEN_BY: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("row", "turns"), np.dtype(np.int32)),
     **dict.fromkeys(("content", "head"), np.dtype(np.uint64)),
 }
 "Arrays of DocumentColumns, which a view has if its shards would take a pass over their tokens for them."
-SMALLER = ("source", "shard", "start")
+NARROW_COLUMNS = ("source", "shard", "start")
 "Columns that nothing computes with, so they may have the smallest type that holds them."
 VIEW_FORMAT = 1
 "The version of the files of a view, next to that of a store."
@@ -142,7 +142,7 @@ def make_examples(
         return found
     from sftkit.data.store import cutting  # most starts find the view
 
-    documents = partial(cutting.all_documents, sources, limits, count_bytes)
+    documents = partial(cutting.cut_documents, sources, limits, count_bytes)
     write = partial(cutting.write, documents, _kept_columns(shards))
     instead = "every start will tokenize"
     folders.save(folder, write, lambda: load_view(folder, shards, "") is not None, instead=instead)
@@ -168,7 +168,7 @@ def load_view(folder: Path, shards: Sequence[Shard], instead: str) -> Examples |
     def build(arrays: dict[str, Any]) -> Examples:
         about = json.loads((folder / "about.json").read_text())
         for name, dtype in kept.items():
-            is_narrow = name in SMALLER and arrays[name].dtype.kind == "u"
+            is_narrow = name in NARROW_COLUMNS and arrays[name].dtype.kind == "u"
             if (arrays[name].dtype != dtype and not is_narrow) or arrays[name].shape != arrays["lengths"].shape:
                 raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}")
         return _examples(arrays, about, shards, folder.name)
@@ -199,9 +199,9 @@ def check_lengths(shard: Shard, source: SourceConfig, limits: Limits) -> None:
     long = np.flatnonzero(docs["size"] > limits.max_length + 1)
     if len(long):
         first = docs[long[0]]
-        raise fault(shard.where(int(first["row"]), source.path), "too long", size=length_text(first["size"], limits))
+        raise fault(shard.where(int(first["row"]), source.path), "too long", size=excess_text(first["size"], limits))
 
 
-def length_text(tokens: int, limits: Limits) -> str:
+def excess_text(tokens: int, limits: Limits) -> str:
     """Return how many tokens a document has, and how many data.max_length holds."""
     return f"{tokens} tokens, but data.max_length {limits.max_length} holds {limits.max_length + 1}"
