@@ -516,15 +516,15 @@ PATTERNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "exchanges": lambda results: markdown_table(*exchanges(results)),
     "bubbles": lambda results: markdown_table(*bubbles(results)),
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
+    "families": lambda _: markdown_table(*paper.families()),
+    "beside": lambda _: markdown_table(*paper.beside_measured(BENCHMARKS)),
+    "published": lambda _: markdown_table(*paper.published()),
 }
-"Tables of labs/patterns/README.md: results of `make patterns`."
+"Tables of labs/patterns/README.md: results of `make patterns`, then estimates and runs on GPUs."
 PAPER: dict[str, Callable[[], Table]] = {
     "chosen": paper.chosen,
-    "families": paper.families,
     "per_pattern": paper.per_pattern,
     "slow_links": paper.slow_links,
-    "published": paper.published,
-    "beside": partial(paper.beside_measured, BENCHMARKS),
 }
 "Tables of docs/parallelism.md: calculations."
 LOADER_COLUMNS = (

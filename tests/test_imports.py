@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms of docs/architecture.md, one way and without a circle."""
+"""Who may import whom: the rooms of docs/engineering/architecture.md, one way and without a circle."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WHOLE_RECIPE = {
     *("config", "rundir", "preflight", "train", "launch"),
     *("compile/cache.py", "engine/blocks.py", "graph/engine.py", "memory/plan.py"),
 }
-"Rooms, and files of others, whose functions may take a whole Config: rule 8 of docs/architecture.md."
+"Rooms, and files of others, whose functions may take a whole Config: rule 8 of docs/engineering/architecture.md."
 
 SHARED_NAMES = {
     "log": "the logger of a module",
@@ -71,7 +71,7 @@ SHARED_NAMES = {
     **dict.fromkeys(("STOP", "MAX_NEW_TOKENS"), "what tasks say of themselves"),
     "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
 }
-"Public name that several modules own -> why (docs/glossary.md, Names told apart)."
+"Public name that several modules own -> why (docs/engineering/glossary.md, Names told apart)."
 
 TORCH_FREE = (
     *(

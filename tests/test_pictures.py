@@ -1,4 +1,4 @@
-"""What docs/architecture.md draws, and what the glossary and the page on extending name, is in the code."""
+"""What docs/engineering/architecture.md draws, and what glossary and the page on extending name, is in the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from test_imports import ROOMS, ROOT, SRC, TORCH_FREE
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("architecture", "glossary", "extending")}
+ENGINEERING = ROOT / "docs" / "engineering"
+PAGES = {name: (ENGINEERING / f"{name}.md").read_text() for name in ("architecture", "glossary", "extending")}
 ROOMS_DRAWN, FLOW, STEP = re.findall(r"^```mermaid\n(.*?)^```$", PAGES["architecture"], re.MULTILINE | re.DOTALL)
 MASK = PAGES["architecture"].partition("## Where the loss mask is made")[2].partition("\n## ")[0]
 _PLACE = re.compile(r"\b((?:\w+/)+\w+\.py) (\w+)")

@@ -343,7 +343,7 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
 
     Args:
         compile: compile section of the recipe, for scope, mode and dynamic; None: the module is compiled whole.
-        out: folder; the compiler's logs go to out/compile, see docs/compile.md.
+        out: folder; the compiler's logs go to out/compile, see docs/engineering/compile.md.
     """
     # Eager first, before anything is compiled: a first step warms up, then operators are counted, then it
     # is profiled.

@@ -163,7 +163,7 @@ class CompileWatch:
         }
 
     def phases(self) -> dict[str, float]:
-        """Return the seconds of each phase over all compiles, without overlap. docs/compile.md explains the phases."""
+        """Return the seconds of each phase (docs/engineering/compile.md) over all compiles, without overlap."""
         # torch's fields come and go between versions.
         known = [phase for phase, field in NESTED.items() if hasattr(dynamo_utils.CompilationMetrics, field)]
         total = dict.fromkeys([*known, "backward"], 0.0)

@@ -39,7 +39,7 @@ class Diagnosis(NamedTuple):
 
 OLDEST_PYTHON = (3, 11)
 NEWEST = {"torch": "2.15", "transformers": "5.23", "accelerate": "1.15"}
-"Package -> the newest version that tests ran with (docs/compatibility.md)."
+"Package -> the newest version that tests ran with (docs/engineering/compatibility.md)."
 EXTRAS = {
     "attention-fa4": "faster attention on H100, H200 and B200",
     "fp8": "adamw8bit and matrix products in float8",
