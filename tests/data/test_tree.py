@@ -211,6 +211,7 @@ def test_a_plan_of_trees_takes_each_document_once_and_counts_all_of_them() -> No
         assert step.num_targets == step.divisor == sum(one.num_targets for one in step.micro_batches)
         assert sum(step.documents_per_micro_batch) == len(step.documents)
     assert sorted(taken) == list(range(len(examples)))
+    assert batches.num_documents(0, steps) == len(examples)
     assert batches.layout.max_doc_length >= trees.lengths.max()
 
 
