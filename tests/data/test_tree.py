@@ -17,6 +17,7 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.batches.tree import Trees, largest_first, trees_of
 from sftkit.data.types import DocumentColumns, Examples
+from sftkit.errors import ConfigError
 from sftkit.preflight.data import tree_facts, trees_line
 
 
@@ -187,6 +188,12 @@ def test_texts_are_no_trees() -> None:
     texts = replace(examples, columns=no_turns)
     assert len(trees_of(examples, settings(), row_length=64)) == 1
     assert len(trees_of(texts, settings(), row_length=64)) == 2
+
+
+def test_documents_with_encoder_inputs_are_rejected_with_the_cure() -> None:
+    examples = replace(of_group([[1, 2, 3], [1, 2, 4]]), encoder_sources=("a.png", "b.png"))
+    with pytest.raises(ConfigError, match=r"tree does not go with a model with an encoder.*take"):
+        trees_of(examples, settings(), row_length=64)
 
 
 def planned(examples: Examples, data: DataConfig, **run: object) -> tuple[Batches, Trees]:
