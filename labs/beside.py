@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,14 +241,6 @@ def trees() -> dict[str, Any]:
             "whole_blocks": int(blocks.whole.sum()),
         }
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "milliseconds": found}
-
-
-def _row(examples: Examples, trees: Sequence[int], length: int, *, tree: bool) -> Batch:
-    """Return the first documents in one row, in trees of so many or one after the other."""
-    documents = sum(trees)
-    longest = length if tree else int(examples.lengths[:documents].max())
-    shape = BatchShape(length, max_docs=documents + 8, max_doc_length=longest, tree=tree)
-    return collate(examples, (tuple(range(documents)),), shape, trees=trees if tree else None).to(DEVICE)
 
 
 def _attention(batch: Batch, backend: str) -> Callable[[], object]:

@@ -38,6 +38,7 @@ from sftkit.data.batches.tree import trees_of
 from sftkit.data.reading.columns import without_logging
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.sources import RowTokenizer
+from sftkit.errors import DataError
 from sftkit.preflight.data import tree_facts
 from sftkit.runtime.script import script
 
@@ -120,8 +121,13 @@ def main() -> None:
     for template in args.templates:
         tokenizer = with_template(args.tokenizer, template)
         for file in args.files:
-            name = Path(file).name.removesuffix(".gz").replace(".jsonl", "")
-            one = {"source": name, "template": Path(template.partition("=")[0]).stem, **measured(tokenizer, file, args)}
+            name = Path(file).name.replace(".gz", "").replace(".jsonl", "").replace("@", " @")
+            try:
+                found = measured(tokenizer, file, args)
+            except DataError as error:  # such as a template without tools, for calls of tools
+                print_text(str(error), error=True, level="warning")
+                continue
+            one = {"source": name, "template": Path(template.partition("=")[0]).stem, **found}
             print_text(json.dumps(one))
             results.append(one)
             if args.out:

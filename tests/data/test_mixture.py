@@ -27,7 +27,7 @@ from sftkit.data.batches.epoch import GlobalBatch, RankRows, plan_epoch, plan_ro
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import Cursor, Mixture, Order, known_by_source, mixture_of, segments_of
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan, make_layout
-from sftkit.data.types import Examples
+from sftkit.data.types import DocumentColumns, Examples
 from sftkit.errors import ConfigError
 
 KINDS = ("packed", "bucketed", "fixed", "dynamic")
@@ -420,6 +420,15 @@ def test_data_that_is_no_continuation_is_rejected_by_the_name_of_its_source(
         assert re.match(words, line)
     more = ["source new is new", "source a has 2 documents more than the checkpoint knows"]
     assert source_differences(there, named_examples({"a": 22, "new": 3, "b": 9})) == (more, [])
+    # A plan of trees has planned the last one: rows of the same conversation would change it.
+    for last, lines in ((1, 1), (2, 0)):
+        examples = named_examples({"b": 9, "a": 22})
+        head = np.array([*range(100, 109), *([1] * 20), last, 3], np.uint64)
+        examples = replace(examples, columns=DocumentColumns(lambda head=head: (head,) * 4))
+        assert len(source_differences(there, examples)[1]) == 0
+        _, found = source_differences(there, examples, trees=True)
+        assert len(found) == lines
+        assert all(line.startswith("source a goes on with the conversation") for line in found)
 
 
 # ---- whole runs ----

@@ -17,6 +17,7 @@ from sftkit.data.batches.order import mixture_of
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.batches.tree import Trees, largest_first, trees_of
 from sftkit.data.types import DocumentColumns, Examples
+from sftkit.errors import ConfigError
 from sftkit.preflight.data import tree_facts, trees_line
 
 
@@ -189,6 +190,12 @@ def test_texts_are_no_trees() -> None:
     assert len(trees_of(texts, settings(), row_length=64)) == 2
 
 
+def test_documents_with_encoder_inputs_are_rejected_with_the_cure() -> None:
+    examples = replace(of_group([[1, 2, 3], [1, 2, 4]]), encoder_sources=("a.png", "b.png"))
+    with pytest.raises(ConfigError, match=r"tree does not go with a model with an encoder.*take"):
+        trees_of(examples, settings(), row_length=64)
+
+
 def planned(examples: Examples, data: DataConfig, **run: object) -> tuple[Batches, Trees]:
     train = TrainConfig(global_batch_size=4, micro_batch_size=2, max_steps=40)
     trees = trees_of(examples, data, 64)
@@ -211,6 +218,7 @@ def test_a_plan_of_trees_takes_each_document_once_and_counts_all_of_them() -> No
         assert step.num_targets == step.divisor == sum(one.num_targets for one in step.micro_batches)
         assert sum(step.documents_per_micro_batch) == len(step.documents)
     assert sorted(taken) == list(range(len(examples)))
+    assert batches.num_documents(0, steps) == len(examples)
     assert batches.layout.max_doc_length >= trees.lengths.max()
 
 

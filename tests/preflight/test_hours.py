@@ -30,11 +30,13 @@ def model(**sizes: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def facts(card: str, world_size: int = 1, rows: int = 16_384, **sizes: int) -> dict[str, Any]:
+def facts(
+    card: str, world_size: int = 1, rows: int = 16_384, layout_kind: str = "packed", **sizes: int
+) -> dict[str, Any]:
     cfg = Config(
         run=RunConfig(dir="x"), model=ModelConfig(path="x"), data=DataConfig(train=()), train=TrainConfig(max_steps=1)
     )
-    layout = Layout("packed", (rows,), 8, 1, world_size, 2048, 2048)
+    layout = Layout(layout_kind, (rows,), 8, 1, world_size, 2048, 2048)
     topology = Topology(replicas=world_size)
     counts = {"tokens": 10**9, "targets": 10**9}
     return hours_facts(cfg, model(**sizes), layout, np.full(100, 400), **counts, card=card, topology=topology)
@@ -94,4 +96,6 @@ def test_a_card_without_results_and_what_is_slower_than_them_are_said() -> None:
 
 def test_what_no_result_is_like_is_not_estimated() -> None:
     assert hours_text(facts("Riva 128"), "") == "not estimated on Riva 128: the peak of Riva 128 is unknown"
+    trees = facts("H100", layout_kind="tree")
+    assert hours_text(trees, "") == "not estimated on H100: no result is committed for rows of trees"
     assert hours_text(None, "--gpu H100") == "not estimated: name the GPU, --gpu H100"

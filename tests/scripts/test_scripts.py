@@ -274,6 +274,48 @@ def test_the_recipe_of_weights_holds_its_shares_and_resumes_in_the_middle_bit_fo
     assert here == there
 
 
+@pytest.mark.slow
+def test_a_run_on_trees_that_is_killed_goes_on_bit_for_bit(runs: Path, tmp_path: Path) -> None:
+    """The log of an agent, in which each request repeats the conversation: trees of up to four documents."""
+    rows = []
+    for number in range(40):
+        messages: list[dict[str, str]] = []
+        for turn in range(1 + number % 4):
+            messages += [{"role": "user", "content": f"Which is larger, {number} or {7 * turn}?"}]
+            messages += [{"role": "assistant", "content": f"{max(number, 7 * turn)} is."}]
+            rows.append(json.dumps({"messages": messages}))
+    (tmp_path / "log.jsonl").write_text("\n".join(rows))
+    settings = [*TINY, "train.max_steps=12", "checkpoint.every=4", "checkpoint.keep=9", "log.wandb=off"]
+    settings += ["data.layout=tree", f"data.train=[{{path: {tmp_path}/log.jsonl}}]", "data.targets=last_turn"]
+    settings += [HELD_OUT, "eval.tasks=[]", "eval.samples=0", f"model.path={runs}/mid", f"data.cache_dir={runs}/cache"]
+
+    def start(name: str, *words: str) -> str:
+        done = run("scripts/chat_sft.py", "recipes/smoke/sft.yaml", *settings, f"run.dir={tmp_path}/{name}", *words)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        return done.stdout
+
+    assert "trees: 40 trees of 100 documents, " in start("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "cut" / f"step-{step:06d}")
+    (tmp_path / "cut" / "LATEST").write_text("step-000004\n")
+    assert "step-000004: step 4" in start("cut", "train.resume=auto")
+    there, here = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "cut")
+    )
+    assert [line["step"] for line in here] == list(range(1, 13))
+    assert there[3]["train/epoch"] < there[-1]["train/epoch"], "trees are planned anew after the resume"
+    for name in ("train/loss", "train/grad_norm", "train/tokens", "data/tree_factor", "data/padding_pct"):
+        assert [line[name] for line in here] == [line[name] for line in there], name
+    for step in (8, 12):
+        one, other = (tmp_path / name / f"step-{step:06d}" for name in ("whole", "cut"))
+        states = [*one.rglob("*.distcp")]
+        assert states
+        for file in (one / "model.safetensors", *states):
+            assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

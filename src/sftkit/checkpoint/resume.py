@@ -199,17 +199,21 @@ def _sources(examples: Examples, sizes: Mapping[str, int] | None = None) -> dict
     return found
 
 
-def source_differences(there: Mapping[str, dict[str, Any]], examples: Examples) -> tuple[list[str], list[str]]:
+def source_differences(
+    there: Mapping[str, dict[str, Any]], examples: Examples, *, trees: bool = False
+) -> tuple[list[str], list[str]]:
     """Compare documents with those of a checkpoint, source by source.
 
     Args:
         there: what `run_identity` said of the sources then.
+        trees: plans take trees of documents, so none that was planned may get another one.
 
     Returns:
         (lines about documents and sources that were added, lines about sources that are no continuation)
     """
     here = _sources(examples, {name: known["documents"] for name, known in there.items()})
     sizes = dict(zip(examples.source_names, np.bincount(examples.source, minlength=len(here)).tolist(), strict=True))
+    starts = dict(zip(examples.source_names, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     grown = [f"source {name} is new" for name in here if name not in there]
     gone = []
     for name, known in there.items():
@@ -221,6 +225,10 @@ def source_differences(there: Mapping[str, dict[str, Any]], examples: Examples) 
             why = f"it has {sizes[name]:,}"
         elif sizes[name] > count:
             grown.append(f"source {name} has {sizes[name] - count:,} documents more than the checkpoint knows")
+            added = starts[name] + count
+            columns = examples.columns
+            if trees and columns is not None and columns.head[added] == columns.head[added - 1]:
+                gone.append(hint("source whose last tree goes on", name=name))
         if why:
             gone.append(hint("source that does not go on", name=name, documents=count, why=why))
     return grown, gone
@@ -266,7 +274,7 @@ def check_fit(
     if there:
         fixed += identity_differences(there, identity)
     if "sources" in there and examples is not None:
-        grown, gone = source_differences(there["sources"], examples)
+        grown, gone = source_differences(there["sources"], examples, trees=identity["rows"]["kind"] == "tree")
         grown = [] if "data.train" in allowed else grown
         fixed += gone
     prefix = f"train.resume={resume.setting}: {resume.folder}"

@@ -337,9 +337,11 @@ def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, An
         compared = tasks.benchmarks(cfg.data, cfg.eval, always=True)
         examples, validation = loader.load_examples(cfg.data, tokenize, benchmarks=compared)
     # Trees are shown whatever the layout is: where it would save much, the recipe should have it.
-    trees = None if examples.encoded else trees_of(examples, cfg.data, cfg.data.row_length or tokenize.max_length)
-    if trees is not None and cfg.data.layout != "tree" and len(trees) == len(examples):
-        trees = None
+    trees = None
+    if cfg.data.layout == "tree" or not examples.encoded:
+        trees = trees_of(examples, cfg.data, cfg.data.row_length or tokenize.max_length)
+        if cfg.data.layout != "tree" and len(trees) == len(examples):
+            trees = None
     planned = trees if trees is not None and cfg.data.layout == "tree" else examples
     lengths = planned.lengths
     layout = make_layout(cfg.data, cfg.train, lengths, tokenize.max_length, row_ranks, encoded=examples.encoded)

@@ -53,6 +53,7 @@ def hours_facts(
         "no result is committed for eager training": not cfg.compile.enabled or cfg.train.engine == "reference",
         "no result is committed for fp32": cfg.train.precision == "fp32",
         "no result is committed for fp8": cfg.train.fp8 is not None,
+        "no result is committed for rows of trees": layout.kind == "tree",
         "the speed of this layout depends on the links between the GPUs": topology.world_size != topology.row_ranks,
     }
     if unknown := next((reason for reason, holds in reasons.items() if holds), None):

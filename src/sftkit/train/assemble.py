@@ -258,8 +258,6 @@ def lay_out(
     if cfg.data.layout == "tree":
         from sftkit.data.batches.tree import trees_of
 
-        if examples.encoded:
-            raise config_error("trees with an encoder")
         trees = trees_of(examples, cfg.data, cfg.data.row_length or documents.max_length)
         rt.print(trees.describe())
     planned = examples if trees is None else trees

@@ -244,8 +244,9 @@ class Batches:
         return order_of(self._dataset.lengths, self.layout, now).first_batches()
 
     def num_documents(self, first_step: int, last_step: int) -> int:
-        """Return how many documents, or trees, the steps first_step + 1 .. last_step have, over all ranks."""
-        return sum(len(batch.documents) for _, _, batch in self._items(first_step, last_step))
+        """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
+        taken = (batch.documents for _, _, batch in self._items(first_step, last_step))
+        return sum(len(one) if self.trees is None else len(self.trees.members(one)) for one in taken)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""

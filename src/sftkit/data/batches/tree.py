@@ -21,6 +21,7 @@ from sftkit.config.schema import DataConfig
 from sftkit.data.batches import pack
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, cu_seqlens_of
 from sftkit.data.types import Examples
+from sftkit.errors import config_error
 from sftkit.runtime.script import counted
 
 WORTH_IT = 1.15
@@ -89,7 +90,12 @@ def trees_of(examples: Examples, data: DataConfig, row_length: int) -> Trees:
 
     Documents of one tree follow one another in a pass over their source, their rows begin with the same message, and
     they share at least their first token. A tree that a row does not hold falls apart at branches into several.
+
+    Raises:
+        ConfigError: the documents have inputs for an encoder.
     """
+    if examples.encoded:
+        raise config_error("trees with an encoder")
     begins = _group_begins(examples, data)
     firsts = np.flatnonzero(begins)
     lasts = np.append(firsts[1:], len(begins))
