@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,4 +102,6 @@ def test_a_config_that_asks_for_it_is_followed_and_the_recipe_can_turn_it_off(tm
 def test_the_graph_engine_says_that_it_has_none(tmp_path: Path) -> None:
     cfg = recipe(engine="graph")
     with pytest.raises(ConfigError, match=r"loss\.router_aux_loss_coef=0"):
-        make_engine(cfg, cpu_runtime(), tmp_path, Training(experts(), NextToken(cfg.loss), None))  # type: ignore[arg-type]
+        make_engine(
+            cfg, cpu_runtime(), tmp_path, Training(experts(), NextToken(cfg.loss), SimpleNamespace(kind="packed"))
+        )  # type: ignore[arg-type]

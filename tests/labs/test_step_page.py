@@ -18,6 +18,7 @@ RUNS = [
     ("levers_fused_tuned", "0.6B again", f"{FUSED} again"),
     ("levers_joined", "off", "combo"),
     ("levers_joined", "off", "no mix"),
+    ("levers_rotary", "before", "rotary and norm"),
 ]
 "File, run without and run with what each line of the table is about."
 

@@ -293,13 +293,15 @@ def test_the_help_of_optim_name_describes_every_optimizer_with_its_bytes() -> No
 
 
 def test_what_is_known_of_an_optimizer_stands_in_its_spec_and_its_code_alone() -> None:
-    """No other file of the package names one in code; the names that auto knows are constants beside the table."""
+    """No other file of the package names one in code, but the table of other trainers' names; the names that auto
+    knows are constants beside the table."""
     root = Path(sftkit.__file__).parent
+    tables = {root / "config" / name for name in ("tables.py", "convert.py")}
     constants = {
         path: {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
         for path in root.rglob("*.py")
     }
     for spec in OPTIMIZERS.values():
         code = root.parent / f"{spec.code.partition(':')[0].replace('.', '/')}.py"
-        for path in constants.keys() - {root / "config" / "tables.py", code}:
+        for path in constants.keys() - {*tables, code}:
             assert spec.name not in constants[path], f"{path.relative_to(root)} names {spec.name}"

@@ -28,7 +28,7 @@ MISTAKES = {
         ("scripts/chat_sft.py", "DIR/sft.yaml", SCRATCH, "data.train.0.path=DIR/lost.jsonl"),
         "lost.jsonl",
     ),
-    "data that are looked at": (("scripts/inspect_data.py", "DIR/sft.yaml", SCRATCH), "rows.jsonl"),
+    "data that are looked at": (("scripts/inspect_data.py", "DIR/sft.yaml", "--stage", "sft", SCRATCH), "rows.jsonl"),
     "a model that is not there": (("scripts/base_train.py", "DIR/sft.yaml", "model.path=DIR/lost"), "DIR/lost"),
     "a chain without recipes": (
         ("scripts/run_chain.py", "DIR/lost"),

@@ -53,7 +53,9 @@ def recipe(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
 
 def test_a_look_at_hostile_data_shows_it_written_out(recipe: Path) -> None:
     page = recipe.with_name("look.html")
-    done = preloaded.run(["scripts/inspect_data.py", str(recipe), "--html", str(page), "--preview", "2"], 1, ENV)
+    done = preloaded.run(
+        ["scripts/inspect_data.py", str(recipe), "--stage", "sft", "--html", str(page), "--preview", "2"], 1, ENV
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for text in (done.stdout, done.stderr, page.read_text()):
         assert not STEERING.findall(text)
@@ -67,7 +69,7 @@ def test_a_refused_row_recipe_and_word_are_shown_written_out(recipe: Path) -> No
         ([str(recipe), "\u202ecba\x9b=1", f"data.layout={json.dumps(HOSTILE)}"], "is not a known key"),
         ([f"{HOSTILE.replace('=', '')}.yaml"], "no such file"),
     ):
-        done = preloaded.run(["scripts/inspect_data.py", *words], 1, ENV)
+        done = preloaded.run(["scripts/inspect_data.py", *words, "--stage", "sft"], 1, ENV)
         assert done.returncode == 2, done.stdout[-2000:]
         assert part in done.stderr
         assert r"\u202ecba" in done.stderr

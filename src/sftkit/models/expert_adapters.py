@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sftkit.models.adapter_files import EXPERT_WEIGHTS, PER_EXPERT
 from sftkit.models.adapters import Factor
-from sftkit.models.experts import product, weighted_sums
+from sftkit.models.experts import expert_product, weighted_sums
 from sftkit.models.token_rows import in_front
 from sftkit.ops.grouped import grouped_product
 from sftkit.ops.tensors import local, local_region
@@ -55,7 +55,7 @@ class LoraExperts(ExpertFactors):
         Args:
             numbers: [S], the experts, ascending. ends: [E], where the rows of each end.
         """
-        y = product(self, rows, name, numbers, ends)
+        y = expert_product(self, rows, name, numbers, ends)
         a, b = by_expert_factors(pair_of(self, name), len(self.down_proj))
         # Grouped products take rows of a multiple of 16 bytes.
         missing = -a.shape[1] % 8

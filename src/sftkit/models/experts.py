@@ -32,7 +32,7 @@ def compute_experts_here(orig_model: PreTrainedModel) -> None:
             module.__class__ = in_front(ChosenExperts, own)
 
 
-def product(experts: Any, rows: Tensor, name: str, numbers: Tensor, ends: Tensor) -> Tensor:
+def expert_product(experts: Any, rows: Tensor, name: str, numbers: Tensor, ends: Tensor) -> Tensor:
     """Return the products of rows [S, in] with a matrix of their experts, and its bias: [S, out].
 
     Args:
@@ -48,7 +48,7 @@ def weighted_sums(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    multiplied: Callable[[Any, Tensor, str, Tensor, Tensor], Tensor] = product,
+    multiplied: Callable[[Any, Tensor, str, Tensor, Tensor], Tensor] = expert_product,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [N, H].
 

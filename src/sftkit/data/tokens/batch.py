@@ -371,7 +371,7 @@ class RowBatches:
         fits &= (lengths <= self.settings["max_length"]) & (places[:, -1] + 1 == lengths)
         fits &= self._sizes.whole.take(ids.take(starts))
         fits &= np.add.reduceat(self._text_sizes.take(ids), starts) == [len(one.text.encode()) for one, _ in group]
-        borders = np.empty((len(group), len(answers), 2), np.int64)
+        borders = np.zeros((len(group), len(answers), 2), np.int64)
         for k, (before, header, past) in enumerate(answers):
             begin = places[:, before]
             found = ids.take((starts + begin)[:, None] + np.arange(len(header)), mode="clip")
