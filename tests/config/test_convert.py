@@ -177,7 +177,9 @@ def test_all_weights_of_trl_with_the_defaults_of_its_command(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "more", "expected"),
     [
-        (AXOLOTL, "train_on_inputs: true", {"data": {"targets": "all"}}),
+        (AXOLOTL, "train_on_inputs: true", {"data": {"targets": "all"}, "run": {"stage": "sft"}}),
+        (AXOLOTL, "datasets: [{path: a.txt, type: completion}]", {"run": {"stage": "base"}}),
+        (LLAMA_FACTORY, "stage: pt", {"run": {"stage": "base"}}),
         (LLAMA_FACTORY, "mask_history: true", {"data": {"targets": "last_turn"}}),
         (LLAMA_FACTORY, "quantization_bit: 4", {"adapter": {"base": "nf4"}}),
         (LLAMA_FACTORY, "use_dora: true\nuse_rslora: true", {"adapter": {"method": "dora", "scaling": "rslora"}}),
@@ -200,7 +202,8 @@ def test_keys_that_mean_more_than_a_name(tmp_path: Path, text: str, more: str, e
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("learning_rate: 1e-4", "no keys of TRL, LLaMA-Factory, Axolotl"),
+        ("learning_rate: 1e-4", "no keys of TRL, LLaMA-Factory, Axolotl\n"),
+        ("extends: sft.yaml", "no keys of TRL, LLaMA-Factory, Axolotl: it is a recipe of sftkit"),
         ("- 1", "no mapping of keys"),
         ("base_model: [", "theirs.yaml: while parsing"),
         (f"{LLAMA_FACTORY}stage: dpo", "TRL trains preferences"),

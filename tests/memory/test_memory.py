@@ -527,6 +527,7 @@ def test_a_named_budget_is_lowered_itself() -> None:
     ("layout", "setting"),
     [
         (packed(16_384), "data.row_length=8192"),
+        (replace(packed(16_384), kind="tree"), "data.row_length=8192"),
         (packed(2048), "data.max_length=1024"),
         (Layout("fixed", (8192,), 1, 1, 1, 8192, 8192), "data.max_length=4096"),
         (Layout("fixed", (8192,), 12, 6, 1, 8192, 8192), "train.micro_batch_size=3"),
@@ -542,6 +543,15 @@ def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, s
     assert after.layout.shapes[-1][0] * after.layout.shapes[-1][1] == pytest.approx(
         layout.shapes[-1][0] * layout.shapes[-1][1] / 2
     )
+
+
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_shorter_documents_come_with_shorter_rows_if_the_recipe_sets_these(kind: Any) -> None:
+    layout = replace(packed(2048), kind=kind)
+    plan = make_plan(recipe(), qwen3("0.6B"), layout, runtime(), Fixed(H200))
+    assert plan.setup is not None
+    ((text, _),) = remedies._smaller_batch(plan.setup, replace(recipe().data, row_length=2048))
+    assert text == "data.max_length=1024 data.row_length=1024"
 
 
 def test_fp32_weights_are_offered_bf16_and_unused_checkpointing_is_offered_eagerly() -> None:

@@ -112,6 +112,7 @@ class _Conversion:
         self.given = {key: value for key, value in given.items() if value not in (None, "", [], {})}
         self.theirs = {**DEFAULTS[trainer], **self.given}
         self.folder = folder
+        self.stage = "base" if given.get("stage") == "pt" or "pretraining_dataset" in given else "sft"
         self.recipe: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         "our key -> the comment behind it"
@@ -301,7 +302,8 @@ class _Conversion:
                 instead = keys.instead_of("no_key", theirs) or "no setting of a source (docs/data_formats.md)"
                 self.left[where] = instead
         if isinstance(one.get("type"), str) and one["type"].partition(".")[0] in ("completion", "pretrain"):
-            self.notes.append("these are texts: train it with `sftkit base` or `sftkit mid`, which learn every token")
+            self.stage = "base"
+            self.notes.append("these are texts, and `sftkit base` learns every token; run.stage=mid: with `sftkit mid`")
         files = as_list(one.get("data_files", []))
         if files and found["path"] in ("json", "csv", "parquet", "text", "arrow"):
             yield from ({**found, "path": file} for file in files)
@@ -360,12 +362,14 @@ def converted(path: Path) -> str:
     try:
         given = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        what = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"{path}: {what}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: no mapping of keys")
     trainer = next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     if trainer is None:
-        raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}: {CONVERT_USAGE}")
+        own = ": it is a recipe of sftkit" if {"extends", "run", "data"} & given.keys() else ""
+        raise ConfigError(f"{path}: no keys of {', '.join(DEFAULTS)}{own}\n\n{CONVERT_USAGE}")
     stage = given.get("stage", "sft")
     if stage not in ("sft", "pt") or given.get("rl") or given.get("reward_model") is True:
         raise ConfigError(f"{path}: {keys.instead_of('no_key', 'rl')}")
@@ -381,14 +385,14 @@ def converted(path: Path) -> str:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     made.recipe.setdefault("run", {}).setdefault("dir", f"runs/{path.stem}")
+    made.put("run.stage", made.stage)
     order = [section for section in keys.section_classes() if section in made.recipe]
     text = render_yaml({section: made.recipe[section] for section in order}, lambda at: made.origins.get(_key(at), ""))
-    word = "base" if stage == "pt" or "pretraining_dataset" in given else "sft"
     head = [
         f"made by sftkit convert of a file of {trainer}; the comment behind a setting is its key there",
         *made.notes,
     ]
-    lines = [*(f"# {line}" for line in head), f"# sftkit {word} THIS_FILE", text.rstrip("\n")]
+    lines = [*(f"# {line}" for line in head), f"# sftkit {made.stage} THIS_FILE", text.rstrip("\n")]
     if made.left:
         lines += ["", "# Not taken over:", *(f"#   {key}: {reason}" for key, reason in made.left.items())]
     return "\n".join(lines)

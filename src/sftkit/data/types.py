@@ -88,8 +88,8 @@ TOO_LONG = "not_learned_too_long"
 CUT = "answers_cut"
 "Count of answers of which only the beginning is learned, as data.max_length cuts their document."
 ANSWERS_LEFT_OUT = "answers_left_out"
-"""Count of answers that are not learned because their document is not used, or an earlier path of their tree has
-them."""
+"""Count of answers that are not learned because their document is held out or not used, or an earlier path of their
+tree has them."""
 SPLIT_TOKENS = "split_tokens"
 "Count of the tokens of documents that are there because of split_turns."
 

@@ -1,12 +1,13 @@
 """The batch script that starts a recipe on several machines of a Slurm cluster: `sftkit launch --slurm N`. No torch."""
 
 import shlex
+from functools import partial
 from string import Template
 
 from sftkit.config import commands, load, schema, tables, terminal
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.preflight.inputs import launch_rules
+from sftkit.preflight.inputs import launch_rules, named_stage
 from sftkit.runtime.launcher import signal_env
 
 SLURM_USAGE = rf"""usage: sftkit launch --slurm N [--gpus G] {{{"|".join(tables.STAGE_SCRIPTS)}}} RECIPE [key=value ...]
@@ -83,7 +84,8 @@ def batch_script(stage: str, recipe: str, overrides: list[str], nodes: int, gpus
     else:
         config = "multi_node"
         topology = Topology(replicas=nodes, shards=each, sharded=True, on_cpu=not gpus)
-    load.read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
+    # Again, as now the processes are known.
+    load.read_config(recipe, overrides, lambda _: topology, [partial(named_stage, stage=stage), *launch_rules()])
     words = [recipe, *(word for word in overrides if not word.startswith("train.resume=")), "train.resume=auto"]
     [(variable, names)] = signal_env({}).items()
     script = f"scripts/{tables.STAGE_SCRIPTS[stage]}"
@@ -118,6 +120,8 @@ def print_script(words: list[str]) -> None:
             load.fail(f"{words[0]}: how many? Take {least} or more\n\n{SLURM_USAGE}")
         numbers[words[0]] = int(words[1])
         words = words[2:]
+    if words and words[0] not in tables.STAGE_SCRIPTS and not words[0].startswith("-"):
+        load.fail(f"{words[0]}: which stage? Take {', '.join(tables.STAGE_SCRIPTS)}, then the recipe\n\n{SLURM_USAGE}")
     if "--slurm" not in numbers or len(words) < 2 or words[0] not in tables.STAGE_SCRIPTS or "=" in words[1]:
         load.fail(SLURM_USAGE)
     stage, recipe, *overrides = words

@@ -158,11 +158,11 @@ def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
         return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
     halved = layout.row_lengths[-1] // 2
     lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
-    # A packed row must hold at least the longest document, so that no document is cut.
-    if layout.kind == "packed" and halved >= layout.max_length:
+    # A row of several documents must hold at least the longest one, so that none is cut.
+    if layout.packs and halved >= layout.max_length:
         return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
     # A row length in the recipe would override the shorter rows.
-    also = "" if layout.kind != "packed" or data.row_length is None else f" data.row_length={halved}"
+    also = "" if not layout.packs or data.row_length is None else f" data.row_length={halved}"
     shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
     return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
 

@@ -1,7 +1,7 @@
 """Layers that read the same input as one matrix product each way: queries, keys and values, and a whole gated MLP.
 
-The weights of such layers lie next to each other in one storage (models/joined.py), so that several parameters are one
-matrix to a product, and their gradients are written as one. The products are cuBLAS's or QuACK's
+The weights of such layers lie next to each other in one storage (models/joined_products.py), so that several
+parameters are one matrix to a product, and their gradients are written as one. The products are cuBLAS's or QuACK's
 (ops/quack_products.py), whose kernels also compute SwiGLU and its gradient on the way out.
 """
 

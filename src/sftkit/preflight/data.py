@@ -27,7 +27,7 @@ _WORDS = {
     HISTORY: "rendered differently once they are history",
     chat.BORDER: "share a token with their prompt",
     TOO_LONG: "in documents that are too long",
-    ANSWERS_LEFT_OUT: "in documents that are not used, or in an earlier path of their tree",
+    ANSWERS_LEFT_OUT: "in documents that are held out or not used, or in an earlier path of their tree",
 }
 "Why an answer is context only."
 MOST_LISTED = 1000

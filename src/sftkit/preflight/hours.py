@@ -65,7 +65,6 @@ def hours_facts(
         for (keys, chunked), count in windows.items()
     )
     flops = train_flops(orig_model, Work(tokens, targets, round(pairs * tokens / float(lengths.sum()))))
-    # The longest name that the card's has in it, as H100 PCIe before H100.
     known: dict[str, Any] = speeds["mfu"]
     measured_on = next((name for name in known if name in card.split()), FALLBACK_CARD)
     counted = count_parameters(orig_model)

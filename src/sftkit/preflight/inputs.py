@@ -145,11 +145,12 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         partial(best, stage=stage),
         partial(_adapter, stage=stage, made=made),
     )
-    named = partial(_stage, stage=stage)
+    named = partial(named_stage, stage=stage)
     return [named, *first, partial(_tokenizer, stage=stage), _chat_template, _trees, *data_rules(stage), *last]
 
 
-def _stage(get: Get, stage: str | None) -> Iterator[Problem]:
+def named_stage(get: Get, stage: str | None) -> Iterator[Problem]:
+    """Yield a problem if the recipe names another stage than the script's; None: the script is none of ours."""
     named = get("run.stage")
     if stage is not None and named not in (None, stage):
         script = STAGE_SCRIPTS[named]
