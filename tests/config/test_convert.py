@@ -174,6 +174,13 @@ def test_all_weights_of_trl_with_the_defaults_of_its_command(tmp_path: Path) -> 
     assert "learns every token of `messages` unless assistant_only_loss" in text
 
 
+def test_a_value_of_another_type_is_left_out_by_name(tmp_path: Path) -> None:
+    cfg, text = load(tmp_path, f"{TRL}gradient_checkpointing: {{a: 1}}\nattn_implementation: [sdpa]\n")
+    assert cfg.optim.lr == 1e-4
+    assert "#   gradient_checkpointing: train.memory has no such value; known are True" in text
+    assert "#   attn_implementation: attention.backend=auto" in text
+
+
 @pytest.mark.parametrize(
     ("text", "more", "expected"),
     [

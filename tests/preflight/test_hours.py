@@ -84,9 +84,12 @@ def test_a_card_without_results_and_what_is_slower_than_them_are_said() -> None:
     assert "as measured on H100, since no result of this card is committed" in text
     short = facts("H200", rows=1024)
     assert short["high"] is None
-    assert "or more, for a micro-batch of 1,024 positions does not fill the GPU" in hours_text(short, "")
+    said = hours_text(short, "")
+    assert said.startswith("at least ")
+    assert "on one H200 (a micro-batch of 1,024 positions does not fill the GPU), an estimate" in said
     small = facts("H200", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    assert "or more, for models of fewer than 300 million parameters" in hours_text(small, "")
+    assert "on one H200 (models of fewer than 300 million parameters wait for the host)" in hours_text(small, "")
+    assert hours_text(small | {"low": 1e-6}, "").startswith("at least 1.0 s on one H200")
 
 
 def test_what_no_result_is_like_is_not_estimated() -> None:

@@ -702,7 +702,7 @@ def test_a_recipe_without_a_stage_is_not_guessed_by_its_name(
     out = capsys.readouterr().out
     assert "stage     sft, as asked" in out
     assert re.search(
-        r"^hours     about .* or more, for models of fewer than 300 million .* on one H100, an estimate", out, re.M
+        r"^hours     at least .* on one H100 \(models of fewer than 300 million .*\), an estimate", out, re.M
     )
     assert "of 79.2 GiB" in out
     assert re.search(r"^time      .* tokens, \d+ of them targets$", out, re.M)

@@ -151,7 +151,7 @@ class _Conversion:
                     self.left[name] = "the file trains all weights"
             elif ours in COPIED:
                 self.put(ours, value, name)
-            elif value in VALUES.get(ours, {}) and not isinstance(value, dict):
+            elif not isinstance(value, (dict, list)) and value in VALUES.get(ours, {}):
                 self.put(ours, VALUES[ours][value], name)
             elif value not in (False, "auto", "tokenizer_default"):
                 known = VALUES.get(ours)

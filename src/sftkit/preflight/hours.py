@@ -109,16 +109,16 @@ def hours_text(found: dict[str, Any] | None, cards: str) -> str:
         if found["measured_on"] in found["card"].split()
         else f"as measured on {found['measured_on']}, since no result of this card is committed"
     )
-    more = f" or more, for {found['slower']}" if found["slower"] else ""
     span = times[0] if times[0] == times[-1] else " to ".join(times)
+    likely = f"at least {span} on {where} ({found['slower']})" if found["slower"] else f"about {span} on {where}"
     return (
-        f"about {span}{more} on {where}, an estimate: {found['flops']:.2g} FLOPs at {low:g} to {high:g} of the bf16 "
+        f"{likely}, an estimate: {found['flops']:.2g} FLOPs at {low:g} to {high:g} of the bf16 "
         f"peak, {source}; without evaluations, checkpoints and compilation"
     )
 
 
 def span_text(hours: float) -> str:
-    """Return hours in the unit that suits them, with two digits."""
+    """Return hours in the unit that suits them, with two digits; 1 s at least."""
     unit, size = next(((u, s) for u, s in (("h", 1.0), ("min", 1 / 60)) if hours >= s), ("s", 1 / 3600))
-    value = hours / size
+    value = max(hours / size, 1.0)
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"

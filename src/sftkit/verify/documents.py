@@ -273,7 +273,8 @@ def _at_limits(
     it, if the run's rows are long enough.
     """
     rows, row_length = layout.shapes[-1]
-    longest = layout.batch_shape(rows, row_length).max_doc_length
+    # The most positions of an attention call, which may be more than those of any document: trees, and rounding.
+    longest = min(layout.batch_shape(rows, row_length).max_doc_length, layout.max_length)
     limits = [limit for limit in limits_of(model.orig_model) if limit < longest]
     if model.orig_model.config.is_encoder_decoder or not limits:
         return found
