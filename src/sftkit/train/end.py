@@ -14,7 +14,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine
 from sftkit.errors import RunDirError
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import LATEST, PROOF, SUMMARY
+from sftkit.rundir.names import PROOF, SUMMARY
 from sftkit.rundir.status import RunStatus, resume_command
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter
@@ -105,7 +105,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
         f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens\n"
         f"training time: {_seconds(trained)}; speed of the last line: {speed or 0:,.0f} tok/s"
     )
-    where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
+    where = f"{trained.checkpoint} (for sftkit also {run_dir})" if trained.checkpoint else "none: no step was done"
     rt.print(f"checkpoint: {where}")
     if trained.stopped:
         rt.print(f"resume with: {resume_command(sys.argv)}")
