@@ -100,7 +100,9 @@ def assert_whole(folder: Path, start: Path, trained: PreTrainedModel) -> None:
     whole, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(names for key, names in info.items() if key != "unexpected_keys")
     with torch.no_grad():
-        assert torch.equal(whole.eval()(input_ids=IDS).logits, trained.eval()(input_ids=IDS).logits)
+        # Llama 4's experts are computed by other products here (models/experts.py): the same but for rounding.
+        own = trained.eval()(input_ids=IDS).logits
+        torch.testing.assert_close(whole.eval()(input_ids=IDS).logits, own, rtol=0.0, atol=1e-6)
     trained.train()
     assert (folder / "preprocessor_config.json").read_bytes() == (start / "preprocessor_config.json").read_bytes()
 
