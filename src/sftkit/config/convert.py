@@ -280,7 +280,7 @@ class _Conversion:
             self.left[name] = "data.val_fraction is a share of the rows"
 
     def source(self, name: str, one: Theirs | str) -> Iterator[dict[str, Any]]:
-        """Yield the sources of a data set of Axolotl or TRL. `name`: of the list that it stands in."""
+        """Yield the sources of a data set of Axolotl or TRL. `name`: the name of its list."""
         one = {"path": one} if isinstance(one, str) else one
         found: dict[str, Any] = {"path": one.get("path")}
         for theirs, value in one.items():
@@ -354,7 +354,7 @@ def our_key(name: str) -> str | None:
 
 
 def converted(path: Path) -> str:
-    """Return the recipe that a file of another trainer stands for, as text.
+    """Return, as text, the recipe that does what a file of another trainer does.
 
     Raises:
         ConfigError: there is no such file, it is no YAML, of no trainer that is known, or trains what sftkit does not.

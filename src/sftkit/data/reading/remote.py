@@ -233,7 +233,7 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
 def _changed(one: RemoteFile) -> str:
     """Return how the digest of a file differs from the listed one; empty: not at all, or its file system has none.
     Times count for nothing: listings of some file systems write them otherwise."""
-    with suppress(Exception):  # every file system raises errors of its own, and the file is here
+    with suppress(Exception):  # each file system has its own errors, and the file is already here
         one.fs.invalidate_cache()
         name, now = _mark(one.fs.info(one.path)) or ("", "")
         if one.mark is not None and name in DIGESTS and name == one.mark[0] and now != one.mark[1]:
