@@ -238,7 +238,8 @@ def use_operators(orig_model: PreTrainedModel) -> None:
     found = list(mixers(orig_model))
     # Decided before anything is traced.
     deltas: list[Any] = [layer for _, layer, mixer in found if mixer is _DELTA]
-    if torch.cuda.is_available() and deltas:
+    # In fp32 torch computes: nothing to compare, and nothing that would be slow for want of kernels.
+    if torch.cuda.is_available() and deltas and orig_model.dtype != torch.float32:
         # Layers repeat their keys for all heads of values before the function is called.
         sizes = {(x.num_v_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in deltas}
         reason = next(filter(None, (recurrent.fla_unsupported_reason(*size) for size in sizes)), None)
