@@ -1,10 +1,10 @@
 """Measure the launch settings of flash-linear-attention's kernels of the gated delta rule on this GPU.
 
-PYTHONPATH=src python benchmarks/h200_hybrids/kernels.py OUT.yaml [--processes 12]
+PYTHONPATH=src python benchmarks/h200_hybrids/kernels.py OUT.txt [--processes 12]
 
 Prints, for each kernel, the time of its fastest, median and slowest setting, in ms, over a row of 16,384 positions with
 documents of 400, bf16, heads of 128, for 16 and 32 heads; and writes the fastest for both together, which
-src/sftkit/ops/recurrent.yaml holds. First several processes compile all settings into Triton's cache.
+sftkit.ops.recurrent.MEASURED holds. First several processes compile all settings into Triton's cache.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def main() -> None:
         best[name] = yaml.safe_load(fastest)
         middle, slowest = statistics.median(sums.values()), max(sums.values())
         print(f"{name}: {len(sums)} settings, {sums[fastest]:.3f} {middle:.3f} {slowest:.3f} {best[name]}")
-    lines = (f"{name}: {yaml.safe_dump(setting, default_flow_style=True)}" for name, setting in best.items())
-    args.out.write_text("".join(lines))
+    args.out.write_text("".join(f"{name!r}: {setting},\n" for name, setting in best.items()))
     print(f"{time.perf_counter() - begin:.0f} s in all")
     return None
 

@@ -8,11 +8,9 @@ flash-linear-attention computes it (extra hybrid); elsewhere it is torch's matri
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
@@ -51,16 +49,31 @@ def fla_unsupported_reason(heads: int, value_heads: int, key_size: int, value_si
     return f"computes wrong gradients here ({error:.0%} off): install Triton 3.7.1 (torch 2.12)"
 
 
+MEASURED: dict[str, dict[str, int]] = {
+    "chunk_fwd_kernel_o": {"BK": 64, "BV": 64, "num_stages": 3, "num_warps": 4},
+    "chunk_bwd_kernel_dqkwg": {"num_stages": 3, "num_warps": 4},
+    "chunk_bwd_kernel_dv_local": {"num_stages": 2, "num_warps": 2},
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {"BV": 64, "num_stages": 2, "num_warps": 4},
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {"BV": 32, "num_stages": 2, "num_warps": 2},
+    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": {"BK": 64, "num_stages": 3, "num_warps": 1},
+    "recompute_w_u_fwd_kernel": {"num_stages": 3, "num_warps": 4},
+    "prepare_wy_repr_bwd_kernel": {"num_stages": 3, "num_warps": 4},
+    "chunk_local_cumsum_scalar_kernel": {"num_stages": 3, "num_warps": 2},
+}
+"""Launch settings of flash-linear-attention's kernels on Hopper for heads of 128: the fastest for 16 and 32 heads
+together, as benchmarks/h200_hybrids/kernels.py measured them. With them a start compiles 9 kernels instead of 64."""
+
+
 def use_measured_settings() -> None:
-    """Let each kernel of flash-linear-attention have the one launch setting of recurrent.yaml, instead of the fastest
-    at each start."""
+    """Let each kernel of flash-linear-attention have its setting of `MEASURED`, instead of the fastest at each start: a
+    resumed run computes with the same code."""
     from triton import Config
 
-    known = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()) or {}
     for name, tuner in autotuners().items():
-        if name in known:
-            warps, stages = known[name].pop("num_warps"), known[name].pop("num_stages")
-            tuner.configs = [Config(known[name], num_warps=warps, num_stages=stages)]
+        if name in MEASURED:
+            settings = dict(MEASURED[name])
+            warps, stages = settings.pop("num_warps"), settings.pop("num_stages")
+            tuner.configs = [Config(settings, num_warps=warps, num_stages=stages)]
 
 
 def autotuners() -> dict[str, Any]:
