@@ -181,7 +181,7 @@ def test_ctrl_c_while_data_is_prepared_is_one_line_and_leaves_no_process(
     (tmp_path / "rows.jsonl").write_text(line_of_row * (SMALL_BYTES // len(line_of_row) + 1))  # no check reads it whole
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     recipe = {
-        "run": {"dir": f"{tmp_path}/run"},
+        "run": {"dir": f"{tmp_path}/run", "stage": "sft"},
         "model": {"scratch": TINY, "tokenizer": f"{tmp_path}/tokenizer"},
         "data": {
             "train": [{"path": f"{tmp_path}/rows.jsonl", "split": "train[1%:]"}],  # nor its beginning
