@@ -1,4 +1,5 @@
-"""What fits on which GPU with which method, by the memory planner: tables of docs/adapters.md. No torch here."""
+"""What fits on which GPU with which method, by the memory planner: the tables of docs/adapters.md and
+benchmarks/h200_adapters/README.md. No torch here."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def fits() -> Table:
             cells = []
             for gib in GPUS.values():
                 fast, most = (longest(model, method, gib, memory) for memory in ("speed", "low"))
-                low = f"low {most:,}" if most > fast else ""
-                cells.append(f"{fast:,}{low and f' ({low})'}" if fast else low or "–")
+                lengths = [fast, most] if most > fast else [fast]
+                cells.append("/".join(f"{n // 1024}k" if n else "–" for n in lengths))
             rows.append([model, method, *cells])
     return ["model", "method", *GPUS], rows
 

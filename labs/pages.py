@@ -555,6 +555,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "labs/patterns/README.md": lambda name: PATTERNS[name](_raw("patterns/results/results.json")),
     "docs/parallelism.md": lambda name: markdown_table(*PAPER[name]()),
     "docs/adapters.md": lambda name: markdown_table(*FITS[name]()),
+    "benchmarks/h200_adapters/README.md": lambda name: markdown_table(*FITS[name]()),
     "benchmarks/lab_gpt2/README.md": lambda _: gpt2_tables(BENCHMARKS / "lab_gpt2"),
     "benchmarks/lab_layouts/README.md": lambda _: layout_tables(BENCHMARKS / "lab_layouts"),
     "benchmarks/lab_captioning/README.md": lambda _: caption_tables(BENCHMARKS / "lab_captioning"),
