@@ -518,14 +518,12 @@ PATTERNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
     "families": lambda _: markdown_table(*paper.families()),
     "beside": lambda _: markdown_table(*paper.beside_measured(BENCHMARKS)),
+    "per_pattern": lambda _: markdown_table(*paper.per_pattern()),
+    "slow_links": lambda _: markdown_table(*paper.slow_links()),
     "published": lambda _: markdown_table(*paper.published()),
 }
 "Tables of labs/patterns/README.md: results of `make patterns`, then estimates and runs on GPUs."
-PAPER: dict[str, Callable[[], Table]] = {
-    "chosen": paper.chosen,
-    "per_pattern": paper.per_pattern,
-    "slow_links": paper.slow_links,
-}
+PAPER: dict[str, Callable[[], Table]] = {"chosen": paper.chosen}
 "Tables of docs/parallelism.md: calculations."
 LOADER_COLUMNS = (
     *("batches cross as", "rows in a step", "data workers a rank", "building, CPU s per M tokens"),

@@ -13,7 +13,7 @@ from helpers import ROOT
 from sftkit.launch import launch
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-SHOWN = (ROOT / "docs" / "distributed.md").read_text().partition("labs/primer.py\n")[2].partition("```")[0]
+SHOWN = (ROOT / "labs" / "patterns" / "README.md").read_text().partition("labs/primer.py\n")[2].partition("```")[0]
 
 
 def check(done: subprocess.CompletedProcess[str]) -> None:
