@@ -84,7 +84,9 @@ def longest(model: str, method: str, gib: float, memory: str) -> int:
 
 
 def fits() -> Table:
-    """Return the longest row by model, method and GPU, with train.memory speed and, if it is longer, low."""
+    """Return the longest row by model, method and GPU, with train.memory speed and, if it is longer, low;
+    without the methods that fit no GPU.
+    """
     rows = []
     for model in FIELDS:
         for method in METHODS:
@@ -93,7 +95,8 @@ def fits() -> Table:
                 fast, most = (longest(model, method, gib, memory) for memory in ("speed", "low"))
                 lengths = [fast, most] if most > fast else [fast]
                 cells.append("/".join(f"{n // 1024}k" if n else "–" for n in lengths))
-            rows.append([model, method, *cells])
+            if {*cells} != {"–"}:
+                rows.append([model, method, *cells])
     return ["model", "method", *GPUS], rows
 
 

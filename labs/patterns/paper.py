@@ -73,23 +73,13 @@ def chosen() -> Table:
         way = choice(worked(name, gpus))
         begin = [name, f"{gpus:,}"]
         if way is None:
-            cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
+            cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 4])
             continue
         s = way.setup
         settings = f"{s.optimizer}, {way.memory}"
-        rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
         sizes = [f"{way.estimate.total / GIB:.0f}", f"{way.sent / 1e9:,.0f}"]
-        shares = [f"{way.hidden:.0%}", f"{way.share:.0%}"]
-        cells.append([*begin, way.config, settings, _sharding(s), rows, *sizes, *shares])
-    header = ["model", "GPUs", "layout", "optimizer, train.memory", "weights; gradients", "rows x micro-batches"]
-    return [*header, "GiB", "GB sent", "hidden", "speed"], cells
-
-
-def _sharding(s: EstimateInputs) -> str:
-    if not s.topology.sharded:
-        return "whole"
-    weights = "gathered once" if s.sharding.keep_weights else "for each pass"
-    return f"{weights}; {'exchanged once' if s.sharding.keep_gradients else 'each micro-batch'}"
+        cells.append([*begin, way.config, settings, *sizes, f"{way.share:.0%}"])
+    return ["model", "GPUs", "layout", "optimizer, train.memory", "GiB", "GB sent", "speed"], cells
 
 
 def families() -> Table:
