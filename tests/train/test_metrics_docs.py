@@ -44,9 +44,7 @@ def test_every_value_of_a_run_and_every_table_is_documented() -> None:
 
 
 def test_what_a_resumed_run_counts_anew_is_named_beside_what_it_writes_again() -> None:
-    sentence = re.search(
-        r"resumed writes the same lines as an uninterrupted one(.*?)\.\n", DOCS, re.DOTALL
-    )
+    sentence = re.search(r"resumed writes the same lines as an uninterrupted one(.*?)\.\n", DOCS, re.DOTALL)
     assert sentence
     texts = rows(r"[^|]*\|[^|]*\|(.*)\|$")
     anew = {name for name, text in texts if re.search(r"since the start(?! of the run)|after the warm-up", text)}
