@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -238,15 +239,21 @@ def table(name: str) -> str:
         known = {row["model_type"]: row["accepted"] for row in recorded["rows"]}
         newer = json.loads(NEWER.read_text())
         others = [row for row in newer["rows"] if known.get(row["model_type"]) != row["accepted"]]
-        cells = [[f"`{row['model_type']}`", row["reason"] or "accepted"] for row in others]
-        return f"transformers {newer['transformers']}:\n\n{markdown_table(['`model_type`', 'outcome'], cells)}"
+        return f"transformers {newer['transformers']}:\n\n{_by_reason('outcome', others)}"
     rows = [row for row in recorded["rows"] if row["accepted"] == (name == "accepted")]
+    count = f"{len(rows)} of the {len(recorded['rows'])} model types of transformers {recorded['transformers']}:"
+    if name == "rejected":
+        return f"{count}\n\n{_by_reason('because', rows)}"
+    types = ", ".join(f"`{row['model_type']}`" for row in rows)
+    return f"{count}\n\n{textwrap.fill(types, 132, break_long_words=False, break_on_hyphens=False)}"
+
+
+def _by_reason(head: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a row for each reason, or for those that are accepted."""
     groups: dict[str, list[str]] = {}
     for row in rows:
-        groups.setdefault(row["class"] if name == "accepted" else row["reason"], []).append(f"`{row['model_type']}`")
-    head = ["class", "`model_type`"] if name == "accepted" else ["because", "`model_type`"]
-    count = f"{len(rows)} of the {len(recorded['rows'])} model types of transformers {recorded['transformers']}:"
-    return f"{count}\n\n{markdown_table(head, [[key, ', '.join(types)] for key, types in sorted(groups.items())])}"
+        groups.setdefault(row["reason"] or "accepted", []).append(f"`{row['model_type']}`")
+    return markdown_table([head, "`model_type`"], [[key, ", ".join(types)] for key, types in sorted(groups.items())])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What docs/reliability.md and tests/README.md say of the tests."""
+"""What benchmarks/reliability/README.md and tests/README.md say of the tests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from sftkit.config.commands import SCRIPTS
 from sftkit.config.keys import key_table, section_classes
 
 ROOT = Path(__file__).parents[1]
+CASES = ROOT / "benchmarks" / "reliability" / "README.md"
 
 
 def test_every_test_that_the_page_names_is_there() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    named = set(re.findall(r"`(test_\w+)`", CASES.read_text()))
     texts = [file.read_text() for file in (ROOT / "tests").rglob("*.py")]
     assert named - {name for text in texts for name in re.findall(r"def (test_\w+)", text)} == set()
     assert len(named) > 60
 
 
 def test_the_number_of_cases_in_the_readme_is_that_of_the_page() -> None:
-    cases = re.findall(r"^\| .*`test_", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
-    assert f"[{len(cases)} cases, each with its tests](docs/reliability.md)" in (ROOT / "README.md").read_text()
+    cases = re.findall(r"^\| .*`test_", CASES.read_text(), re.MULTILINE)
+    link = f"[{len(cases)} cases, each with its tests](benchmarks/reliability/README.md#cases)"
+    assert link in (ROOT / "README.md").read_text()
 
 
 def test_times_are_written_beside_their_cases_and_what_was_not_run_keeps_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Write into the tables of docs/reliability.md how many seconds the tests of each case took.
+"""Write into the tables of benchmarks/reliability/README.md how many seconds the tests of each case took.
 
 make test ARGS="--junitxml default.xml"
 make test ARGS="-m slow --junitxml slow.xml"
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parent / "README.md"
 TEST = re.compile(r"`(test_\w+)`")
 
 
