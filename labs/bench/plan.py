@@ -127,14 +127,14 @@ class LognormalLengths:
 
 @settings
 class Conversations:
-    """Synthetic conversations whose every turn is a document of its own, as templates make them that drop the reasoning
-    of earlier turns: n turns are n documents that share their beginnings. All sizes are in tokens."""
+    """Synthetic conversations in which each turn is a separate document, as with chat templates that drop the reasoning
+    of earlier turns: a conversation of n turns becomes n documents with common prefixes. All sizes are in tokens."""
 
     count: Positive
     turns: Positive
     question: Positive
     reasoning: Positive
-    "of the last turn of a document, a target"
+    "only in the last turn of a document; a target"
     answer: Positive
     "a target in the last turn of a document"
 

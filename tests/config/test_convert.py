@@ -216,7 +216,12 @@ def test_keys_that_mean_more_than_a_name(tmp_path: Path, text: str, more: str, e
         (f"{LLAMA_FACTORY}stage: dpo", "TRL trains preferences"),
         (f"{AXOLOTL}rl: grpo", "TRL trains preferences"),
         ("base_model: x\n", "names no data set"),
-        (f"{TRL}max_steps: many", "a value is not one that TRL takes"),
+        (f"{TRL}max_steps: many", r'theirs\.yaml:\d+: max_steps must be a number, not "many"'),
+        (
+            "base_model: a\nlora_r: big\nval_set_size: [1]",
+            r'yaml:2: lora_r must.* "big".*\n.*yaml:3: val_set_size .* \[1\]:',
+        ),
+        (f"{AXOLOTL}datasets: [1]", "a value is not one that Axolotl takes"),
     ],
 )
 def test_a_file_that_cannot_be_converted_says_why(tmp_path: Path, text: str, said: str) -> None:

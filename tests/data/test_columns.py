@@ -388,9 +388,11 @@ def test_an_encoder_is_given_what_is_marked_as_learned_and_nothing_is_left_out(t
 def load(tmp_path: Path, tokenizer):
     """load([row, ...], "sft", num_proc=2): the rows of a file, as a stage reads them."""
 
-    def run(given: list[dict[str, Any]], stage: str, *, repeat: int = 1, **settings: Any) -> Examples:
+    def run(
+        given: list[dict[str, Any]], stage: str, *, repeat: int = 1, columns: Any = None, **settings: Any
+    ) -> Examples:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-        source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=repeat)
+        source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=repeat, columns=columns)
         data = replace(DataConfig(train=(source,), cache_dir=str(tmp_path / "cache")), **settings)
         tokenize = sources.stage_rule(stage)(data, tokenizer, 200)
         return sources.load_sources(data.train, data, tokenize)
@@ -412,6 +414,14 @@ def test_unused_columns_of_a_source_are_counted_and_shown_also_from_the_cache(lo
         assert said[0].startswith("a: 6 rows have a column quality, which is not used; the first: ")
         assert said[0].endswith("a.jsonl:2")
     assert isinstance(examples.lengths, np.memmap)
+
+
+def test_rows_of_which_none_has_the_column_of_their_turns_are_no_source(load) -> None:
+    named = {"messages": "turns"}
+    with pytest.raises(DataError, match=r"columns\.messages: no row has a column turns.* 2 rows read as messages"):
+        load([CHAT, CHAT], "sft", columns=named)
+    assert len(load([CHAT, {"turns": CHAT["messages"]}], "sft", columns=named)) == 2
+    assert len(load([CHAT, CHAT], "sft", columns={"system": "persona"})) == 2
 
 
 def test_keys_of_messages_are_counted_once_a_row(load) -> None:

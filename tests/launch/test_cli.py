@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
-from sftkit.config.keys import hints
-from sftkit.launch.cli import CLI_USAGE, LABS, main, python_arguments
+from sftkit.config.keys import hints, key_table
+from sftkit.launch.cli import CLI_USAGE, LABS, main, of_setting, python_arguments
 
 COMMAND = (sys.executable, "-m", "sftkit")
 
@@ -81,6 +81,10 @@ def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
         ),
         (("deepspeed",), "sftkit deepspeed: no such word. the launcher decides it: accelerate launch --config_file"),
         (("learning-rate",), "sftkit learning-rate: no such word. It is a setting of recipes: optim.lr"),
+        (
+            ("max_steps=100",),
+            "recipes: train.max_steps. Set it after the recipe: `sftkit sft RECIPE train.max_steps=100`",
+        ),
         (("init",), "usage: sftkit init DIR"),
         (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
         (
@@ -93,6 +97,17 @@ def test_a_mistake_is_told_with_code_2(words: tuple[str, ...], said: str, tmp_pa
     done = sftkit(tmp_path, *words)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_last_part_of_every_setting_is_known_as_one_that_was_typed_as_a_word() -> None:
+    said = [of_setting(key.rpartition(".")[2]) or "" for key in key_table()]
+    assert all(
+        key.startswith("adapters.") or key.replace(".N.", ".0.") in text
+        for key, text in zip(key_table(), said, strict=True)
+    )
+    assert "or checkpoint.every or log.every" in (of_setting("every") or "")
+    assert "adapter.rank=VALUE` (int > 0)" in (of_setting("rank") or "")
+    assert of_setting("modell") is None
 
 
 def test_no_word_that_exists_is_said_to_be_none() -> None:

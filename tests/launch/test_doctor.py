@@ -84,6 +84,22 @@ def test_packages_that_are_missing_or_of_a_wrong_version_are_faults_and_untested
     assert "newer than any tested version" in of("note", doctor.versions())[0]
 
 
+def test_sources_that_are_not_installed_have_the_requirements_of_their_clone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = {*map(str, [*doctor.extras(), *doctor.versions()])}
+
+    def requires(name: str) -> list[str]:
+        raise doctor.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", requires)
+    assert {*map(str, [*doctor.extras(), *doctor.versions()])} == installed
+    assert any(one.state == "ok" for one in doctor.extras())
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    (unknown,) = doctor.extras()
+    assert str(unknown).startswith("note  extra         not known: sftkit is not installed. ")
+
+
 def test_a_gpu_that_torch_cannot_use_is_a_fault_and_none_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     from sftkit.runtime import hardware
 

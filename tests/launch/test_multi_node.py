@@ -75,20 +75,22 @@ def test_the_batch_script_starts_a_launcher_per_machine_and_queues_a_preempted_r
         folder.mkdir(parents=True)
     if status is not None:  # else it came to no step
         (run_dir / "run_status.json").write_text(json.dumps({"status": status, "time": time}))
+    on_each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
     commands = {
         bin_dir / "scontrol": f'[ "$1" = requeue ] && echo requeued $2 >> {tmp_path}/log || printf "node7\\nnode8\\n"',
-        bin_dir / "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done; exit 1',
+        bin_dir / "srun": f"echo $SRUN_CPUS_PER_TASK > cpus; shift; {on_each}; exit 1",
         tmp_path / ".venv" / "bin" / "accelerate": f'echo "$@" >> {tmp_path}/log',
     }
     for path, text in commands.items():
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "42"}
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "64"}
     env = os.environ | slurm | {"PATH": f"{bin_dir}:{os.environ['PATH']}"}
     script = script.replace("/shared/runs/sft", str(run_dir))
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     first, second, *rest = (tmp_path / "log").read_text().splitlines()
+    assert (tmp_path / "cpus").read_text() == "64\n"
     assert first.replace("--machine_rank 0", "--machine_rank 1") == second
     assert "--num_machines 2 --num_processes 16" in first
     assert "--main_process_ip node7" in first

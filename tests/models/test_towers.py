@@ -187,7 +187,7 @@ def test_a_start_needs_room_for_the_other_tensors_once(
     other = whole_of(model).unchanged_bytes  # type: ignore[union-attr]
     assert other > 10_000
     monkeypatch.setattr("sftkit.checkpoint.checkpoint.free_bytes", lambda _: 3 * 10**6 + other - 1)
-    with pytest.raises(ConfigError, match=r"1\.0 MB each, at most 3 at a time, and .* MB once for the tensors beside"):
+    with pytest.raises(ConfigError, match=r"1\.0 MB each, at most 3 at a time, and .* MB once for the tensors outside"):
         run.checkpoints.check_space(10**6)
     monkeypatch.setattr("sftkit.checkpoint.checkpoint.free_bytes", lambda _: 3 * 10**6 + other)
     run.checkpoints.check_space(10**6)

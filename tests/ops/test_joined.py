@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
+from sftkit.ops import joined
 from sftkit.ops.joined import are_neighbours, joined_layers, joined_mlp
 from sftkit.ops.quack_products import quack_unsupported_reason
 
@@ -104,3 +108,18 @@ def test_the_operators_agree_with_what_compilers_are_told() -> None:
         linear(silu(linear(x, gate)) * linear(x, up), down).sum().backward()
         torch.autograd.backward([linear(x, layer).sum() for layer in (gate, up)])
     assert joined.get_total_flops() == plain.get_total_flops()
+
+
+def test_a_product_that_cannot_be_compiled_ahead_says_how_its_process_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joined, "kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr(joined, "quack", lambda: [SimpleNamespace(__file__="quack.py")])
+    monkeypatch.setattr(joined, "TILES", {"unheard of": None})
+    joined.compile_ahead()()
+    (said,) = caplog.messages
+    assert said.startswith(
+        "QuACK's product 'unheard of' was not compiled ahead (exit code 1), which its first call does"
+    )
+    assert said.endswith("KeyError: 'unheard of'")
+    assert not list(tmp_path.iterdir())

@@ -331,6 +331,28 @@ def test_a_condition_on_a_column_that_no_row_has_names_those_that_are_there(here
     assert problems("data.train=[{path: chats.jsonl, where: {zzz: en}}]") == [], "a later row may have it"
 
 
+def test_a_column_that_a_source_names_and_no_row_has_is_refused_with_those_that_are_there(here: Path) -> None:
+    def told(columns: str) -> list[str]:
+        return problems(f"data.train=[{{path: chats.jsonl, columns: {columns}}}]")
+
+    row = {**CHAT, "meta": {"turns": 1, "persona": None}}
+    write(here / "chats.jsonl", *[row] * 3)
+    (problem,) = told("{messages: meta.turn}")
+    assert problem == (
+        "data.train.0.path: columns.messages: there is no column meta.turn in its 3 rows, only meta.turns, meta.persona, "
+        'meta, messages (the first: chats.jsonl:1). Did you mean "meta.turns"? Name one of these, or remove '
+        "columns.messages"
+    )
+    assert told("{system: meta.persona}") == [], "it is there, and null"
+    write(here / "chats.jsonl", *[row] * 2 * FIRST_ROWS, {**row, "zzz": "Be brief."})
+    assert told("{system: zzz}") == [], "a small file is read to its end"
+    assert "no column qqq in its 201 rows" in told("{system: qqq}")[0]
+    write(here / "chats.jsonl", *[{**row, "meta": "x" * 20_000}] * 2 * FIRST_ROWS)
+    assert told("{system: qqq}") == [], "a later row of a large file may have it"
+    assert "no column qqq in the first 100 rows" in told("{messages: qqq}")[0]
+    assert "in the first 100 rows" in told("{system: mesages}")[0]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

@@ -30,7 +30,7 @@ from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
-from sftkit.models.towers import bytes_beside
+from sftkit.models.towers import bytes_outside
 from sftkit.models.trained import adapters_of
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
@@ -213,8 +213,8 @@ class Checkpoints:
         """Reject a run whose checkpoints do not fit on the disk; every rank calls it.
 
         Args:
-            estimated_bytes: size of one checkpoint: weights and optimizer states, without the tensors beside a text
-                model.
+            estimated_bytes: size of one checkpoint: weights and optimizer states, without the tensors outside a
+                text model.
             new_run: whether checkpoints in the directory belong to an earlier run, which this run will not prune.
 
         Raises:
@@ -228,11 +228,11 @@ class Checkpoints:
             at_once = self.config.keep + 1 if self.config.every else 1
             there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
             needed = estimated_bytes * max(at_once - there, 1)
-            beside = 0 if there else bytes_beside(self.orig_model)
-            needed += beside
+            outside = 0 if there else bytes_outside(self.orig_model)
+            needed += outside
             free = free_bytes(self.run_dir)
             if free < needed:
-                once = f", and {in_mb(beside)} once for the tensors beside the text model" if beside else ""
+                once = f", and {in_mb(outside)} once for the tensors outside the text model" if outside else ""
                 raise ConfigError(
                     f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
                     f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time{once}). Free some "

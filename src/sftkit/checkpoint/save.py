@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.models.adapter_files import belongs_to
-from sftkit.models.towers import bytes_beside
+from sftkit.models.towers import bytes_outside
 from sftkit.models.trained import adapters_of
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
@@ -274,7 +274,7 @@ class Writer:
         # Check the space, write weights and states, hash everything; publish only after all ranks are done.
         total = sum(self._together(snapshot.num_bytes))
         if self.published is None:
-            total += bytes_beside(self.orig_model)
+            total += bytes_outside(self.orig_model)
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
         # A collective of torch over the same group.

@@ -448,7 +448,7 @@ def plan_files(
 
     Args:
         writers: rank that writes each tensor, the same for all tensors of a file; empty or None: any rank.
-        alone: whether no other file of weights is beside them.
+        alone: whether the checkpoint has no other files of weights.
     """
     groups: list[list[str]] = [[]]
     size, writers = 0, writers or {}

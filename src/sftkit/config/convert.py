@@ -101,6 +101,12 @@ _SILENT = {
     *_SWITCHED_BY,
 }
 "Keys that `_Conversion` reads together, or that say nothing beyond what it reads."
+_NUMBERS = {
+    *("max_steps", "num_train_epochs", "num_epochs", "warmup_steps", "adam_beta1", "adam_beta2", "max_samples"),
+    *("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("val_set_size", "val_size", "test_split_size"),
+}
+"Keys that `_Conversion` computes with."
 _STANDARD = {"role": ("role", "from"), "content": ("content", "value")}
 
 
@@ -360,7 +366,8 @@ def converted(path: Path) -> str:
         ConfigError: there is no such file, it is no YAML, of no trainer that is known, or trains what sftkit does not.
     """
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)
+        text = path.read_text(encoding="utf-8")
+        given = yaml.load(text, Loader=RecipeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         what = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{path}: {what}") from None
@@ -373,6 +380,7 @@ def converted(path: Path) -> str:
     stage = given.get("stage", "sft")
     if stage not in ("sft", "pt") or given.get("rl") or given.get("reward_model") is True:
         raise ConfigError(f"{path}: {keys.instead_of('no_key', 'rl')}")
+    _check_numbers(given, text, path)
     made = _Conversion(trainer, given, path.parent)
     try:
         made.table()
@@ -396,6 +404,24 @@ def converted(path: Path) -> str:
     if made.left:
         lines += ["", "# Not taken over:", *(f"#   {key}: {reason}" for key, reason in made.left.items())]
     return "\n".join(lines)
+
+
+def _check_numbers(given: Theirs, text: str, path: Path) -> None:
+    """Reject words where numbers are expected. `text`: of the file at `path`."""
+    whole = yaml.compose(text, Loader=RecipeLoader)
+    assert whole is not None, "it is a mapping"
+    lines = {key.value: key.start_mark.line + 1 for key, _ in whole.value}
+    problems = []
+    for name, value in given.items():
+        ours = our_key(str(name))
+        is_number = name in _NUMBERS or (ours in COPIED and keys.key_table()[ours].kind.startswith(("int", "number")))
+        if is_number and value and isinstance(value, str | list | dict):
+            problems.append(
+                f"{path}:{lines.get(name, 1)}: {name} must be a number, not {keys.shorten(value)}: write one, or leave "
+                "the key out"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _key(at: KeyPath) -> str:

@@ -156,6 +156,13 @@ def own_names(name: str) -> tuple[str, ...]:
     return (joined,) if joined in key_table() else ()
 
 
+def ending_in(name: str, *, in_adapters: bool = False) -> list[str]:
+    """Return the keys that are this name, or whose last part is."""
+    found = [key for key in key_table() if name in (key, key.rpartition(".")[2])]
+    # Entries of `adapters` have the names of settings that all runs have.
+    return found if in_adapters else [key for key in found if not key.startswith("adapters.")] or found
+
+
 def instead_of(table: str, name: str) -> str | None:
     """Return what hints.yaml says to do instead of a name, such as a setting that sftkit has not."""
     return next((text for text, names in hints()[table].items() if name in names.split()), None)
@@ -212,9 +219,7 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     prefix = f"{parent}." if parent else ""
     inside = [key.removeprefix(prefix) for key in key_table() if key.startswith(prefix)]
     level = [key for key in inside if "." not in key] if parent else list(section_classes())
-    elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
-    if not parent.startswith("adapters"):  # they have the names of settings that all runs have
-        elsewhere = [key for key in elsewhere if not key.startswith("adapters.")] or elsewhere
+    elsewhere = ending_in(name, in_adapters=parent.startswith("adapters"))
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     if instead := hints()["removed"].get(row_of(keys)):

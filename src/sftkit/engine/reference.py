@@ -149,7 +149,7 @@ def _documents_of_trees(batch: Batch, multiple: int) -> Iterator[RowDocument]:
     assert batch.edge_targets is not None
     assert batch.edge_weights is not None
     row_length = batch.doc_ids.shape[1]
-    # Edges that no document has had yet, by position: target -> weight.
+    # Edges that are not part of a document yet, by position: target -> weight.
     left: dict[int, dict[int, float]] = {}
     edges = (batch.target_index.tolist(), batch.edge_targets.tolist(), batch.edge_weights.tolist())
     for position, target, weight in zip(*edges, strict=True):
@@ -162,7 +162,8 @@ def _documents_of_trees(batch: Batch, multiple: int) -> Iterator[RowDocument]:
         used = int((batch.doc_ids[row] >= 0).sum())
         of_row = [left.get(row * row_length + column, {}) for column in range(used)]
         leaves = (ends[:used] == torch.arange(1, used + 1, device=ends.device)).nonzero().flatten().tolist()
-        # After the leaves, whose paths have all edges between positions, targets behind which no document goes on.
+        # The paths to the leaves contain every edge between two positions. All other edges lead to the last token of
+        # a document, which has no position.
         for leaf in chain(leaves, (column for column in range(used) for _ in range(len(of_row[column])))):
             if leaf not in leaves and not of_row[leaf]:
                 continue

@@ -82,9 +82,7 @@ def python_arguments(word: str) -> list[str]:
     if word not in commands.SCRIPTS:
         near = difflib.get_close_matches(word, ["init", "convert", "launch", *LABS, *commands.SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
-        # A setting, ours or of another trainer, that was typed as a word.
-        settings = [key for key in keys.own_names(word.replace("-", "_")) if "." in key]
-        setting = f"It is a setting of recipes: {' or '.join(settings)}" if settings else None
+        setting = of_setting(word)
         known = [keys.instead_of(table, word) for table in ("no_word", "no_key")]
         load.fail(f"sftkit {word}: no such word. {next(filter(None, [*known, setting]), hint)}")
     script = f"scripts/{commands.SCRIPTS[word]}"
@@ -92,6 +90,19 @@ def python_arguments(word: str) -> list[str]:
     launcher = ["-m", "sftkit.launch"] if word in tables.STAGE_SCRIPTS else []
     flags = ["--preview", "0"] if word == "prepare" else []
     return [*launcher, script if commands.is_ours(script) else str(commands.ROOT / script), *flags]
+
+
+def of_setting(word: str) -> str | None:
+    """Return how to set a setting, ours or of another trainer, that was typed as a word; None if it is none."""
+    name, _, value = word.partition("=")
+    name = name.replace("-", "_")
+    settings = [key for key in dict.fromkeys([*keys.own_names(name), *keys.ending_in(name)]) if "." in key]
+    if not settings:
+        return None
+    which = " or ".join(key.replace(".N.", ".0.") for key in settings)
+    given = f"{settings[0].replace('.N.', '.0.')}={value or 'VALUE'}"
+    kind = "" if value else f" ({keys.key_table()[settings[0]].kind})"
+    return f"It is a setting of recipes: {which}. Set it after the recipe: `sftkit sft RECIPE {given}`{kind}"
 
 
 def init(words: list[str]) -> None:

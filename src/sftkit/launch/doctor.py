@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sftkit.config.commands import install
+from sftkit.config.commands import ROOT, install
 from sftkit.config.schema import DataConfig
 from sftkit.launch.launch import cpu_cores, idle_cores, nvidia_smi
 from sftkit.models.files import GIB
@@ -77,11 +78,16 @@ def findings() -> Iterator[Diagnosis]:
 
 
 def _required() -> list[str]:
-    """Return the requirements of sftkit and its extras; none if it is imported without having been installed."""
+    """Return the requirements of sftkit and its extras, of its sources if it is not installed; none if these are not in
+    a clone."""
     try:
         return requires("sftkit") or []
     except PackageNotFoundError:
-        return []
+        if not (ROOT / "pyproject.toml").exists():
+            return []
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = about["optional-dependencies"].items()
+    return [*about["dependencies"], *(f"{text}; extra == '{name}'" for name, texts in extras for text in texts)]
 
 
 def versions() -> Iterator[Diagnosis]:
@@ -170,6 +176,9 @@ def compiler() -> Iterator[Diagnosis]:
 
 def extras() -> Iterator[Diagnosis]:
     """Yield which extras are installed."""
+    if not _required():
+        yield Diagnosis("note", "extra", "not known: sftkit is not installed", install("sftkit"))
+        return
     capability = _capability()
     for extra in EXTRAS:
         texts = [text for text in _required() if re.search(rf"""extra == ['"]{extra}['"]""", text)]

@@ -20,6 +20,7 @@ the script: sbatch --time=2:00:00 --partition=gpu sft.sh"""
 _SECONDS = 300
 "How long before the time limit Slurm signals the launchers."
 _PORT = 29500
+_CPUS = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not take it from the job\n"
 _SCRIPT = Template(r"""#!/bin/bash
 #SBATCH --job-name=$name
 #SBATCH --nodes=$nodes
@@ -34,7 +35,7 @@ $gpu_lines#SBATCH --exclusive
 RUN_DIR=$run_dir
 WORDS=($words)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$patience $signals$environment
-export HEAD=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+${cpus}export HEAD=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
 trap true TERM # this script outlives the launchers, to queue the job again
 begun=$$(date +%s)
 
@@ -93,6 +94,7 @@ def batch_script(stage: str, recipe: str, overrides: list[str], nodes: int, gpus
         name=stage,
         nodes=nodes,
         gpu_lines=f"#SBATCH --gpus-per-node={gpus}\n#SBATCH --cpus-per-task={8 * gpus}\n" if gpus else "",
+        cpus=_CPUS if gpus else "",
         seconds=_SECONDS,
         run_dir=shlex.quote(cfg.run.dir),
         words=shlex.join(words),

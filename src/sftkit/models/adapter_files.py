@@ -216,7 +216,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
+        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} next to {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
     parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
     kind = str(found.get("peft_type"))
@@ -307,7 +307,7 @@ def base_digest(folder: Path) -> str:
 
 
 def merge_command(folder: Path) -> str:
-    """Return the command that merges an adapter into its model with peft, in a folder beside it."""
+    """Return the command that merges an adapter into its model with peft, in a folder next to it."""
     code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
     return f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}" and name {folder}-merged'
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
-from sftkit.models.joined_adapters import MLP, QUERIES_KEYS_VALUES, is_gated_mlp
+from sftkit.models.joined_adapters import MLP, QUERIES_KEYS_VALUES, SharedInput, is_gated_mlp
 from sftkit.models.token_rows import in_front
 from sftkit.ops.joined import are_neighbours, compile_ahead, joined_layers, joined_mlp
 from sftkit.ops.quack_products import quack_unsupported_reason
@@ -175,7 +175,7 @@ class PartOfProduct(Linear):
         return self.joint[1] if self.bias is None else self.joint[1] + self.bias
 
 
-class AttentionProducts(torch.nn.Module):
+class AttentionProducts(SharedInput):
     """An attention module whose queries, keys and values are one product."""
 
     kernel: str
@@ -185,16 +185,10 @@ class AttentionProducts(torch.nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*args, **named)
         x = args[0] if args else named["hidden_states"]
-        layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
-        parts = [*joined_layers(x, [layer.weight for layer in layers], self.kernel)]
+        weights = [getattr(self, name).weight for name in QUERIES_KEYS_VALUES]
+        parts = [*joined_layers(x, weights, self.kernel)]
         if not hasattr(self, "q_norm"):
             # The backward pass needs values alone, and columns of a matrix would keep all of it. A norm needs its
             # input, so there the matrix is kept anyway.
             parts[2] = parts[2].contiguous()
-        for layer, part in zip(layers, parts, strict=True):
-            layer.joint = (x, part)
-        try:
-            return super().forward(*args, **named)
-        finally:
-            for layer in layers:
-                layer.joint = None
+        return self.with_parts(x, parts, *args, **named)

@@ -137,9 +137,9 @@ def whole_of(orig_model: torch.nn.Module) -> Whole | None:
     return getattr(orig_model, WHOLE_MODEL, None)
 
 
-def bytes_beside(orig_model: torch.nn.Module) -> int:
-    """Return the size of the tensors beside a text model in its first checkpoint, which later ones share; an adapter is
-    saved alone.
+def bytes_outside(orig_model: torch.nn.Module) -> int:
+    """Return the size of the tensors outside a text model in its first checkpoint, which later ones share; an adapter
+    is saved alone.
     """
     whole = None if adapters_of(orig_model) else whole_of(orig_model)
     return 0 if whole is None else whole.unchanged_bytes

@@ -6,6 +6,7 @@ parameters are one matrix to a product, and their gradients are written as one. 
 """
 
 import hashlib
+import logging
 import math
 import os
 import subprocess
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from subprocess import DEVNULL
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sftkit.ops.quack_products import Tile, kernels_folder, product, quack, swiglu_gradient_product, swiglu_product
 
+log = logging.getLogger(__name__)
 PINGPONG = Tile(128, 192, pingpong=True, cluster=(2, 1))
 COOPERATIVE = Tile(128, 256, pingpong=False, cluster=(2, 1))
 TILES = {
@@ -284,20 +286,25 @@ def compile_ahead() -> Callable[[], None]:
     # A CPU can compile for the GPU of this process.
     environment = os.environ | {"QUACK_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "QUACK_CACHE_DIR": str(folder)}
     code = "import sys; from sftkit.ops.joined import compile_kernel; compile_kernel(sys.argv[1])"
-    workers = [
-        subprocess.Popen([sys.executable, "-c", code, kind], env=environment, stdout=DEVNULL, stderr=DEVNULL)
-        for kind in TILES
-    ]
+    start = partial(subprocess.Popen, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace")
+    workers = {kind: start([sys.executable, "-c", code, kind]) for kind in TILES}
 
     def wait() -> None:
-        codes = []
-        for worker in workers:
+        for kind, worker in workers.items():
+            how = ""
             try:
-                codes.append(worker.wait(120))
-            except subprocess.TimeoutExpired:  # then it is compiled when it is called
+                said, _ = worker.communicate(timeout=120)
+            except subprocess.TimeoutExpired:
                 worker.kill()
-                codes.append(worker.wait())
-        if not any(codes):
+                said, _ = worker.communicate()
+                how = "after 120 s, "
+            if worker.returncode:
+                last = "\n".join(said.splitlines()[-5:])
+                log.warning(
+                    "QuACK's product %r was not compiled ahead (%sexit code %d), which its first call does:\n%s",
+                    *(kind, how, worker.returncode, last),
+                )
+        if not any(worker.returncode for worker in workers.values()):
             with suppress(OSError):
                 done.touch()
 

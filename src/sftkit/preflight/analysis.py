@@ -53,7 +53,7 @@ from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.structure import count_parameters
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
-from sftkit.models.towers import bytes_beside
+from sftkit.models.towers import bytes_outside
 from sftkit.models.trained import freeze
 from sftkit.preflight import data as facts
 from sftkit.reports.card import licence
@@ -195,7 +195,7 @@ def disk_facts(
     # with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     count = min(checkpoint.keep + 1 + bool(checkpoint.best), saves)
-    needed = None if size is None else count * size + (bytes_beside(orig_model) if orig_model is not None else 0)
+    needed = None if size is None else count * size + (bytes_outside(orig_model) if orig_model is not None else 0)
     return {
         "folder": str(folder),
         "free_gib": free / GIB,

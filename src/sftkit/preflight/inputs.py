@@ -12,7 +12,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,10 @@ from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS
 from sftkit.config.topology import Topology
 from sftkit.config.yaml import RecipeLoader, flattened
-from sftkit.data.reading import conversation, readers, rows
+from sftkit.data.reading import columns, conversation, readers, rows
 from sftkit.data.reading import origin as hub
-from sftkit.data.reading.columns import NO_COLUMN, advised
 from sftkit.data.reading.origin import find_here
+from sftkit.data.reading.readers import RawRow
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
 from sftkit.models import files as model_files
@@ -52,7 +52,7 @@ from sftkit.rundir.names import (
 )
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu
-from sftkit.runtime.script import first_of
+from sftkit.runtime.script import counted, first_of
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
 "Metrics that a captioning run writes for the captions of its data.val (evals/scoring.py)."
@@ -242,6 +242,11 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
     left_out: list[LeftOut] = []
     seen = 0
     most = FIRST_ROWS if source.max_rows is None else min(FIRST_ROWS, source.max_rows)
+    # Small files are read to their end where their beginning decides nothing.
+    small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
+    if source.columns:
+        raws = origin.part() if small else itertools.islice(origin.beginning(), most)
+        _check_columns(source.columns, itertools.islice(raws, source.max_rows), whole=small)
     for raw in itertools.islice(origin.beginning(), most):
         try:
             row = rows.parse(raw)
@@ -253,14 +258,12 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
         except DataError as error:
             if not skips:
                 # To skip rows whose columns are wrong would skip all of them.
-                raise error if error.reason in rows.WRONG_COLUMNS else advised(error) from error
+                raise error if error.reason in rows.WRONG_COLUMNS else columns.advised(error) from error
             errors.append(error)
         seen += 1
-    unknown = left_out and not seen and all(out.reason.endswith(NO_COLUMN) for out in left_out)
+    unknown = left_out and not seen and all(out.reason.endswith(columns.NO_COLUMN) for out in left_out)
     if unknown and (len(left_out) < most or "Did you mean" in str(left_out[0])):
         raise DataError(f"where: none of the first {len(left_out)} rows has it: {left_out[0]}")
-    # Small files whose beginning has no row are read to their end.
-    small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.part(), None) is None:
         raise readers.no_rows(source)
     if not errors or len(errors) < seen:
@@ -271,6 +274,41 @@ def _check_source(source: schema.SourceConfig, require: Callable[[Row], object] 
     if len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
         like = f"All of the first {seen} rows are like this, so on_bad_row=skip does not skip them"
         raise DataError(f"{errors[0]}. {like}")
+
+
+def _check_columns(paths: Mapping[str, str], raws: Iterable[RawRow], *, whole: bool) -> None:
+    """Reject a column that the `columns` of a source names and no row has.
+
+    Args:
+        paths: meaning -> name of the column in the source.
+        raws: the first rows, or all. whole: they are all. Otherwise later rows may have a column, unless rows are read
+            by it or one of a similar name is there.
+    """
+    absent = dict(paths)
+    there: dict[str, None] = {}
+    first = ""
+    number = 0
+    for raw in raws:
+        try:
+            row = readers.parsed(raw)
+        except DataError:  # of this row alone
+            continue
+        if isinstance(row, dict):
+            first = first or raw[0]
+            number += 1
+            there.update(dict.fromkeys(columns.column_names(row)))
+            absent = {name: path for name, path in absent.items() if not columns.has_column(row, path)}
+        if not absent:
+            return
+    for name, path in absent.items() if there else ():
+        near = difflib.get_close_matches(path, there, n=3)
+        if whole or near or columns.is_recognised(name):
+            meant = f'Did you mean "{near[0]}"? ' if near else ""
+            raise DataError(
+                f"columns.{name}: there is no column {path} in {'its' if whole else 'the first'} "
+                f"{counted(number, 'row')}, only {first_of(list(dict.fromkeys([*near, *there])), 12)} (the first: "
+                f"{first}). {meant}Name one of these, or remove columns.{name}"
+            )
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

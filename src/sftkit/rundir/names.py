@@ -68,8 +68,8 @@ EVALUATIONS = "evals"
 FINAL = f"{EVALUATIONS}/final"
 "Folder with what scripts/evaluate.py has found of the last checkpoint."
 RESULTS = "results.json"
-"""In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task lies
-beside it."""
+"""In the folder of an evaluation, the value of each task: evals/results.py; a file of examples for each task is
+next to it."""
 VALIDATION = "validation.json"
 "In a folder that scripts/evaluate.py is given, the losses of its --val: evals/results.py."
 

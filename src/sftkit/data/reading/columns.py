@@ -359,7 +359,7 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
     for name, wanted in where_columns(source).items():
         found, _ = _take(row, name)
         wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
-        if found is None and not wants_none and name not in (there := _columns(row)):
+        if found is None and not wants_none and name not in (there := column_names(row)):
             near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
             meant = f'. Did you mean "{near[0]}"?' if near else ""
             text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
@@ -372,7 +372,7 @@ NO_COLUMN = ", which they do not have"
 "End of the reason of rows that have no column of a condition."
 
 
-def _columns(row: JsonObject) -> list[str]:
+def column_names(row: JsonObject) -> list[str]:
     """Return the columns of a row, and those of the objects in them, as settings of a source name them."""
     inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
     return [*row, *inner]
@@ -399,9 +399,23 @@ def moved(row: JsonObject, source: SourceConfig) -> JsonObject:
 def missing_columns(row: JsonObject, source: SourceConfig) -> tuple[str, ...]:
     """Return what the source's `columns` names and a row does not have, as findings count it."""
     columns = (source.columns or {}).items()
-    return tuple(
-        f"{NOT_FOUND}{path}, which columns.{name} names" for name, path in columns if _take(row, path)[0] is None
-    )
+    return tuple(missing_column(name, path) for name, path in columns if _take(row, path)[0] is None)
+
+
+def missing_column(name: str, path: str) -> str:
+    """Return how findings count rows without the column `path` that the setting columns.`name` names."""
+    return f"{NOT_FOUND}{path}, which columns.{name} names"
+
+
+def is_recognised(name: str) -> bool:
+    """Return whether the shape of a row is known by its column of this name."""
+    return standard_name(name) in SHAPES.split()
+
+
+def has_column(row: JsonObject, path: str) -> bool:
+    """Return whether a row has a column at a path, null or not."""
+    name, _, inner = path.partition(".")
+    return path in row or (bool(inner) and isinstance(row.get(name), dict) and has_column(row[name], inner))
 
 
 def _take(row: JsonObject, path: str) -> tuple[object, JsonObject]:

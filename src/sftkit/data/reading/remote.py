@@ -94,7 +94,7 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
             for sibling in {sibling for path in described for sibling in beside(path)} - described.keys():
                 with suppress(FileNotFoundError):
                     described[sibling] = fs.info(sibling)
-        # The links of a page say nothing of their files, which would be read again as they were.
+        # A web page lists no sizes or dates of its files; without them a changed file would be read from its old copy.
         bare = [path for path, info in described.items() if info["type"] == "file" and info.get("size") is None]
         described |= {path: fs.info(path) for path in bare}
     except ImportError as error:
@@ -104,7 +104,7 @@ def list_files(source: SourceConfig) -> tuple[PurePosixPath, dict[PurePosixPath,
     except Exception as error:  # every file system raises errors of its own
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        # fsspec's own error of any answer of a web server is that there is no file.
+        # For every error status of a web server fsspec raises FileNotFoundError.
         status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         absent = status == 404 or (isinstance(error, FileNotFoundError) and not error.__cause__)
         why = "no such file or folder" if absent else "not allowed" if status in (401, 403) else "cannot be read"
@@ -223,7 +223,7 @@ def _fetch(one: RemoteFile, folder: Path, most: int, stop: threading.Event) -> t
             os.replace(temporary, path)
         except Exception as error:  # every file system raises errors of its own
             reason = str(error).strip() or type(error).__name__
-            # To ask again for what is not there, or not for us, is of no use.
+            # A file that is missing or forbidden is not requested again.
             failed = TRIES if isinstance(error, FileNotFoundError | PermissionError) else failed + 1
         finally:
             temporary.unlink(missing_ok=True)

@@ -102,9 +102,17 @@ def cut_documents(
 
 
 def _check(source: SourceConfig, counts: Counter[str], tally: findings.Tally) -> None:
-    """Reject a source without documents."""
+    """Reject a source without documents, or whose `columns` names the column of messages or texts that no row has."""
     if not counts["rows"]:
         raise readers.no_rows(source)
+    read = [one for one in tally.values() if one.kind == "read"]
+    for name, path in (source.columns or {}).items():
+        missing = tally.get(("unused", findings.missing_column(name, path)))
+        if missing and missing.rows == sum(one.rows for one in read) and findings.is_recognised(name):
+            raise DataError(
+                f"data source {source.path}: columns.{name}: no row has a column {path}. Name a column that they have, "
+                f"or remove columns.{name}. {findings.finding_text(read[0])}"
+            )
     if not counts["documents"]:
         became = ", ".join(f"{counts[c]} {words}" for c, words in BECAME.items() if counts[c])
         said = (one for one in findings.sort_findings(tally) if one.kind != "read")
