@@ -147,7 +147,7 @@ def test_the_wheel_holds_what_is_shipped_and_runs_elsewhere(tmp_path: Path) -> N
     for word in ("bench", "explain", "patterns", "validate"):  # of labs, which lies next to the scripts
         asked = subprocess.run([*COMMAND, word, "--help"], cwd=elsewhere, env=env, capture_output=True, text=True)
         assert asked.stdout.startswith(f"usage: sftkit {word} "), asked.stderr
-    words = ["chain", "recipes/smoke", "train.max_steps=2", "log.wandb=off", "compile.enabled=false"]
+    words = ["chain", "recipes/smoke", "train.max_steps=2", "log.wandb=off", "compile.enabled=false", "eval.samples=1"]
     done = subprocess.run([*COMMAND, *words], cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "sftkit chat runs/smoke/sft\n" in done.stdout
