@@ -44,7 +44,6 @@ ORDERED = (
     "llama; graph; reshard_after_forward,auto_bucketing,full_inductor",
 )
 COMPILED = (
-    f"llama; flex; {BLOCKS},regional_inductor",
     *ORDERED,
     "deep llama; graph; gather_once,block_bucketing,full_inductor",
     "qwen3; graph; gather_once,full_inductor",
