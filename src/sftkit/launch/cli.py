@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from sftkit import __version__
 from sftkit.config import commands, keys, load, tables, terminal
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import ENDING
@@ -50,9 +51,7 @@ def main() -> None:
     if word in ("-h", "--help"):
         terminal.print_text(CLI_USAGE)
     elif word == "--version":
-        terminal.print_text(
-            f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}"
-        )
+        terminal.print_text(f"sftkit {__version__}, torch {version('torch')}, transformers {version('transformers')}")
     elif word == "init":
         init(words)
     elif word == "convert":
