@@ -132,7 +132,7 @@ def test_optional_literals_refuse_others_and_list_what_is_allowed(recipe: Path):
         ("optim.warmup_ratio=1.5", "must be at most 1.0, not 1.5"),
         ("model.path=3", "must be text (quote it) or null, not 3"),
         ("compile.fullgraph=1", "must be true or false, not 1"),
-        ("data.val=x", 'must be a list, not "x"'),
+        ("data.val=x", 'must be a list, not "x": write [{path: x}]'),
         (
             "graph.passes=block_bucketing",
             'must be a list, not "block_bucketing": write passes: [block_bucketing] in a recipe, '
@@ -521,6 +521,11 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ),
         (["data.train=[{path: a, where: {max_turns: true}}]"], "data.train.0.where.max_turns: is True, not a whole"),
         (["data.train=[{path: a, roles: {bot: robot}}]"], "data.train.0.roles.bot: "),
+        (
+            ["data.train=[{path: a, roles: {assistant: bot}}]"],
+            'data.train.0.roles.assistant: "bot" is not one of system, developer, user, assistant, tool, tool_call. The '
+            "name in your rows comes first: {bot: assistant}",
+        ),
         (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
         (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),
         (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),

@@ -178,6 +178,8 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
         hint = f' Did you mean "{near[0]}"?' if near else ""
+        if row_of(keys[:-1]).endswith(".roles") and keys[-1] in allowed:
+            hint = f" The name in your rows comes first: {{{error['input']}: {keys[-1]}}}"
         return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
     wanted = hints()["wanted"].get(kind)
     if wanted is None:
@@ -197,6 +199,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
         return f": write {{path: {value}}}"
+    if keys in (("data", "train"), ("data", "val")) and isinstance(value, str):
+        return f": write [{{path: {value}}}]"
     if row_of(keys) in ("data.train.N.path", "data.val.N.path") and isinstance(value, list):
         return ": write an entry {path: ...} for each, or path: FOLDER with files: [...]"
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
