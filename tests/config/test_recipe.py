@@ -235,8 +235,9 @@ def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> 
         for name in names.split():
             assert not any(key.rpartition(".")[2] == name for key in key_table()), name
             assert not keys.own_names(name), name
-            (problem,) = problems(recipe, f"train.{name}=1")
-            assert problem == f"command line: train.{name}: is no setting of sftkit: {instead}"
+            key = name.replace(".N.", ".0.") if "." in name else f"train.{name}"
+            (problem,) = problems(recipe, f"{key}=1")
+            assert problem == f"command line: {key}: is no setting of sftkit: {instead}"
     (problem,) = problems(recipe, "hub=1")
     assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
 
@@ -525,6 +526,10 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
             ["data.train=[{path: a, roles: {assistant: bot}}]"],
             'data.train.0.roles.assistant: "bot" is not one of system, developer, user, assistant, tool, tool_call. The '
             "name in your rows comes first: {bot: assistant}",
+        ),
+        (
+            ["data.train=[{path: a, type: alpaca}]"],
+            "data.train.0.type: is no setting of sftkit: the shape of rows is known",
         ),
         (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
         (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),

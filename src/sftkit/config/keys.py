@@ -228,7 +228,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     names = hints()["of_sources"].items() if of_source else ()
     others: Sequence[str] = [f"{prefix}{key}" for key, theirs in names if name in theirs.split()]
     if (len(keys) <= 2 or of_source) and not others:
-        if name not in section_classes() and (instead := instead_of("no_key", name)):
+        in_source = instead_of("no_key", f"data.train.N.{name}") if of_source else None
+        if name not in section_classes() and (instead := in_source or instead_of("no_key", name)):
             return f"is no setting of sftkit: {instead}", []
         others = own_names(name) if len(keys) <= 2 else ()
     # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a
