@@ -132,6 +132,7 @@ def test_optional_literals_refuse_others_and_list_what_is_allowed(recipe: Path):
         ("optim.warmup_ratio=1.5", "must be at most 1.0, not 1.5"),
         ("model.path=3", "must be text (quote it) or null, not 3"),
         ("compile.fullgraph=1", "must be true or false, not 1"),
+        ("train.resume=true", "must be text (quote it) or null, not true: auto resumes from the newest checkpoint"),
         ("data.val=x", 'must be a list, not "x": write [{path: x}]'),
         (
             "graph.passes=block_bucketing",

@@ -199,6 +199,8 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
         return f": write {{path: {value}}}"
+    if keys == ("train", "resume") and value is True:
+        return ": auto resumes from the newest checkpoint"
     if keys in (("data", "train"), ("data", "val")) and isinstance(value, str):
         return f": write [{{path: {value}}}]"
     if row_of(keys) in ("data.train.N.path", "data.val.N.path") and isinstance(value, list):
