@@ -160,6 +160,34 @@ def test_a_lora_of_llama_factory_with_its_table_of_data_sets(tmp_path: Path) -> 
     assert "#   template: the template of the model's tokenizer is taken" in text
 
 
+def test_columns_and_tags_of_a_table_of_data_sets_are_taken_over_or_named(tmp_path: Path) -> None:
+    columns = {"prompt": "ask", "query": "more", "response": "reply", "history": "past", "chosen": "good"}
+    tags = {"role_tag": "from", "content_tag": "said", "observation_tag": "obs", "function_tag": "call"}
+    info = {"pairs": {"file_name": "p.json", "columns": columns}, "turns": {"file_name": "t.json", "tags": tags}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    cfg, text = load(tmp_path, LLAMA_FACTORY)
+    pairs, turns = cfg.data.train
+    assert pairs.columns == {"instruction": "ask", "input": "more", "output": "reply", "history": "past"}
+    assert turns.roles == {"obs": "tool", "call": "tool_call"}
+    left = text.partition("# Not taken over:")[2]
+    assert "#   pairs: columns.chosen: no setting" in left
+    assert "#   turns: tags.content_tag: no setting" in left
+    assert "role_tag" not in left
+
+
+def test_fields_of_axolotl_are_columns(tmp_path: Path) -> None:
+    fields = (
+        "{field_instruction: ask, field_output: reply, field_input: input, system_prompt: Be short., format: '[I]'}"
+    )
+    texts = "{path: b.jsonl, type: alpaca, field: body}"
+    cfg, text = load(tmp_path, f"{AXOLOTL}datasets: [{{path: a.jsonl, type: {fields}}}, {texts}]\n")
+    own, named = cfg.data.train
+    assert (own.columns, own.system) == ({"instruction": "ask", "output": "reply"}, "Be short.")
+    assert named.columns == {"text": "body"}
+    assert "#   datasets.format: no setting of a source" in text
+
+
 def test_all_weights_of_trl_with_the_defaults_of_its_command(tmp_path: Path) -> None:
     cfg, text = load(tmp_path, TRL)
     assert cfg.adapter is None
@@ -196,6 +224,11 @@ def test_a_value_of_another_type_is_left_out_by_name(tmp_path: Path) -> None:
         (TRL, "use_peft: true", {"adapter": {"rank": 16, "alpha": 32, "dropout": 0.05}}),
         (TRL, "completion_only_loss: false", {"data": {"targets": "all"}}),
         (TRL, "optim: adamw_torch_fused", {"optim": {"name": "adamw"}}),
+        (
+            TRL,
+            "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
+            {"optim": {"min_lr_ratio": 0.1}},
+        ),
         (TRL, "save_strategy: epoch", {"checkpoint": {"every": None}}),
     ],
 )

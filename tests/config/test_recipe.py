@@ -132,7 +132,8 @@ def test_optional_literals_refuse_others_and_list_what_is_allowed(recipe: Path):
         ("optim.warmup_ratio=1.5", "must be at most 1.0, not 1.5"),
         ("model.path=3", "must be text (quote it) or null, not 3"),
         ("compile.fullgraph=1", "must be true or false, not 1"),
-        ("data.val=x", 'must be a list, not "x"'),
+        ("train.resume=true", "must be text (quote it) or null, not true: auto resumes from the newest checkpoint"),
+        ("data.val=x", 'must be a list, not "x": write [{path: x}]'),
         (
             "graph.passes=block_bucketing",
             'must be a list, not "block_bucketing": write passes: [block_bucketing] in a recipe, '
@@ -235,8 +236,9 @@ def test_a_setting_that_sftkit_has_not_says_what_to_do_instead(recipe: Path) -> 
         for name in names.split():
             assert not any(key.rpartition(".")[2] == name for key in key_table()), name
             assert not keys.own_names(name), name
-            (problem,) = problems(recipe, f"train.{name}=1")
-            assert problem == f"command line: train.{name}: is no setting of sftkit: {instead}"
+            key = name.replace(".N.", ".0.") if "." in name else f"train.{name}"
+            (problem,) = problems(recipe, f"{key}=1")
+            assert problem == f"command line: {key}: is no setting of sftkit: {instead}"
     (problem,) = problems(recipe, "hub=1")
     assert problem.startswith("command line: hub: is no setting of sftkit: `sftkit export RUN --push")
 
@@ -521,6 +523,15 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         ),
         (["data.train=[{path: a, where: {max_turns: true}}]"], "data.train.0.where.max_turns: is True, not a whole"),
         (["data.train=[{path: a, roles: {bot: robot}}]"], "data.train.0.roles.bot: "),
+        (
+            ["data.train=[{path: a, roles: {assistant: bot}}]"],
+            'data.train.0.roles.assistant: "bot" is not one of system, developer, user, assistant, tool, tool_call. The '
+            "name in your rows comes first: {bot: assistant}",
+        ),
+        (
+            ["data.train=[{path: a, type: alpaca}]"],
+            "data.train.0.type: is no setting of sftkit: the shape of rows is known",
+        ),
         (["data.train=[{path: a, tree: some}]"], "data.train.0.tree: "),
         (["data.train=[{path: a, sample: {seed: 1}}]"], "data.train.0.sample.rows"),
         (["data.val=[{path: a, name: x}, {path: b, name: x}]"], 'data.val.1.name: "x" is already the name of'),

@@ -401,6 +401,8 @@ def test_a_row_without_the_columns_that_its_source_names_says_which(tmp_path: Pa
 def test_columns_name_columns_that_have_a_meaning(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'columns\.mesages is no column .*Did you mean "messages"\?'):
         origin.find_source(source_of(tmp_path, [{"text": "a"}], columns={"mesages": "text"}))
+    with pytest.raises(ConfigError, match=r"columns\.asked is no column .*name comes first: {prompt: asked}$"):
+        origin.find_source(source_of(tmp_path, [{"asked": "a"}], columns={"asked": "prompt", "said": "completion"}))
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

@@ -211,7 +211,9 @@ def test_rows_that_are_dropped_are_told_with_the_place_of_the_first(load, caplog
 def test_a_row_without_a_target_in_its_first_tokens_says_so(load) -> None:
     (found,) = faults(load(GOOD, record({**USER, "content": "Why? " * 600}, ANSWER)))
     assert found.reason == "without a target"
-    assert found.first.endswith("but data.max_length 500 holds 501, and the first target is beyond them")
+    assert found.first.endswith(
+        "but data.max_length 500 holds 501, and the first target is beyond them: raise data.max_length"
+    )
 
 
 def test_what_the_caller_shows_itself_is_not_told(load, caplog) -> None:

@@ -137,7 +137,10 @@ def test_tools_column():
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ({"a": 1, "b": None}, r"columns a; null: b are none of the accepted ones: messages \| conv"),
+        (
+            {"a": 1, "b": None},
+            r"columns a; null: b are none of the accepted ones\. If .*{prompt: .*Accepted: messages \| conv",
+        ),
         ({}, r"columns \(none\) are none of"),
         ({"text": 3}, "text is a number, expected text"),
         ({"conversations": "x"}, "conversations is not a list"),

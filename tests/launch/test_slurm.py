@@ -74,6 +74,7 @@ def test_a_recipe_that_the_machines_cannot_run_is_rejected_before_it_is_queued()
     [
         ([], "usage: sftkit launch --slurm N"),
         (["--slurm", "two", "sft", RECIPE], "--slurm: how many? Take 1 or more"),
+        (["--slurm", "2", "--time", "2:00", "sft", RECIPE], "--time: no such option. Options of Slurm are for sbatch"),
         (["--slurm", "2", RECIPE], "sft.yaml: which stage? Take base, mid, sft, caption, then the recipe"),
         (["--slurm", "2", "--gpus", "1", "mid", RECIPE], "run.stage: sft is trained by chat_sft.py, not mid_train.py"),
         (["sft", RECIPE], "usage: sftkit launch --slurm N"),

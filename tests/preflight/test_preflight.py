@@ -743,7 +743,8 @@ def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
         (["--html", "/no/such/page.html"], "there is no folder /no/such"),
         (["--json", "/tmp"], "/tmp is a folder"),
         (["--gpu-gib", "0"], "0: GiB of a GPU, more than 0"),
-        (["--previw"], "--previw: no such option"),
+        (["--previw"], "--previw: no such option. Did you mean --preview?"),
+        (["--gpu-gb", "24"], "--gpu-gb: no such option. Did you mean --gpu-gib?"),
         (["--num_processes", "4"], "--num_processes needs --config_file"),
         (["--config_file", "nothing.yaml"], "nothing.yaml: no accelerate config that can be read"),
         (

@@ -108,6 +108,32 @@ _NUMBERS = {
 }
 "Keys that `_Conversion` computes with."
 _STANDARD = {"role": ("role", "from"), "content": ("content", "value")}
+"Part of a message -> its keys that rows may have."
+_COLUMNS = {
+    **{name: name for name in ("messages", "system", "tools", "history")},
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+}
+"Columns in LLaMA-Factory's dataset_info.json -> ours."
+_TAGS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "tool_call",
+}
+"Tags in LLaMA-Factory's dataset_info.json -> our roles."
+_FIELDS = {
+    "field": "text",
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+}
+"Keys of Axolotl for a data set, also inside its `type` -> our columns."
 
 
 class _Conversion:
@@ -167,6 +193,10 @@ class _Conversion:
     def optimization(self) -> None:
         """Take over what several keys say together: betas, warm-up, length, batch, layout."""
         self.put("optim.betas", [self.theirs["adam_beta1"], self.theirs["adam_beta2"]], "adam_beta1, adam_beta2")
+        end = self.theirs.get("lr_scheduler_kwargs")
+        if isinstance(end, dict) and "min_lr_rate" in end:
+            self.put("optim.min_lr_ratio", end["min_lr_rate"], "lr_scheduler_kwargs")
+            del self.left["lr_scheduler_kwargs"]
         steps = self.theirs.get("max_steps", -1)
         name, epochs = self.first("num_train_epochs", "num_epochs") or ("", 1.0)
         if steps > 0:
@@ -288,6 +318,7 @@ class _Conversion:
     def source(self, name: str, one: Theirs | str) -> Iterator[dict[str, Any]]:
         """Yield the sources of a data set of Axolotl or TRL. `name`: the name of its list."""
         one = {"path": one} if isinstance(one, str) else one
+        one = {**one, **(one["type"] if isinstance(one.get("type"), dict) else {})}
         found: dict[str, Any] = {"path": one.get("path")}
         for theirs, value in one.items():
             where = f"{name}.{theirs}"
@@ -297,8 +328,12 @@ class _Conversion:
                 found["subset"] = value
             elif theirs in ("split", "revision"):
                 found |= {theirs: value} if value != "train" else {}
-            elif theirs == "field_messages":
-                found["columns"] = found.get("columns", {}) | {"messages": value}
+            elif theirs in _FIELDS:
+                found["columns"] = found.get("columns", {}) | (
+                    {_FIELDS[theirs]: value} if value != _FIELDS[theirs] else {}
+                )
+            elif theirs == "system_prompt":
+                found["system"] = value
             elif theirs == "roles" and isinstance(value, dict):
                 found["roles"] = {alias: role for role, aliases in value.items() for alias in as_list(aliases)}
             elif theirs == "message_property_mappings" and isinstance(value, dict):
@@ -334,13 +369,17 @@ class _Conversion:
             found |= {key: entry[key] for key in ("subset", "split") if entry.get(key)}
             if most := self.theirs.get("max_samples") or entry.get("num_samples"):
                 found["max_rows"] = most
-            ours = {"messages": "messages", "system": "system", "tools": "tools"}
-            ours |= {"prompt": "prompt", "response": "completion"}
-            columns = {ours[k]: v for k, v in entry.get("columns", {}).items() if k in ours and v not in (k, ours[k])}
+            given_columns = entry.get("columns", {})
+            columns = {_COLUMNS[k]: v for k, v in given_columns.items() if k in _COLUMNS and v != _COLUMNS[k]}
             found |= {"columns": columns} if columns else {}
-            tags = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
-            roles = {v: tags[k] for k, v in entry.get("tags", {}).items() if k in tags and v != tags[k]}
+            given_tags = entry.get("tags", {})
+            roles = {v: _TAGS[k] for k, v in given_tags.items() if k in _TAGS and v != _TAGS[k]}
             found |= {"roles": roles} if roles else {}
+            parts = {f"{part}_tag": columns for part, columns in _STANDARD.items()}
+            lost = [f"columns.{k}" for k in given_columns if k not in _COLUMNS]
+            lost += [f"tags.{k}" for k, v in given_tags.items() if k not in _TAGS and v not in parts.get(k, ())]
+            lost += ["ranking"] * bool(entry.get("ranking"))
+            self.left |= {f"{one}: {key}": "no setting of a source (docs/data_formats.md)" for key in lost}
             yield found
 
 

@@ -185,6 +185,8 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
         hint = f' Did you mean "{near[0]}"?' if near else ""
+        if row_of(keys[:-1]).endswith(".roles") and keys[-1] in allowed:
+            hint = f" The name in your rows comes first: {{{error['input']}: {keys[-1]}}}"
         return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
     wanted = hints()["wanted"].get(kind)
     if wanted is None:
@@ -204,6 +206,10 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
         return f': write adapter: {method} in a recipe, "adapter={method}" on the command line'
     if row_of(keys) in ("data.train.N", "data.val.N") and isinstance(value, str):
         return f": write {{path: {value}}}"
+    if keys == ("train", "resume") and value is True:
+        return ": auto resumes from the newest checkpoint"
+    if keys in (("data", "train"), ("data", "val")) and isinstance(value, str):
+        return f": write [{{path: {value}}}]"
     if row_of(keys) in ("data.train.N.path", "data.val.N.path") and isinstance(value, list):
         return ": write an entry {path: ...} for each, or path: FOLDER with files: [...]"
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
@@ -229,7 +235,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     names = hints()["of_sources"].items() if of_source else ()
     others: Sequence[str] = [f"{prefix}{key}" for key, theirs in names if name in theirs.split()]
     if (len(keys) <= 2 or of_source) and not others:
-        if name not in section_classes() and (instead := instead_of("no_key", name)):
+        in_source = instead_of("no_key", f"data.train.N.{name}") if of_source else None
+        if name not in section_classes() and (instead := in_source or instead_of("no_key", name)):
             return f"is no setting of sftkit: {instead}", []
         others = own_names(name) if len(keys) <= 2 else ()
     # Candidates, best first: the key that other trainers' name means, the same name elsewhere, a similar name here, a

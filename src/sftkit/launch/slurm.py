@@ -122,7 +122,9 @@ def print_script(words: list[str]) -> None:
             load.fail(f"{words[0]}: how many? Take {least} or more\n\n{SLURM_USAGE}")
         numbers[words[0]] = int(words[1])
         words = words[2:]
-    if words and words[0] not in tables.STAGE_SCRIPTS and not words[0].startswith("-"):
+    if words and words[0].startswith("-"):
+        load.fail(f"{words[0]}: no such option. Options of Slurm are for sbatch\n\n{SLURM_USAGE}")
+    if words and words[0] not in tables.STAGE_SCRIPTS:
         load.fail(f"{words[0]}: which stage? Take {', '.join(tables.STAGE_SCRIPTS)}, then the recipe\n\n{SLURM_USAGE}")
     if "--slurm" not in numbers or len(words) < 2 or words[0] not in tables.STAGE_SCRIPTS or "=" in words[1]:
         load.fail(SLURM_USAGE)

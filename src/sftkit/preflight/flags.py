@@ -3,6 +3,8 @@ recipe's stage check, and the cards that `--gpu` names. No torch.
 """
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,6 +47,11 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     )
     parser.add_argument("--num_processes", metavar="N", type=gpus, help="GPUs of that launch; those of the file")
     flags, sys.argv[1:] = parser.parse_known_args()
+    known = re.findall(r"--[\w-]+", parser.format_help())
+    for word in sys.argv[1:]:
+        name = word.partition("=")[0]
+        if word.startswith("--") and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
+            parser.error(f"{name}: no such option. Did you mean {near[0]}?")
     if flags.num_processes and not flags.config_file:
         parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
 

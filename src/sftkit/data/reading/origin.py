@@ -558,10 +558,12 @@ def _with_settings(found: Origin, source: SourceConfig) -> Origin:
     Raises:
         ConfigError: a name in `columns` that no row has a meaning for.
     """
-    for name in source.columns or ():
+    for name, theirs in (source.columns or {}).items():
         if columns.standard_name(name) not in columns.KNOWN:
             near = difflib.get_close_matches(name, columns.KNOWN, n=1)
             meant = f'. Did you mean "{near[0]}"?' if near else ""
+            if columns.standard_name(theirs) in columns.KNOWN:
+                meant += f"{'' if near else '.'} The accepted name comes first: {{{theirs}: {name}}}"
             problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
             raise ConfigError(problem)
 

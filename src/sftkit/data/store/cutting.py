@@ -241,7 +241,7 @@ def _count_lost(
     else:
         note = "dropped_too_long" if limits.too_long == "drop" else "dropped_no_target"
         counts[note] += len(lost)
-        beyond = "" if limits.too_long == "drop" else ", and the first target is beyond them"
+        beyond = "" if limits.too_long == "drop" else ", and the first target is beyond them: raise data.max_length"
         findings.add(found, "dropped", findings.DROPPED[note], f"{where}: {size}{beyond}", len(lost))
     for name, number in zip(ROLE_COUNTS.values(), lost["roles"].sum(0, dtype=np.int64).tolist(), strict=True):
         counts[name] -= number

@@ -460,7 +460,8 @@ def fit(
     example = document(*kept, tokenizer, None if is_long else sizes, **more)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
-        details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
+        said = f"{size}, and the first target is beyond them: raise data.max_length"
+        details = said if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
     return Tokenized([example], "truncated" if is_long else None)
 
