@@ -393,14 +393,11 @@ class DocumentsAlone:
         model = self._model
         taken: list[Tensor] = []
         head = output_projection(model.orig_model)
-        handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
-        try:
-            with plain_attention(model.orig_model):
-                found = list(documents(batch))
-                for document in found:
-                    model.kind.plain_logits(model.orig_model, document.inputs)
-        finally:
-            handle.remove()
+        hook = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
+        with hook, plain_attention(model.orig_model):
+            found = list(documents(batch))
+            for document in found:
+                model.kind.plain_logits(model.orig_model, document.inputs)
         states = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
         for document, hidden in zip(found, taken, strict=True):
             states[document.row, document.columns] = hidden

@@ -147,11 +147,8 @@ def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Ite
         with torch.set_grad_enabled(own.requires_grad):  # Marian's sinusoids are not trained
             return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
 
-    hook = table.register_forward_hook(looked_up)
-    try:
+    with table.register_forward_hook(looked_up):
         yield
-    finally:
-        hook.remove()
 
 
 def _nothing(hidden: Tensor) -> None:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
 from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
 from sftkit.ops.attention import attend, attention_chunk
+from sftkit.runtime.start import replaced
 
 ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
@@ -229,14 +230,11 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     """
     inside = [module.config for module in orig_model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(config): config for config in (orig_model.config.get_text_config(), *inside)}.values()
-    asked = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asked:
-        config.output_router_logits = False
-    try:
+    with ExitStack() as stack:
+        for config in configs:
+            if getattr(config, "output_router_logits", False):
+                stack.enter_context(replaced(config, "output_router_logits", value=False))
         yield
-    finally:
-        for config in asked:
-            config.output_router_logits = True
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:

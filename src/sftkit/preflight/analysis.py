@@ -63,7 +63,7 @@ from sftkit.rundir.files import read_object, replace_text
 from sftkit.rundir.names import CARD, PREFLIGHT, resolve
 from sftkit.runtime.hub import cached_file
 from sftkit.runtime.script import counted
-from sftkit.runtime.start import Runtime, resolve_precision
+from sftkit.runtime.start import Runtime, replaced, resolve_precision
 
 SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."
@@ -318,14 +318,11 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    plan_log.disabled = True  # its lines and warnings are in the preflight
-    try:
-        with redirect_stdout(io.StringIO()):
-            # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
-            rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
-            return make_plan(cfg, orig_model, layout, rt, Fixed(total))
-    finally:
-        plan_log.disabled = False
+    # The plan's lines and warnings are in the preflight.
+    with replaced(plan_log, "disabled", value=True), redirect_stdout(io.StringIO()):
+        # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
+        rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
+        return make_plan(cfg, orig_model, layout, rt, Fixed(total))
 
 
 def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Check before training that an engine's forward pass computes the same as the plain model, document by document."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -314,14 +314,9 @@ def _at_limits(
     return found
 
 
-@contextmanager
-def _last_positions(orig_model: PreTrainedModel, count: int) -> Iterator[None]:
+def _last_positions(orig_model: PreTrainedModel, count: int) -> AbstractContextManager[object]:
     """Make the head project only the last positions within the context: the logits of a long document take GiB."""
-    handle = output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
 
 
 @contextmanager
