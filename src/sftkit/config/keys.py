@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 from sftkit.config.yaml import KeyPath, Plain, dotted, keys_of
-from sftkit.errors import texts
+from sftkit.errors import did_you_mean, texts
 
 JsonSchema = dict[str, Any]
 "A JSON schema, as pydantic types it: Any, for its keys have values of many types."
@@ -176,9 +176,8 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
     null = bool(key and key.kind.endswith("| null"))
     if kind == "literal_error":
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
-        near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
-        return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
+        meant = did_you_mean(str(error["input"]), allowed)
+        return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{meant}", []
     wanted = hints()["wanted"].get(kind)
     if wanted is None:
         return f"{error['msg']}, got {got}", []

@@ -21,7 +21,7 @@ from sftkit.config.commands import install, unusable
 from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label, where_counts
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, TASKS, problems
 from sftkit.config.topology import Topology, stages_fit
-from sftkit.errors import hint
+from sftkit.errors import did_you_mean, hint
 
 Problem = tuple[str, str]
 "Key, and what is wrong with it."
@@ -515,9 +515,8 @@ def _mixture(get: Get) -> Iterator[Problem]:
         before = stage["at"]
         for name in stage["weights"]:
             if name not in labels:
-                near = difflib.get_close_matches(name, labels, n=1)
-                meant = f' Did you mean "{near[0]}"?' if near else ""
-                yield f"data.stages.{i}.weights", f'"{name}" is not one of {", ".join(labels)}.{meant}'
+                listed = f"{', '.join(labels)}.{did_you_mean(name, labels)}"
+                yield f"data.stages.{i}.weights", f'"{name}" is not one of {listed}'
         if not any(stage["weights"].values()):
             yield f"data.stages.{i}.weights", "are all 0: give a source more"
 
@@ -526,8 +525,7 @@ def _chosen(get: Get) -> Iterator[Problem]:
     given = get("data.decontaminate")
     for task in [given] if isinstance(given, str) else given:
         if task not in (known := ("all", *TASKS)):
-            meant = "".join(f' Did you mean "{near}"?' for near in difflib.get_close_matches(task, known, n=1))
-            yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{meant}'
+            yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{did_you_mean(task, known)}'
     max_length = get("data.max_length")
     for part in ("data.train", "data.val"):
         for i, row in enumerate(get(part)):
@@ -652,8 +650,7 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
         if tasks.count(task) > 1:
             yield "eval.tasks", f'"{task}" is named twice'
         if backend != "lm_eval" and task not in EVAL_TASKS:
-            near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
-            meant = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            meant = did_you_mean(task, EVAL_TASKS) or " For others set eval.backend to lm_eval"
             yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{meant}'
     code = [task for task in tasks if task in CODE]
     if code and backend == "lm_eval":

@@ -1,6 +1,5 @@
 """What is known of adapters without torch: the layers that targets name, and folders that hold an adapter."""
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, did_you_mean
 from sftkit.models.files import (
     COPY_AGAIN,
     GATED,
@@ -125,8 +124,7 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     if target == head:
         return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
     last = sorted({name.rpartition(".")[2] for name in shapes})
-    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *shapes], n=1)
-    hint = f'Did you mean "{near[0]}"?' if near else f"There are {', '.join(last) or 'none'}"
+    hint = did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "") or f"There are {', '.join(last) or 'none'}"
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 

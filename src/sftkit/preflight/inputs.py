@@ -8,7 +8,6 @@ leaves to the defaults of transformers, and a model whose config is not there ye
 the same rules (config/rules.py).
 """
 
-import difflib
 import itertools
 import json
 import re
@@ -36,7 +35,7 @@ from sftkit.data.reading import origin as hub
 from sftkit.data.reading.columns import NO_COLUMN, advised
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
-from sftkit.errors import ConfigError, DataError, LeftOut, hint
+from sftkit.errors import ConfigError, DataError, LeftOut, did_you_mean, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
 from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
@@ -76,12 +75,8 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     if stage == "caption" and validation:
         names += OF_CAPTIONS
     if wanted not in names and not (of_others and wanted.startswith("eval/")):
-        near = difflib.get_close_matches(wanted, names, n=1)
-        meant = f' Did you mean "{near[0]}"?' if near else ""
-        yield (
-            "checkpoint.best",
-            f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}',
-        )
+        listed = f"{first_of(names, 8)}.{did_you_mean(wanted, names)}"
+        yield "checkpoint.best", f'"{wanted}" is no metric that an evaluation of this run writes: {listed}'
 
 
 def task_metrics(tasks: Sequence[str], format: str) -> list[str]:

@@ -8,7 +8,6 @@ and so are joined splits: train+test. Without network the hub's cache is used, o
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import os
@@ -33,7 +32,7 @@ from sftkit.data.reading.readers import (
     suffix_of,
     without_fill,
 )
-from sftkit.errors import ConfigError, DataError, config_error
+from sftkit.errors import ConfigError, DataError, config_error, did_you_mean
 from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
@@ -560,8 +559,7 @@ def _with_settings(found: Origin, source: SourceConfig) -> Origin:
     """
     for name in source.columns or ():
         if columns.standard_name(name) not in columns.KNOWN:
-            near = difflib.get_close_matches(name, columns.KNOWN, n=1)
-            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            meant = did_you_mean(name, columns.KNOWN, ". ")
             problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
             raise ConfigError(problem)
 
