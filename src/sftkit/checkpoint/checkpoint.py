@@ -27,7 +27,7 @@ from sftkit.checkpoint.states import (
     write_config,
 )
 from sftkit.config.schema import CheckpointConfig
-from sftkit.errors import CheckpointError, ConfigError
+from sftkit.errors import CheckpointError, ConfigError, config_error
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
 from sftkit.models.towers import bytes_beside
@@ -233,11 +233,9 @@ class Checkpoints:
             free = free_bytes(self.run_dir)
             if free < needed:
                 once = f", and {in_mb(beside)} once for the tensors beside the text model" if beside else ""
-                raise ConfigError(
-                    f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-                    f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time{once}). Free some "
-                    "space, choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
-                )
+                sizes = {"free": in_mb(free), "needed": in_mb(needed), "each": in_mb(estimated_bytes)}
+                words = {"run_dir": self.run_dir, "at_once": at_once, "once": once}
+                raise config_error("no room for checkpoints", **sizes, **words)
 
         self.rt.from_main(check)
 

@@ -25,7 +25,7 @@ from sftkit.data.batches.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
 from sftkit.engine.step import exchange, worst_case_batch
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.kind import ModelKind
 from sftkit.models.routing import Routing, routing_of
 from sftkit.models.structure import output_projection
@@ -276,10 +276,7 @@ class Reference:
         """
         orig_model = training.orig_model
         if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
-            raise ConfigError(
-                "train.engine=reference computes in fp32 with a whole model on every process: set "
-                "train.precision=fp32, and start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
-            )
+            raise config_error("reference in parts")
         if optim.name not in ("auto", DEFAULT):
             raise ConfigError(f"train.engine=reference supports only AdamW: set optim.name={DEFAULT}, not {optim.name}")
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")

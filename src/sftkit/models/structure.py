@@ -103,10 +103,8 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
     if scaling.rope_type in ("yarn", "llama3"):
         original = rope.setdefault(ORIGINAL, own.get(ORIGINAL) or longest)
         if (reach := int(scaling.factor * original)) < longest:
-            raise ConfigError(
-                f"model.rope_scaling: factor {scaling.factor:g} times {ORIGINAL} {original:,} is {reach:,} positions, "
-                f"and the model has {longest:,} already: set a larger factor, or another {ORIGINAL}"
-            )
+            words = {"factor": scaling.factor, "field": ORIGINAL, "original": original, "reach": reach}
+            raise config_error("factor of no longer positions", longest=longest, **words)
         text.max_position_embeddings = reach
     text.rope_parameters = rope
     text.standardize_rope_params()

@@ -149,10 +149,8 @@ def named_stage(get: Get, stage: str | None) -> Iterator[Problem]:
     named = get("run.stage")
     if stage is not None and named not in (None, stage):
         script = STAGE_SCRIPTS[named]
-        yield (
-            "run.stage",
-            f"{named} is trained by {script}, not {STAGE_SCRIPTS[stage]}: start that, or set run.stage={stage}",
-        )
+        words = {"named": named, "script": script, "own": STAGE_SCRIPTS[stage], "stage": stage}
+        yield "run.stage", hint("script of another stage", **words)
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -336,20 +334,14 @@ def _check_several(model: schema.ModelConfig, template: str | None) -> str | Non
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
     if files is not None:
-        return (
-            f"continue no adapter yet, and {files.folder} holds one: set model.path={files.base.path}, its model, for "
-            "new adapters; or leave adapters out, which continues that one"
-        )
+        return hint("adapters that continue one", files=files)
     if shapes is not None and shapes[1]:
         return "do not go with a mixture of experts yet, whose tokens change places: leave adapters out, and train one"
     file = Path(resolve(model.path or "")) / "tokenizer.json"
     if template in CHAT_TEMPLATES and file.is_file():
         known = file.read_text(encoding="utf-8", errors="replace")
         if new := [token for token in CHAT_TEMPLATES[template] if json.dumps(token) not in known]:
-            return (
-                f"train no added tokens yet, and model.chat_template={template} adds {first_of(new)}: use a template "
-                "of tokens that the tokenizer has (model.chat_template=null: its own), or train one adapter"
-            )
+            return hint("adapters with added tokens", template=template, added=first_of(new))
     return None
 
 
@@ -425,11 +417,7 @@ def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
         if not (Path(path) / "tokenizer_config.json").is_file():
             yield from _as_problem("model.tokenizer", lambda: find_model(path) and None)
     elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
-        yield (
-            "model.train_tokenizer",
-            f"{STAGE_SCRIPTS[stage]} trains no tokenizer: set model.tokenizer, or make model and tokenizer with "
-            "base_train.py and set model.path to its run",
-        )
+        yield "model.train_tokenizer", hint("stage that trains no tokenizer", script=STAGE_SCRIPTS[stage])
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
