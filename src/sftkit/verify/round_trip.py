@@ -47,7 +47,7 @@ from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
-from sftkit.verify.documents import WIDEST
+from sftkit.verify.documents import WIDEST, relative
 from sftkit.verify.gradients import limits
 from sftkit.verify.plain import APART, DRAWS, rounded_at_random
 
@@ -280,11 +280,11 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     logits = row_logits(model, expected.ids)[:, : expected.logits.shape[1]]
     answer = torch.tensor(expected.ids[-ANSWERED:])
     same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == answer).sum())
-    difference = _relative(logits, expected.logits)
+    difference = relative(logits, expected.logits)
     limit = expected.limit
     if not difference <= limit:  # a GPU and the host round otherwise in every product
         with torch.random.fork_rng(devices=[]), rounded_at_random(model):
-            moved = [_relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
+            moved = [relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
         limit = max(limit, min(APART * max(moved), WIDEST))
     seconds = time.perf_counter() - started
     return {
@@ -295,10 +295,6 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
         "how": how,
         "seconds": seconds,
     }
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 class RoundTrip:
