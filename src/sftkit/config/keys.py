@@ -55,12 +55,6 @@ def section_classes() -> dict[str, str]:
 
 
 @functools.cache
-def optional_sections() -> frozenset[str]:
-    """Return the sections that a recipe may leave out as a whole, with a meaning of its own."""
-    return frozenset(section for section, name in Config.__annotations__.items() if str(name).endswith(" | None"))
-
-
-@functools.cache
 def _classes() -> dict[str, JsonSchema]:
     """Return class -> its schema, whose descriptions are the docstring and the strings under the fields."""
     schema = adapter().json_schema(ref_template="{model}")

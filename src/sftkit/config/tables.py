@@ -99,12 +99,6 @@ def problems(names: Sequence[str]) -> Iterator[str]:
         yield f"{late.name} must come before {early.name}: write [{', '.join(spec.name for spec in in_order)}]"
 
 
-def environment_of_passes(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that must be set before the process group is made. NCCL would register the
-    buffers of CUDA graphs, which fails with expandable segments of the allocator."""
-    return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}
-
-
 def describe_passes() -> str:
     """Compose the help of graph.passes from the table."""
     return f"Applied in this order. {'; '.join(f'{spec.name}: {spec.summary}' for spec in PASSES.values())}."

@@ -357,23 +357,20 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
     """
     for name, wanted in where_columns(source).items():
         found, _ = _take(row, name)
-        wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
-        if found is None and not wants_none and name not in (there := _columns(row)):
-            meant = did_you_mean(name, [*there, *COUNTED], ". ")
-            text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
-            raise LeftOut(text, reason=f"where: {name}{NO_COLUMN}")
-        if not any(_same(found, one) for one in (wanted if isinstance(wanted, list) else [wanted])):
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        if found is None and None not in allowed:
+            # As settings of a source name the columns, and those of the objects in them.
+            there = [*row, *(f"{key}.{inner}" for key, one in row.items() if isinstance(one, dict) for inner in one)]
+            if name not in there:
+                meant = did_you_mean(name, [*there, *COUNTED], ". ")
+                text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
+                raise LeftOut(text, reason=f"where: {name}{NO_COLUMN}")
+        if not any(_same(found, one) for one in allowed):
             raise LeftOut(f"{where}: {name} is {found!r}", reason=f"where: {name}")
 
 
 NO_COLUMN = ", which they do not have"
 "End of the reason of rows that have no column of a condition."
-
-
-def _columns(row: JsonObject) -> list[str]:
-    """Return the columns of a row, and those of the objects in them, as settings of a source name them."""
-    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
-    return [*row, *inner]
 
 
 def _same(found: object, wanted: object) -> bool:

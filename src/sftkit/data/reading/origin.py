@@ -146,7 +146,11 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
             path for path in files if any(p == source.subset or p.startswith(starts) for p in relative[path].parts)
         ]
     if not files:
-        raise DataError(f"{root}: {_nothing_here(source, present)}")
+        of = f' with subset "{source.subset}"' if source.subset else ""
+        advice = ""
+        if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
+            advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
+        raise DataError(f"{root}: no file{of} of the kinds {_kinds(source)} in this folder{advice}")
     # The folders of a DatasetDict have the exact names of its splits.
     is_dict = root / "dataset_dict.json" in relative
     wanted = split if is_dict else SPLITS.get(split, split)
@@ -336,15 +340,6 @@ def _doubts(chosen: Sequence[PurePath], root: PurePath) -> Iterator[str]:
     for (_, name, total), found in shards.items():
         if len(found) < int(total):
             yield f"{len(found)} of the {int(total)} shards of {name} are there"
-
-
-def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
-    """Return why a folder has no data, and what to do."""
-    of = f' with subset "{source.subset}"' if source.subset else ""
-    advice = ""
-    if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
-        advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    return f"no file{of} of the kinds {_kinds(source)} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
