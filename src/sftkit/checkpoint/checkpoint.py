@@ -31,7 +31,7 @@ from sftkit.errors import CheckpointError, ConfigError, config_error
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
 from sftkit.models.towers import bytes_beside
-from sftkit.models.trained import adapters_of
+from sftkit.models.trained import members_in
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
@@ -174,8 +174,7 @@ class Checkpoints:
         for name, content in self._small_files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        adapters = adapters_of(self.orig_model)
-        members = () if adapters is None else adapters.members
+        members = members_in(self.orig_model)
         return rundir.adapter_dir(folder, members[0].name) if members else folder
 
     def _name_padding(self) -> None:
@@ -199,8 +198,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         files[rundir.RECIPE] = self.recipe.encode()
         # Each of several adapters is a separate model.
-        adapters = adapters_of(self.orig_model)
-        names = [member.name for member in adapters.members] if adapters is not None else []
+        names = [member.name for member in members_in(self.orig_model)]
         files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {

@@ -34,7 +34,7 @@ from sftkit.models.files import INDEX_FILE, SINGLE_FILE, UNCHANGED
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
 from sftkit.models.towers import Whole, loading_faults, whole_of, write_unchanged, write_whole_config
-from sftkit.models.trained import adapters_of, factors
+from sftkit.models.trained import adapters_of, factors, members_in
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
 from sftkit.rundir.status import describe_error
@@ -286,7 +286,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
-    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
+    if members_in(orig_model):
         from sftkit.models.many_adapters import member_files
 
         files = {
@@ -294,7 +294,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
             for own, held in member_files(orig_model).items()
         }
         return WeightSnapshot(None, files)
-    if adapters is not None:
+    if adapters_of(orig_model) is not None:
         gathered = _gathered(tensors, saved_rows, keep=rank == 0)
         return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())

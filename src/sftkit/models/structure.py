@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
+from sftkit.models.trained import TOKEN_ADAPTER, factors, logical_elements, members_in
 from sftkit.ops.attention import attend, attention_chunk
 from sftkit.runtime.start import replaced
 
@@ -396,10 +396,9 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
     # With several adapters a token meets the factors of one: on average this share of all.
-    adapters = adapters_of(orig_model)
-    of_members = {id(p): p.numel() for p in factors(orig_model).values()} if adapters and adapters.members else {}
-    for key, size in of_members.items():
-        met_of_one = round(size / len(adapters.members))  # type: ignore[union-attr]
+    members = members_in(orig_model)
+    for key, size in [(id(p), p.numel()) for p in factors(orig_model).values()] if members else ():
+        met_of_one = round(size / len(members))
         body -= size - met_of_one
         numel[key] = met_of_one
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
