@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import (
-    EXPERT_COUNTS,
     EXPERT_WEIGHTS,
     PEFT_PREFIX,
     ROUTER,
@@ -37,7 +36,7 @@ from sftkit.models.adapter_files import (
     target_layers,
 )
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
+from sftkit.models.structure import decoder_blocks, embedding_of, num_experts, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
 from sftkit.models.towers import whole_of
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
@@ -526,8 +525,7 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
     config = adapters.config
     experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
     # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
-    mixture = any(getattr(orig_model.config.get_text_config(), name, None) for name in EXPERT_COUNTS)
-    taken = ("gate_proj", "up_proj", "down_proj") * mixture
+    taken = ("gate_proj", "up_proj", "down_proj") if num_experts(orig_model) else ()
     mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
     parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
     parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]
