@@ -30,7 +30,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.trained import TOKEN_ADAPTER, factors, logical_elements, members_in
 from sftkit.ops.attention import attend, attention_chunk
 from sftkit.runtime.start import replaced
@@ -362,6 +361,8 @@ class ParameterCount:
 
 def num_experts(orig_model: PreTrainedModel) -> int:
     """Return the routed experts of each mixture; 0: the model has none."""
+    from sftkit.models.adapter_files import EXPERT_COUNTS
+
     config = orig_model.config.get_text_config()
     return next((number for name in EXPERT_COUNTS if (number := getattr(config, name, None))), 0)
 
@@ -393,9 +394,10 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     unused = {id(p) for p in (pooler.parameters() if pooler is not None else ())}  # models.encoders
     in_encoder = sum(p.numel() for p in encoding.values() if id(p) not in unused)
     # A token visits only a few of the routed experts.
+    config = orig_model.config.get_text_config()
     experts = num_experts(orig_model)
     routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")] if experts else []
-    idle = 1.0 - orig_model.config.get_text_config().num_experts_per_tok / experts if experts else 0.0
+    idle = 1.0 - config.num_experts_per_tok / experts if experts else 0.0
     rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
