@@ -218,7 +218,7 @@ def test_what_a_refused_recipe_touches_loads_no_torch() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    parts = ["types", "demo", "reading", "hygiene", "store", "tokens", "batches"]
+    parts = ["types", "demo", "reading", "store", "hygiene", "tokens", "batches"]
     assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
     for index, part in enumerate(parts):
         folder = SRC / "data" / part

@@ -229,7 +229,7 @@ MUTATIONS = [
     M("reports/collect.py", "the newest run is the oldest",
       "key=lambda path: -path.stat().st_mtime", "key=lambda path: path.stat().st_mtime", "reports/test_report.py"),
     M("preflight/analysis.py", "padding over all positions",
-      "\"padding_pct\": 100.0 * (1.0 - float(lengths.sum()) / count)", "\"padding_pct\": 100.0 * float(lengths.sum()) / count", "preflight/test_preflight.py"),
+      "\"padding_pct\": 100.0 * (1.0 - float(sizes.sum()) / count)", "\"padding_pct\": 100.0 * float(sizes.sum()) / count", "preflight/test_preflight.py"),
     M("runtime/watchdog.py", "a hang has no limit",
       "if idle > self.limit():", "if False:", "runtime/test_faults.py"),
     M("rundir/lock.py", "an id that a later process has counts as the holder",

@@ -259,13 +259,24 @@ def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall |
         shape = " x ".join(map(str, (*args, *kwargs.values())[0].shape))
         of_encoder.append(ModuleCall(args, kwargs, shape))
 
+    def stop(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        raise _Called(kwargs)
+
     first = encoder(model.orig_model)
     with ExitStack() as stack:
         if first is not None:
-            stack.callback(first.register_forward_pre_hook(listen, with_kwargs=True).remove)
-        with torch.no_grad(), kernel_order(model.backend):
-            kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
+            stack.enter_context(first.register_forward_pre_hook(listen, with_kwargs=True))
+        stack.enter_context(decoder(model.orig_model).register_forward_pre_hook(stop, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                model.kind.hidden_states(model.orig_model, batch, model.backend)
+        except _Called as call:
+            (kwargs,) = call.args
     return ModuleCall((), kwargs, "{} x {}".format(*batch.shape)), of_encoder[0] if of_encoder else None
+
+
+class _Called(Exception):
+    """The decoder was called, with these arguments: it does not have to compute."""
 
 
 def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel, part: str | None = None) -> str:

@@ -1,5 +1,7 @@
 """Errors that end a run with a message; its text says what, where, what is allowed and what to do next."""
 
+import difflib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -96,6 +98,12 @@ def hint(name: str, /, **words: object) -> str:
 def config_error(name: str, /, **words: object) -> ConfigError:
     """Return the ConfigError with a text of `hint`."""
     return ConfigError(hint(name, **words))
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = " ") -> str:
+    """Return a question that names the known name most like a wrong one, after `before`; empty if none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f'{before}Did you mean "{near[0]}"?' if near else ""
 
 
 def fault(where: str, key: str, /, **words: object) -> DataError:

@@ -183,7 +183,7 @@ def test_canonical_solutions_of_mbpp_pass() -> None:
 
 @has_data
 @pytest.mark.slow
-def test_canonical_solutions_of_mbpp_pass() -> None:
+def test_many_canonical_solutions_of_mbpp_pass() -> None:
     task = tasks.load_task("mbpp", str(DATA))
     assert len(task.examples) == 500
     assert sum(passed(task, *(question.source["code"] for question in task.examples[:200]))) == 200

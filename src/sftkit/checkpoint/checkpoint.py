@@ -27,11 +27,11 @@ from sftkit.checkpoint.states import (
     write_config,
 )
 from sftkit.config.schema import CheckpointConfig
-from sftkit.errors import CheckpointError, ConfigError
+from sftkit.errors import CheckpointError, ConfigError, config_error
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
 from sftkit.models.towers import bytes_outside
-from sftkit.models.trained import adapters_of
+from sftkit.models.trained import members_in
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
@@ -174,8 +174,7 @@ class Checkpoints:
         for name, content in self._small_files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        adapters = adapters_of(self.orig_model)
-        members = () if adapters is None else adapters.members
+        members = members_in(self.orig_model)
         return rundir.adapter_dir(folder, members[0].name) if members else folder
 
     def _name_padding(self) -> None:
@@ -199,8 +198,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         files[rundir.RECIPE] = self.recipe.encode()
         # Each of several adapters is a separate model.
-        adapters = adapters_of(self.orig_model)
-        names = [member.name for member in adapters.members] if adapters is not None else []
+        names = [member.name for member in members_in(self.orig_model)]
         files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {
@@ -233,11 +231,9 @@ class Checkpoints:
             free = free_bytes(self.run_dir)
             if free < needed:
                 once = f", and {in_mb(outside)} once for the tensors outside the text model" if outside else ""
-                raise ConfigError(
-                    f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-                    f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time{once}). Free some "
-                    "space, choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
-                )
+                sizes = {"free": in_mb(free), "needed": in_mb(needed), "each": in_mb(estimated_bytes)}
+                words = {"run_dir": self.run_dir, "at_once": at_once, "once": once}
+                raise config_error("no room for checkpoints", **sizes, **words)
 
         self.rt.from_main(check)
 

@@ -19,7 +19,7 @@ from sftkit.data.batches.order import Cursor
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
-from sftkit.errors import CheckpointError, ConfigError, hint
+from sftkit.errors import CheckpointError, ConfigError, config_error, hint
 from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE, verify
@@ -121,10 +121,7 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
     # Checkpoints exist but none verifies: a person must decide what to give up.
     if skipped:
         lines = "\n  ".join(skipped)
-        raise ConfigError(
-            f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName a complete one "
-            "(train.resume=PATH), or start a new run with train.resume=null: this one is then renamed, not overwritten"
-        )
+        raise config_error("no whole checkpoint", run_dir=run_dir, lines=lines)
     return None
 
 

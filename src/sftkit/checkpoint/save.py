@@ -30,7 +30,7 @@ from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, wri
 from sftkit.config.schema import CheckpointConfig
 from sftkit.models.adapter_files import belongs_to
 from sftkit.models.towers import bytes_outside
-from sftkit.models.trained import adapters_of
+from sftkit.models.trained import adapters_of, members_in
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import BASE, archive, flush, replace_text, sha256_of
 from sftkit.rundir.status import is_full_disk
@@ -333,8 +333,7 @@ class Writer:
             for name, content in snapshot.small_files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-            adapters = adapters_of(self.orig_model)
-            for member in adapters.members if adapters is not None else ():
+            for member in members_in(self.orig_model):
                 own = rundir.adapter_dir(folder, member.name)
                 (own / rundir.STATE).mkdir()
                 (own / rundir.TRAINING_STATE).write_text(snapshot.state)

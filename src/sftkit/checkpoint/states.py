@@ -34,7 +34,7 @@ from sftkit.models.files import INDEX_FILE, SINGLE_FILE, UNCHANGED
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
 from sftkit.models.towers import Whole, loading_faults, whole_of, write_unchanged, write_whole_config
-from sftkit.models.trained import adapters_of, factors
+from sftkit.models.trained import adapters_of, factors, members_in
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
 from sftkit.rundir.status import describe_error
@@ -213,25 +213,22 @@ def load_states(
         ConfigError: names, shapes or dtypes differ from the checkpoint's, or one of its files is malformed.
     """
     reader = SafeReader(folder)
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         saved = reader.read_metadata().state_dict_metadata
         _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
+        with warnings.catch_warnings():
+            # Each rank reads by itself, so torch warns as above.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     except ConfigError:
         raise
-    except Exception as error:  # known classes, but with fields of the wrong type
+    # A BaseException: callers would not handle it as an error, and its traceback has many lines.
+    except dcp.CheckpointException as error:
+        inner = next(iter(error.failures.values()))[0]
+        raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
+    except Exception as error:  # known classes in the index, but with fields of the wrong type; a malformed file
         raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        # Each rank reads by itself, so torch warns as above.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        # A BaseException: callers would not handle it as an error, and its traceback has many lines.
-        except dcp.CheckpointException as error:
-            inner = next(iter(error.failures.values()))[0]
-            raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
-        except Exception as error:
-            raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
 
 
 def load_common_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -256,10 +253,7 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
                 f"{here.dtype} {list(here.shape)} in this run"
             )
     if problems:
-        raise ConfigError(
-            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the "
-            "model, optim.name and train.precision of the checkpoint, or start from its weights with model.path"
-        )
+        raise config_error("states that do not fit", folder=folder, problems=first_of(sorted(problems), between="; "))
 
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -292,7 +286,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
-    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
+    if members_in(orig_model):
         from sftkit.models.many_adapters import member_files
 
         files = {
@@ -300,7 +294,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
             for own, held in member_files(orig_model).items()
         }
         return WeightSnapshot(None, files)
-    if adapters is not None:
+    if adapters_of(orig_model) is not None:
         gathered = _gathered(tensors, saved_rows, keep=rank == 0)
         return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
@@ -412,10 +406,7 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
         fresh: Any = plain(config) if orig_model.is_remote_code() else from_config(config, orig_model.dtype)
     fresh.tie_weights()
     if type(fresh).__name__ != name:
-        raise ConfigError(
-            f"checkpoints could not be loaded: config.json names {name}, and transformers makes a "
-            f"{type(fresh).__name__} of it. Train a model whose class is in transformers"
-        )
+        raise config_error("class of another config", name=name, made=type(fresh).__name__)
     rows = without_padding(orig_model)
     saved = {
         key: (rows.get(id(tensor), tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
@@ -434,10 +425,7 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
         "have another shape of": sorted(key for key in saved.keys() & expected.keys() if saved[key] != expected[key]),
     }
     if found := [f"{verb} {first_of(names)}" for verb, names in problems.items() if names]:
-        raise ConfigError(
-            f"checkpoints could not be loaded as {name}, the class in their config.json: they {'; '.join(found)}. "
-            "Something added, removed or replaced modules of the model: remove them, or merge them into its weights"
-        )
+        raise config_error("class of other weights", name=name, found="; ".join(found))
 
 
 def plan_files(

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.watch import RECOMPILE_REFUSED, describe_guards, module_in
 from sftkit.config.schema import CompileConfig, has_cuda_graphs
 from sftkit.data.batches.pack import Layout
-from sftkit.errors import ConfigError, RecompileError
+from sftkit.errors import ConfigError, RecompileError, config_error
 from sftkit.models.structure import Work, called, decoder_blocks, embedding_module, train_flops
 from sftkit.models.trained import adapters_of
 from sftkit.runtime import hardware, start
@@ -314,10 +314,7 @@ def compile_model(
             log.info("compile.scope: block, because no process has all weights at once")
         blocks = decoder_blocks(orig_model)
         if not blocks:
-            raise ConfigError(
-                f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
-                "compile.scope=model or compile.enabled=false"
-            )
+            raise config_error("no decoder block to compile", cls=type(orig_model).__name__)
         parts = blocks + small_modules(orig_model)
     inputs_with_gradient(orig_model, parts)
     # All but the last part that a step calls belong to the encoder: itself and its projection.

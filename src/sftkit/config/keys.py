@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 from sftkit.config.yaml import KeyPath, Plain, dotted, keys_of
-from sftkit.errors import texts
+from sftkit.errors import did_you_mean, texts
 
 JsonSchema = dict[str, Any]
 "A JSON schema, as pydantic types it: Any, for its keys have values of many types."
@@ -52,12 +52,6 @@ def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
     names = {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
     return {section: name.removeprefix("tuple[").removesuffix(", ...]") for section, name in names.items()}
-
-
-@functools.cache
-def optional_sections() -> frozenset[str]:
-    """Return the sections that a recipe may leave out as a whole, with a meaning of its own."""
-    return frozenset(section for section, name in Config.__annotations__.items() if str(name).endswith(" | None"))
 
 
 @functools.cache
@@ -183,8 +177,7 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
     null = bool(key and key.kind.endswith("| null"))
     if kind == "literal_error":
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
-        near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
+        hint = did_you_mean(str(error["input"]), allowed)
         if row_of(keys[:-1]).endswith(".roles") and keys[-1] in allowed:
             hint = f" The name in your rows comes first: {{{error['input']}: {keys[-1]}}}"
         return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []

@@ -143,10 +143,9 @@ def _resolve(
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
-    for section in (
-        key_names.section_classes().keys() - key_names.optional_sections()
-    ):  # an absent or emptied section has its defaults
-        if section not in tree.value or tree.value[section].value is None:
+    for section, kind in Config.__annotations__.items():
+        # An absent or emptied section has its defaults; one that may be null has a meaning of its own without.
+        if not str(kind).endswith(" | None") and (section not in tree.value or tree.value[section].value is None):
             tree.value[section] = Node({}, str(recipe))
     dropped: set[KeyPath] = set()
     # Rules between settings run although values are wrong, so that one start shows all problems; those that ask for a

@@ -21,7 +21,7 @@ from sftkit.config.commands import install, unusable
 from sftkit.config.schema import LARGEST_TOGETHER, SourceConfig, source_label, where_counts
 from sftkit.config.tables import CHAT_TEMPLATES, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, TASKS, problems
 from sftkit.config.topology import Topology, stages_fit
-from sftkit.errors import hint
+from sftkit.errors import did_you_mean, hint
 
 Problem = tuple[str, str]
 "Key, and what is wrong with it."
@@ -122,16 +122,9 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
     elif topology.tensor > 1:
         yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
     if get("adapter.base") == "nf4" and topology.sharded:
-        yield (
-            "adapter.base",
-            f"nf4 does not go with shards ({topology.describe()}): start with ddp.yaml, where each GPU holds all "
-            "weights in 4 bits, or shard a model in bf16: adapter.base=bf16",
-        )
+        yield "adapter.base", hint("nf4 in shards", topology=topology.describe())
     if get("optim.name") not in ("auto", DEFAULT):
-        yield (
-            "optim.name",
-            f"{get('optim.name')} does not go with adapter, whose factors are fp32: set auto or {DEFAULT}",
-        )
+        yield "optim.name", hint("optimizer of an adapter", name=get("optim.name"), default=DEFAULT)
     if get("train.fp8") is not None:
         yield "train.fp8", "does not go with adapter: float8 layers would get none. Set it to null"
     if get("train.freeze"):
@@ -230,7 +223,8 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     micro_batch_size = get("train.micro_batch_size")
     count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
-    if schedule == "interleaved" and not _in_rounds(count, stages):
+    # torch's interleaved schedule takes micro-batches in rounds of one size.
+    if schedule == "interleaved" and count % max(1, count // stages):
         yield "train.micro_batch_size", hint("uneven rounds", made=made, stages=stages, most=2 * stages - 1)
     elif schedule != "interleaved" and count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
@@ -241,11 +235,6 @@ def _micro_batches(rows: int, micro_batch_size: int) -> int:
     """Return in how many micro-batches a process, or a group of them, computes its rows of a step, as data.pack divides
     them: by the largest size that divides the rows, up to micro_batch_size."""
     return min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
-
-
-def _in_rounds(count: int, stages: int) -> bool:
-    """Return whether torch's interleaved schedule divides `count` micro-batches into rounds of one size."""
-    return count % max(1, count // stages) == 0
 
 
 def _graph(get: Get) -> Iterator[Problem]:
@@ -300,11 +289,8 @@ def split_problems(
         fewer = [f"set train.pipeline_stages to {most} or less"] if most > 1 else []
         if pipeline_size <= num_layers:
             fewer.append("take train.pipeline_schedule=1f1b, which has one for each process")
-        yield (
-            "train.engine",
-            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: "
-            f"{', or '.join(fewer) or 'take train.engine=blocks'}",
-        )
+        cure = ", or ".join(fewer) or "take train.engine=blocks"
+        yield "train.engine", hint("more stages than layers", stages=stages, layers=num_layers, cure=cure)
         return
     if layers is None:
         return
@@ -470,10 +456,7 @@ def _mixture(get: Get) -> Iterator[Problem]:
         if any(weighted) and row.weight is None:
             yield f"{key}.weight", f"is missing, and {labels[weighted.index(True)]} has one: give each source a weight"
         if row.weight is not None and row.repeat != 1:
-            yield (
-                f"{key}.repeat",
-                f"{row.repeat} does not go with weights, which decide the passes of a source: leave it out",
-            )
+            yield f"{key}.repeat", hint("repeat with weights", repeat=row.repeat)
         if row.max_epochs is not None and row.weight is None:
             yield f"{key}.max_epochs", "only goes with weights: train.epochs and repeat say how often it is passed"
         if row.order == "given" and row.weight is None and len(rows) > 1:
@@ -502,10 +485,7 @@ def _mixture(get: Get) -> Iterator[Problem]:
     if get("data.layout") == "bucketed":
         yield "data.train.0.weight", "does not go with layout bucketed, which sorts documents by length: take packed"
     if get("train.epochs") is not None:
-        yield (
-            "train.epochs",
-            "does not go with weights, with which each source has its own: set train.max_steps, or data.tokens",
-        )
+        yield "train.epochs", hint("epochs with weights")
     elif stages and get("data.tokens") is get("train.max_steps") is None:
         yield "data.stages", "need the length of the run: set data.tokens or train.max_steps"
     before = 0.0
@@ -515,9 +495,8 @@ def _mixture(get: Get) -> Iterator[Problem]:
         before = stage["at"]
         for name in stage["weights"]:
             if name not in labels:
-                near = difflib.get_close_matches(name, labels, n=1)
-                meant = f' Did you mean "{near[0]}"?' if near else ""
-                yield f"data.stages.{i}.weights", f'"{name}" is not one of {", ".join(labels)}.{meant}'
+                listed = f"{', '.join(labels)}.{did_you_mean(name, labels)}"
+                yield f"data.stages.{i}.weights", f'"{name}" is not one of {listed}'
         if not any(stage["weights"].values()):
             yield f"data.stages.{i}.weights", "are all 0: give a source more"
 
@@ -526,8 +505,7 @@ def _chosen(get: Get) -> Iterator[Problem]:
     given = get("data.decontaminate")
     for task in [given] if isinstance(given, str) else given:
         if task not in (known := ("all", *TASKS)):
-            meant = "".join(f' Did you mean "{near}"?' for near in difflib.get_close_matches(task, known, n=1))
-            yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{meant}'
+            yield "data.decontaminate", f'"{task}" is not one of {", ".join(known)}.{did_you_mean(task, known)}'
     max_length = get("data.max_length")
     for part in ("data.train", "data.val"):
         for i, row in enumerate(get(part)):
@@ -575,10 +553,7 @@ def _row_length(get: Get) -> Iterator[Problem]:
     if layout not in PACKS:
         yield "data.row_length", f"only goes with layout packed or tree, not {layout}, whose rows hold one document"
     elif max_length is not None and row_length < max_length:
-        yield (
-            "data.row_length",
-            f"{row_length} cannot hold a document of data.max_length, {max_length}: raise it or lower data.max_length",
-        )
+        yield "data.row_length", hint("row that holds no document", row_length=row_length, max_length=max_length)
 
 
 def _dynamic(get: Get) -> Iterator[Problem]:
@@ -652,8 +627,7 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
         if tasks.count(task) > 1:
             yield "eval.tasks", f'"{task}" is named twice'
         if backend != "lm_eval" and task not in EVAL_TASKS:
-            near = difflib.get_close_matches(task, EVAL_TASKS, n=1)
-            meant = f' Did you mean "{near[0]}"?' if near else " For others set eval.backend to lm_eval"
+            meant = did_you_mean(task, EVAL_TASKS) or " For others set eval.backend to lm_eval"
             yield "eval.tasks", f'"{task}" is not one of {", ".join(EVAL_TASKS)}.{meant}'
     code = [task for task in tasks if task in CODE]
     if code and backend == "lm_eval":

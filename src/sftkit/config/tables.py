@@ -5,13 +5,12 @@ A pass is a function in graph/passes/ and its entry in passes.yaml. An optimizer
 returns an optim.protocol.Optimizer, and its entry in optimizers.yaml.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftkit.errors import texts
+from sftkit.errors import did_you_mean, texts
 
 CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {"chatml": ("<|im_start|>", "<|im_end|>")}
 "Name, which is that of its file, data/tokens/NAME.jinja -> the tokens that begin and end its turns."
@@ -85,8 +84,7 @@ def problems(names: Sequence[str]) -> Iterator[str]:
         if name in REMOVED_PASSES:
             yield f'"{name}" was removed: {REMOVED_PASSES[name]}'
         elif name not in PASSES:
-            hint = f'. Did you mean "{near[0]}"?' if (near := difflib.get_close_matches(name, PASSES, n=1)) else ""
-            yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
+            yield f'"{name}" is not one of {", ".join(PASSES)}{did_you_mean(name, PASSES, ". ")}'
         elif names.count(name) > 1:
             yield f'"{name}" is named twice: leave one out'
     # Order and conflicts are judged of the names that are known: each unknown one has its problem above.
@@ -99,12 +97,6 @@ def problems(names: Sequence[str]) -> Iterator[str]:
     if known != in_order and conflicts.isdisjoint(names):  # the list that is named is a possible one
         early, late = next(pair for pair in zip(known, in_order, strict=True) if pair[0] != pair[1])
         yield f"{late.name} must come before {early.name}: write [{', '.join(spec.name for spec in in_order)}]"
-
-
-def environment_of_passes(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that must be set before the process group is made. NCCL would register the
-    buffers of CUDA graphs, which fails with expandable segments of the allocator."""
-    return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}
 
 
 def describe_passes() -> str:

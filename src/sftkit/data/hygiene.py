@@ -24,7 +24,8 @@ from sftkit.config.commands import install
 from sftkit.config.schema import DataConfig, source_label, where_counts
 from sftkit.data.reading.columns import MARKS, PARTS, REASONING, finding_text, is_plain
 from sftkit.data.reading.origin import find_source
-from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, StoredTokens, Unlearned
+from sftkit.data.store.view import ShardTokens
+from sftkit.data.types import ANSWERS_LEFT_OUT, Examples, Finding, Row, Unlearned
 from sftkit.errors import ConfigError, DataError, hint
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.script import counted, working
@@ -303,7 +304,7 @@ def choose_documents(
 
     stored = training.tokens
     sizes = training.lengths[docs] + 1
-    if isinstance(stored, StoredTokens) and any(map(where_counts, data.train)):
+    if isinstance(stored, ShardTokens) and any(map(where_counts, data.train)):
         sizes = stored.sizes(docs)
     for i, source in enumerate(data.train):
         own = owner == i
@@ -366,7 +367,7 @@ def choose_documents(
         counts[name] = counts[name] | sizes | {"documents": round(kept[-1].size / len(passes[i]) * source.repeat)}
         if before := counts[name].get("answers_learned"):
             its = docs[own & used & ~aside]
-            assert isinstance(stored, StoredTokens)
+            assert isinstance(stored, ShardTokens)
             whole = stored.learned_answers(its)
             ends = [(doc, past) for doc in np.intersect1d(its, [*repeated]).tolist() for _, past in repeated[doc]]
             again = sum(past <= training.lengths[doc] + 1 for doc, past in ends)
@@ -394,7 +395,7 @@ def repeated_answers(examples: Examples, documents: np.ndarray) -> tuple[dict[in
     Returns:
         document -> first token and one past the last of each such answer; documents without any other answer
     """
-    assert isinstance(examples.tokens, StoredTokens)
+    assert isinstance(examples.tokens, ShardTokens)
     assert examples.columns is not None
     answers = examples.tokens.answers(documents)
     found: dict[int, list[tuple[int, int]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -185,20 +185,6 @@ class Tokens(Protocol):
         """Return (ids int32 [n], is_target bool [n]) of documents, one after the other."""
 
 
-@runtime_checkable
-class StoredTokens(Tokens, Protocol):
-    """Tokens of documents whose whole length and answers are known. Arguments: ascending."""
-
-    def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
-        """Yield the first token and one past the last of each answer of documents, also where they are cut off."""
-
-    def learned_answers(self, documents: np.ndarray) -> int:
-        """Return how many answers are learned whole in documents."""
-
-    def sizes(self, documents: np.ndarray) -> np.ndarray:
-        """Return the tokens of documents before anything was cut off, of a text in pieces those of the whole text."""
-
-
 @dataclass(frozen=True)
 class Examples:
     """All tokenized documents of a set of sources, D of them, source after source; the columns may be memory-mapped."""
@@ -252,8 +238,9 @@ and the messages of each role in conversations that are learned from, see view.R
         learned = np.ones(len(ids), bool) if is_target is None else is_target.copy()
         learned[offsets[:-1]] = False
         tokens = FlatTokens(ids.astype(np.int32), learned, offsets)
+        num_targets = np.add.reduceat(learned, offsets[:-1], dtype=np.int64)
         zeros = np.zeros(len(lengths), dtype=np.int64)
-        return cls(tokens, lengths, tokens.num_targets(), zeros, zeros, ("made up",), {}, encoder_inputs=encoder_inputs)
+        return cls(tokens, lengths, num_targets, zeros, zeros, ("made up",), {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -354,20 +341,6 @@ class FlatTokens:
         if not own:
             return self.ids[:0], self.is_target[:0]
         return np.concatenate([self.ids[one] for one in own]), np.concatenate([self.is_target[one] for one in own])
-
-    def num_targets(self) -> np.ndarray:
-        """Return the target tokens of each document, int64 [D]."""
-        # In pieces: the sums of all at once would take 8 bytes a token, on every rank.
-        offsets = self.offsets
-        counts = np.zeros(len(offsets) - 1, dtype=np.int64)
-        first = 0
-        while first < len(counts):
-            last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1
-            last = max(last, first + 1)  # a document that is longer than a piece is a piece of its own
-            piece = self.is_target[offsets[first] : offsets[last]]
-            counts[first:last] = np.add.reduceat(piece, offsets[first:last] - offsets[first], dtype=np.int64)
-            first = last
-        return counts
 
 
 _PIECE_TOKENS = 2**20

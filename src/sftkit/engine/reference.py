@@ -25,7 +25,7 @@ from sftkit.data.batches.loader import StepBatches
 from sftkit.data.types import Examples
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training
 from sftkit.engine.step import exchange, worst_case_batch
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.kind import ModelKind
 from sftkit.models.routing import Routing, routing_of
 from sftkit.models.structure import output_projection
@@ -277,10 +277,7 @@ class Reference:
         """
         orig_model = training.orig_model
         if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
-            raise ConfigError(
-                "train.engine=reference computes in fp32 with a whole model on every process: set "
-                "train.precision=fp32, and start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
-            )
+            raise config_error("reference in parts")
         if optim.name not in ("auto", DEFAULT):
             raise ConfigError(f"train.engine=reference supports only AdamW: set optim.name={DEFAULT}, not {optim.name}")
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
@@ -394,14 +391,11 @@ class DocumentsAlone:
         model = self._model
         taken: list[Tensor] = []
         head = output_projection(model.orig_model)
-        handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
-        try:
-            with plain_attention(model.orig_model):
-                found = list(documents(batch))
-                for document in found:
-                    model.kind.plain_logits(model.orig_model, document.inputs)
-        finally:
-            handle.remove()
+        hook = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
+        with hook, plain_attention(model.orig_model):
+            found = list(documents(batch))
+            for document in found:
+                model.kind.plain_logits(model.orig_model, document.inputs)
         states = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
         for document, hidden in zip(found, taken, strict=True):
             states[document.row, document.columns] = hidden

@@ -18,7 +18,7 @@ from sftkit.config.tables import EVAL_TASKS
 from sftkit.config.yaml import parse as parse_recipe
 from sftkit.data.reading import origin
 from sftkit.data.reading.origin import find_here
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.evals import tasks
 from sftkit.models.files import CAUSAL, auto_class, find_with_base, not_causal
 from sftkit.rundir.files import read_object
@@ -148,9 +148,8 @@ def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | N
         config = validated(EvalConfig, recipe.get("eval"))
         validation = validated(tuple[SourceConfig, ...], validated(dict[str, Any], recipe.get("data")).get("val", []))
     except ValidationError:
-        raise ConfigError(
-            f"{file}: what the run was evaluated on cannot be read ({'; '.join(problems) or 'another version'}): name "
-            "tasks, or --val"
+        raise config_error(
+            "unreadable recipe of a run", file=file, problems="; ".join(problems) or "another version"
         ) from None
     if not config.tasks and not validation:
         raise ConfigError(f"{file}: this run was evaluated on nothing (eval.tasks, data.val): name tasks, or --val")

@@ -3,7 +3,6 @@
 lm-evaluation-harness is a backend: any task that it has, on the model at hand, with results in the same files.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from sftkit.data.reading.origin import offline
 from sftkit.data.tokens import chat, template, text
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, config_error, did_you_mean
 from sftkit.evals.results import Result, Z
 from sftkit.generation import decode, kv_cache
 from sftkit.models import kind, load, structure
@@ -121,9 +120,8 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
     known = task_manager().all_tasks
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f' Did you mean "{near[0]}"?' if near else ""
-            raise ConfigError(f'eval.tasks: lm_eval has no task "{name}".{hint} `lm_eval ls tasks` lists them')
+            meant = did_you_mean(name, known)
+            raise ConfigError(f'eval.tasks: lm_eval has no task "{name}".{meant} `lm_eval ls tasks` lists them')
 
 
 def task_manager() -> Any:

@@ -5,8 +5,8 @@ Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -224,19 +224,14 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     return values.tolist(), torch.cat(best).tolist()
 
 
-@contextmanager
-def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> Iterator[None]:
+def _head_at(orig_model: PreTrainedModel, at: torch.Tensor) -> AbstractContextManager[object]:
     """Let the head project only these positions (int64 [N], of the flattened B * T) inside the block: logits are [N,
     V], with all that the model does to them, and those of whole rows never exist."""
 
     def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (inputs[0].flatten(0, -2).index_select(0, at), *inputs[1:])
 
-    hook = output_projection(orig_model).register_forward_pre_hook(choose)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return output_projection(orig_model).register_forward_pre_hook(choose)
 
 
 # ---- captions --------------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from sftkit.models.adapter_files import EXPERT_COUNTS
 from sftkit.models.hybrids import state_besides_keys
 from sftkit.models.kind import Continuation
-from sftkit.models.structure import decoder, inference
+from sftkit.models.structure import decoder, inference, num_experts
 from sftkit.ops.attention import head_sizes, implementation, plain_attention, relative_positions
 from sftkit.ops.flex import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -182,7 +181,7 @@ def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
     config = orig_model.config.get_text_config()
     if mixed := state_besides_keys(orig_model):
         return f"{mixed} keeps a state of its own"
-    if any(getattr(config, name, None) for name in EXPERT_COUNTS):
+    if num_experts(orig_model):
         return "the host decides which experts are visited"
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {of.get("rope_type") for of in (ropes, *(ropes.values())) if isinstance(of, dict)}

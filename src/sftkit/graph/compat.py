@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.ops import flex
 from sftkit.runtime.start import replaced
 
@@ -45,9 +45,8 @@ def private(module: str, name: str) -> Any:
 
 def missing_name_error(name: str) -> ConfigError:
     """Return the error of a name that this torch does not have."""
-    return ConfigError(
-        f"train.engine=graph: torch {torch.__version__} has no {name}, which it stands on; it was run on torch "
-        f"{', '.join(TESTED)}: install one of them, or set train.engine=blocks"
+    return config_error(
+        "torch without a part of the graph engine", version=torch.__version__, name=name, known=", ".join(TESTED)
     )
 
 

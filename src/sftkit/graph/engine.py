@@ -17,7 +17,7 @@ from sftkit.compile.contract import HookWatch, compiler_switches, random_state_k
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
 from sftkit.config import rules, schema, tables
 from sftkit.engine import engine, step
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.graph import capture, graphs, sharding
 from sftkit.graph.capture import dump
 from sftkit.memory.plan import (
@@ -46,10 +46,7 @@ def check_possible(rt: start.Runtime, orig_model: PreTrainedModel) -> None:
     """
     # Questions about the model alone come first: their answers are the same on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
-        raise ConfigError(
-            f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
-            "train.engine=blocks"
-        )
+        raise config_error("graph with an encoder", model_type=orig_model.config.model_type)
     topology = rt.topology
     _reject(rules.graph_mesh_problems(topology))
     # This needs the sizes of every matrix, so it comes after the checks that do not.

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.graph import compat
 from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss
@@ -372,9 +372,8 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
     """
     model_type = orig_model.config.model_type
     if model_type not in PLANS:
-        raise ConfigError(
-            f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
-            f"{', '.join(PLANS)} have: set it to 1"
+        raise config_error(
+            "no tensor-parallel plan of the graph engine", size=size, model_type=model_type, known=", ".join(PLANS)
         )
     plan = PLANS[model_type]
     known = {*plan.columns, *plan.rows, *plan.gathered, *plan.replicated, *plan.experts}

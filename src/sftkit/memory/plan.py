@@ -17,7 +17,7 @@ from sftkit.config.schema import CompileConfig, Config, DataConfig, OptimConfig,
 from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.memory.estimate import (
     BUDGETS,
     GIB,
@@ -272,10 +272,7 @@ def _checkpoints(compile: CompileConfig, train: TrainConfig, orig_model: PreTrai
     if _recomputes(compile) or train.memory == "speed":
         return False
     if not orig_model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"train.memory={train.memory}: without compilation it needs gradient checkpointing, which "
-            f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
-        )
+        raise config_error("no gradient checkpointing", memory=train.memory, cls=type(orig_model).__name__)
     # torch advises against the reentrant kind. It also needs an input with a gradient, which frozen embeddings
     # do not provide.
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -335,10 +332,8 @@ def _check_room(s: EstimateInputs, cfg: Config, total_bytes: int | None) -> None
     if not s.shape.nf4:
         least = -(-held * shards // total_bytes)
         ways.append(f"accelerate_configs/fsdp2.yaml on {least} such GPUs or more holds them too")
-    raise ConfigError(
-        f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
-        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, with any row length. {'. '.join(ways)}"
-    )
+    words = {"optimizer": s.optimizer, "billions": s.shape.parameters / 1e9, "held": gib(held)}
+    raise config_error("states larger than a GPU", total=gib(total_bytes), ways=". ".join(ways), **words)
 
 
 def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -> Sharding:

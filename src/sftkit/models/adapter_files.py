@@ -1,6 +1,5 @@
 """What is known of adapters without torch: the layers that targets name, and folders that hold an adapter."""
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error, did_you_mean
 from sftkit.models.files import (
     COPY_AGAIN,
     GATED,
@@ -105,17 +104,12 @@ def target_layers(
     ordered = [name for name in shapes if name in found]
     without = {"adapter.dropout": config.dropout, "adapter.method=dora": config.method == "dora"}
     if (wrong := [key for key, given in without.items() if given]) and (adapted := found & {*experts}):
-        raise ConfigError(
-            f"adapter.targets: {min(adapted)} has an adapter only without {wrong[0]}: set adapter.experts=false, which "
-            "adapts the other layers, or leave that setting out"
-        )
+        raise config_error("experts with such adapters", name=min(adapted), wrong=wrong[0])
     small = min(ordered, key=lambda name: min(shapes[name]))
     if config.rank > min(shapes[small]):
         outputs, inputs = shapes[small]
-        raise ConfigError(
-            f"adapter.rank={config.rank}: {small} has {inputs} inputs and {outputs} outputs, and the rank is at most "
-            f"the smaller of the two: set adapter.rank={min(shapes[small])} or less, or leave that layer out of "
-            "adapter.targets"
+        raise config_error(
+            "rank above a layer", rank=config.rank, small=small, inputs=inputs, outputs=outputs, most=min(shapes[small])
         )
     return ordered
 
@@ -125,8 +119,7 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     if target == head:
         return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
     last = sorted({name.rpartition(".")[2] for name in shapes})
-    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *shapes], n=1)
-    hint = f'Did you mean "{near[0]}"?' if near else f"There are {', '.join(last) or 'none'}"
+    hint = did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "") or f"There are {', '.join(last) or 'none'}"
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
@@ -325,12 +318,8 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
     """
     method = "dora" if files.dora else "lora"
     if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
-        raise ConfigError(
-            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
-            f"and the recipe asks for {config.method} of rank {config.rank} with {scale_of(config):g}: set "
-            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
-            "adapter.scaling=standard to continue it, or leave adapter out, which merges it at the start"
-        )
+        words = {"method": method, "scale": scale_of(config), "alpha": files.scale * files.rank}
+        raise config_error("other adapter than continued", files=files, config=config, **words)
     names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):

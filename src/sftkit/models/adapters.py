@@ -23,9 +23,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import (
-    EXPERT_COUNTS,
     EXPERT_WEIGHTS,
     PEFT_PREFIX,
     ROUTER,
@@ -37,7 +36,7 @@ from sftkit.models.adapter_files import (
     target_layers,
 )
 from sftkit.models.files import COPY_AGAIN, reading_files
-from sftkit.models.structure import decoder_blocks, embedding_of, output_projection
+from sftkit.models.structure import decoder_blocks, embedding_of, num_experts, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
 from sftkit.models.towers import whole_of
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
@@ -283,10 +282,7 @@ def _layers_in_nf4(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
     """
     for name, module in orig_model.named_modules():
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
-            raise ConfigError(
-                f"adapter.base: the experts {name} have three-dimensional weights, most of the model, which would stay "
-                "as they are: set adapter.base=bf16"
-            )
+            raise config_error("experts in nf4", name=name)
     layers = {name: layer for name, layer in _linears(orig_model).items() if not ROUTER.search(name)}
     for name, layer in layers.items():
         if layer.in_features % 2:
@@ -327,10 +323,7 @@ def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[s
                 experts.add(name)
             # They are no layers of torch: they would be left out in silence.
             elif config.experts and {"all-linear", "mlp"} & {*config.targets}:
-                raise ConfigError(
-                    f"adapter.targets: the experts {name} ({type(module).__name__}) have a form that gets no adapters: "
-                    "set adapter.experts=false, which adapts the other layers"
-                )
+                raise config_error("experts of another form", name=name, cls=type(module).__name__)
         if name in shapes:
             found[name] = module
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
@@ -405,17 +398,12 @@ def read_factors(own: dict[str, torch.nn.Parameter], folder: Path) -> None:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
-            raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or leave "
-                "adapter out, which merges it at the start"
-            )
+            raise config_error("layers of another adapter", path=path, different=first_of(different), where=where)
         for name, parameter in own.items():
             source = file.get_slice(name)
             if list(source.get_shape()) != list(parameter.shape):
-                raise ConfigError(
-                    f"{path}: {name} has shape {list(source.get_shape())} in the files and {list(parameter.shape)} in "
-                    "the model: set adapter.rank to that of this adapter"
-                )
+                words = {"path": path, "name": name, "there": list(source.get_shape()), "here": list(parameter.shape)}
+                raise config_error("rank of another adapter", **words)
             local(parameter).copy_(local_part(source, parameter))
 
 
@@ -516,10 +504,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
             weight = of_experts[name] if name in of_experts else owners[name].weight
             assert isinstance(weight, torch.nn.Parameter)
             if weight is embedding_of(orig_model):
-                raise ConfigError(
-                    f"{path}: {name} shares its weight with the embedding, which the adapter would change too: merge "
-                    "it with peft into a copy of the model that has tie_word_embeddings false, and name that folder"
-                )
+                raise config_error("adapter of a tied weight", path=path, name=name)
             held = {one: file.get_tensor(keys[f"{name}.lora_{one}"]) for one in wanted}
             factors_of = held["A.weight"], held["B.weight"]
             if name in of_experts:
@@ -540,8 +525,7 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
     config = adapters.config
     experts = [name for name in adapters.modules if not isinstance(orig_model.get_submodule(name), torch.nn.Linear)]
     # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
-    mixture = any(getattr(orig_model.config.get_text_config(), name, None) for name in EXPERT_COUNTS)
-    taken = ("gate_proj", "up_proj", "down_proj") * mixture
+    taken = ("gate_proj", "up_proj", "down_proj") if num_experts(orig_model) else ()
     mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
     parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
     parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]

@@ -92,26 +92,6 @@ class EncoderDecoder(ModelKind):
         if train.fp8 is not None:
             raise config_error("encoder in float8", fp8=train.fp8, model_type=name)
 
-    def decoder_inputs(
-        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
-    ) -> dict[str, Any]:
-        """Return the tokens, the boundaries of their documents, the encoded inputs [B, K S, H] (K places for
-        documents in a row), and the input that each document sees.
-        """
-        given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
-        encoded, visible = self.encode(orig_model, given)
-        # A row's inputs are concatenated, so that a position attends along one axis and a mask selects its own input.
-        rows = batch.shape[0]
-        places, length, _ = encoded.shape
-        visible = None if visible is None else visible.view(rows, -1)
-        return {
-            **{name: batch.inputs[name] for name in OF_TOKENS},
-            "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
-            "encoder_attention_mask": flex.input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
-            "use_cache": False,
-            "documents": attention.document_boundaries(batch, backend, context_group),
-        }
-
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> Tensor:
@@ -119,8 +99,21 @@ class EncoderDecoder(ModelKind):
         their inputs.
         """
         module = decoder(orig_model)
+        given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
         with attention.kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
-            outputs = module(**self.decoder_inputs(orig_model, batch, backend, context_group))
+            encoded, visible = self.encode(orig_model, given)
+            # A row's inputs are concatenated to [B, K S, H], with K places for documents in a row, so that a position
+            # attends along one axis and a mask selects its own input.
+            rows = batch.shape[0]
+            places, length, _ = encoded.shape
+            visible = None if visible is None else visible.view(rows, -1)
+            outputs = module(
+                **{name: batch.inputs[name] for name in OF_TOKENS},
+                encoder_hidden_states=encoded.view(rows, places // rows * length, -1),
+                encoder_attention_mask=flex.input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
+                use_cache=False,
+                documents=attention.document_boundaries(batch, backend, context_group),
+            )
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
@@ -147,11 +140,8 @@ def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Ite
         with torch.set_grad_enabled(own.requires_grad):  # Marian's sinusoids are not trained
             return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
 
-    hook = table.register_forward_hook(looked_up)
-    try:
+    with table.register_forward_hook(looked_up):
         yield
-    finally:
-        hook.remove()
 
 
 def _nothing(hidden: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import config_error
 from sftkit.models import structure
 from sftkit.ops import recurrent
 from sftkit.ops.attention import CHUNKED, attention_chunk
@@ -255,10 +255,8 @@ def use_operators(orig_model: PreTrainedModel) -> None:
         for name, replacement in mixer.functions.items():
             original = getattr(module, name, None)
             if original is None:
-                raise ConfigError(
-                    f"{type(orig_model).__name__} is not supported with transformers {transformers.__version__}: "
-                    f"{module.__name__} has no function {name}, which would carry state from document to document"
-                )
+                words = {"cls": type(orig_model).__name__, "version": transformers.__version__}
+                raise config_error("no function of recurrent layers", module=module.__name__, name=name, **words)
             if getattr(original, "of_documents", False):
                 continue
             ours: Any = replacement(original)
@@ -326,7 +324,6 @@ def check_trees(orig_model: PreTrainedModel) -> None:
         "longrope": structure.longrope_limit(orig_model.config) is not None,
     }
     if names := [name for name, there in found.items() if there]:
-        raise ConfigError(
-            f"data.layout: tree does not support {orig_model.config.model_type}, which has {' and '.join(names)}: set "
-            "data.layout=packed"
+        raise config_error(
+            "model that has no trees", model_type=orig_model.config.model_type, names=" and ".join(names)
         )

@@ -67,8 +67,11 @@ class ModelKind(Protocol):
         without an encoder.
 
         Raises:
-            DataError: a document names no encoder input, or one that cannot be read.
+            DataError: a document names no encoder input, or one that cannot be read, or one without an encoder.
         """
+        if examples.encoder_sources:
+            raise DataError(hint("no encoder", examples=examples, model_type=orig_model.config.model_type))
+        return examples
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
         """Return deterministic encoder inputs for made-up documents; None without an encoder.
@@ -91,14 +94,6 @@ class ModelKind(Protocol):
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return S, the positions of an encoded input; 0 without an encoder. `length` is data.max_length."""
         return 0
-
-    def decoder_inputs(
-        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
-    ) -> dict[str, Any]:
-        """Return the decoder's arguments for a batch; encoder inputs are encoded here.
-
-        The arguments are those of hidden_states.
-        """
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
@@ -142,15 +137,6 @@ def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     return {"vocab_size": len(tokenizer), **special}
 
 
-def _model_inputs(
-    module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None
-) -> dict[str, Any]:
-    """Return the arguments of a decoder: its inputs and the boundaries of the batch's documents."""
-    chunk = attention.attention_chunk(getattr(module, "config", None))
-    documents = attention.document_boundaries(batch, backend, context_group, chunk)
-    return {**inputs, "use_cache": False, "documents": documents}
-
-
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
     """Return arguments that stop a model from collecting router logits if its config asks for them (models.routing
     reads the routers itself); empty for other models.
@@ -171,9 +157,10 @@ def decoded(
     """
     # transformers never collects router logits, whatever the config asks: models.routing reads them with hooks.
     with attention.kernel_order(backend):
-        given = _model_inputs(module, inputs, batch, backend, context_group)
-        outputs = module(**given, **without_router_logits(module))
-    return outputs.last_hidden_state
+        chunk = attention.attention_chunk(getattr(module, "config", None))
+        documents = attention.document_boundaries(batch, backend, context_group, chunk)
+        asked = without_router_logits(module)
+        return module(**inputs, use_cache=False, documents=documents, **asked).last_hidden_state
 
 
 class CausalLM(ModelKind):
@@ -184,29 +171,6 @@ class CausalLM(ModelKind):
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""
         return {**ids_of(tokenizer), **fields}
-
-    def with_inputs(
-        self,
-        orig_model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        examples: Examples,
-        max_length: int,
-        data: DataConfig,
-    ) -> Examples:
-        """Return the documents unchanged.
-
-        Raises:
-            DataError: the documents have encoder inputs, but the model has no encoder.
-        """
-        if examples.encoder_sources:
-            raise DataError(hint("no encoder", examples=examples, model_type=orig_model.config.model_type))
-        return examples
-
-    def decoder_inputs(
-        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
-    ) -> dict[str, Any]:
-        """Return the tokens, their positions, and the boundaries of their documents."""
-        return _model_inputs(orig_model, batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

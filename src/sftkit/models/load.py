@@ -7,7 +7,6 @@ become stops.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import logging
 import os
@@ -30,7 +29,7 @@ from transformers.initialization import no_init_weights
 from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
-from sftkit.errors import ConfigError, config_error
+from sftkit.errors import ConfigError, config_error, did_you_mean
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
@@ -542,11 +541,9 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
     for place, fields in (("", scratch), *inside):
         named = str(fields.get("model_type", "")) or None
         if named and named not in CONFIG_MAPPING:
-            near = difflib.get_close_matches(named, list(CONFIG_MAPPING.keys()), n=1)
-            hint = f'. Did you mean "{near[0]}"?' if near else ", which has names such as llama, gpt2, vit and t5"
-            return (
-                f'{place}model_type: "{named}" is not an architecture of transformers {transformers.__version__}{hint}'
-            )
+            meant = did_you_mean(named, CONFIG_MAPPING, ". ") or ", which has names such as llama, gpt2, vit and t5"
+            where = f"transformers {transformers.__version__}{meant}"
+            return f'{place}model_type: "{named}" is not an architecture of {where}'
     return None
 
 

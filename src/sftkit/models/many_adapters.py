@@ -7,8 +7,8 @@ is are numbers in a tensor: one graph for all passes. Outside of training batche
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from sftkit.models.adapters import (
 )
 from sftkit.models.trained import ADAPTERS, adapters_of
 from sftkit.rundir.names import adapter_dir
+from sftkit.runtime.start import replaced
 
 if TYPE_CHECKING:
     from sftkit.config.schema import NamedAdapter
@@ -233,18 +234,12 @@ def add_many(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     return found
 
 
-@contextmanager
-def active(orig_model: torch.nn.Module, member: int) -> Iterator[None]:
+def active(orig_model: torch.nn.Module, member: int) -> AbstractContextManager[None]:
     """Let one adapter compute all rows within the context, for an evaluation of it."""
     adapters = adapters_of(orig_model)
     assert adapters is not None
     assert adapters.selection is not None
-    chosen = adapters.selection
-    before, chosen.active = chosen.active, member
-    try:
-        yield
-    finally:
-        chosen.active = before
+    return replaced(adapters.selection, "active", member)
 
 
 def member_factors(orig_model: torch.nn.Module, member: int) -> dict[str, torch.nn.Parameter]:

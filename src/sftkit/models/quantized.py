@@ -139,8 +139,9 @@ def packed_weights(stored: Format, tensors: Mapping[str, Mapping[str, Any]], whe
         base = name.removesuffix("_blocks") if stored.block is None else name
         scale, shape = f"{base}{stored.suffix}", tuple(tensor["shape"])
         scales = tensors.get(scale)
-        if _is_scale(name, stored, tensors):
-            continue
+        of_weight = name.removesuffix(stored.suffix) + ("_blocks" if stored.block is None else "")
+        if (name.endswith(stored.suffix) and of_weight in tensors) or name.rpartition(".")[2] in _DROPPED:
+            continue  # a scale, of a weight or of activations
         if tensor["dtype"] not in PACKED:
             found[name] = Packed(name, None, shape)
         elif stored.block is None and scales and [*shape[:3], MXFP4_BLOCK // 2] == [*scales["shape"], shape[-1]]:
@@ -163,14 +164,6 @@ def _shared(
         return shape[0], shape[1]
     expected = [*shape[:-2], math.ceil(shape[-2] / rows), math.ceil(shape[-1] / columns)]
     return (rows, columns) if list(scales["shape"]) == expected else None
-
-
-def _is_scale(name: str, stored: Format, tensors: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is a scale, of a weight or of activations."""
-    of_weight = name.removesuffix(stored.suffix)
-    if stored.block is None:
-        of_weight += "_blocks"
-    return (name.endswith(stored.suffix) and of_weight in tensors) or name.rpartition(".")[2] in _DROPPED
 
 
 def settings_for_transformers(folder: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,8 +30,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from sftkit.config.schema import RopeScaling
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, factors, logical_elements
+from sftkit.models.trained import TOKEN_ADAPTER, factors, logical_elements, members_in
 from sftkit.ops.attention import attend, attention_chunk
+from sftkit.runtime.start import replaced
 
 ORIGINAL = "original_max_position_embeddings"
 LONG = "sftkit_long"
@@ -102,10 +103,8 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling | None) -> None:
     if scaling.rope_type in ("yarn", "llama3"):
         original = rope.setdefault(ORIGINAL, own.get(ORIGINAL) or longest)
         if (reach := int(scaling.factor * original)) < longest:
-            raise ConfigError(
-                f"model.rope_scaling: factor {scaling.factor:g} times {ORIGINAL} {original:,} is {reach:,} positions, "
-                f"and the model has {longest:,} already: set a larger factor, or another {ORIGINAL}"
-            )
+            words = {"factor": scaling.factor, "field": ORIGINAL, "original": original, "reach": reach}
+            raise config_error("factor of no longer positions", longest=longest, **words)
         text.max_position_embeddings = reach
     text.rope_parameters = rope
     text.standardize_rope_params()
@@ -229,14 +228,11 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     """
     inside = [module.config for module in orig_model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(config): config for config in (orig_model.config.get_text_config(), *inside)}.values()
-    asked = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asked:
-        config.output_router_logits = False
-    try:
+    with ExitStack() as stack:
+        for config in configs:
+            if getattr(config, "output_router_logits", False):
+                stack.enter_context(replaced(config, "output_router_logits", value=False))
         yield
-    finally:
-        for config in asked:
-            config.output_router_logits = True
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
@@ -363,14 +359,20 @@ class ParameterCount:
         return f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%})"
 
 
+def num_experts(orig_model: PreTrainedModel) -> int:
+    """Return the routed experts of each mixture; 0: the model has none."""
+    from sftkit.models.adapter_files import EXPERT_COUNTS
+
+    config = orig_model.config.get_text_config()
+    return next((number for name in EXPERT_COUNTS if (number := getattr(config, name, None))), 0)
+
+
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Count the parameters by their work per token.
 
     Tables of tokens or positions cost no work, since a token reads one row, and padding of the vocabulary is
     not counted.
     """
-    from sftkit.models.adapter_files import EXPERT_COUNTS
-
     # All parameters without the padding of the vocabulary, then those of the head.
     projection = list(output_projection(orig_model).parameters(recurse=False))
     own_rows = {id(p): p.numel() for name, p in orig_model.named_parameters() if TOKEN_ADAPTER in name}
@@ -393,17 +395,16 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     in_encoder = sum(p.numel() for p in encoding.values() if id(p) not in unused)
     # A token visits only a few of the routed experts.
     config = orig_model.config.get_text_config()
-    experts = next((n for k in EXPERT_COUNTS if (n := getattr(config, k, None))), None)
+    experts = num_experts(orig_model)
     routed = [m for m in orig_model.modules() if type(m).__name__.endswith("Experts")] if experts else []
     idle = 1.0 - config.num_experts_per_tok / experts if experts else 0.0
     rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
     # With several adapters a token meets the factors of one: on average this share of all.
-    adapters = adapters_of(orig_model)
-    of_members = {id(p): p.numel() for p in factors(orig_model).values()} if adapters and adapters.members else {}
-    for key, size in of_members.items():
-        met_of_one = round(size / len(adapters.members))  # type: ignore[union-attr]
+    members = members_in(orig_model)
+    for key, size in [(id(p), p.numel()) for p in factors(orig_model).values()] if members else ():
+        met_of_one = round(size / len(members))
         body -= size - met_of_one
         numel[key] = met_of_one
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.

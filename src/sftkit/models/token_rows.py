@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.adapter_files import AdapterFiles
 from sftkit.models.structure import embedding_module, output_projection, vocab_size
 from sftkit.models.vocabulary import added_tokens, make_room_for, mean_row, new_rows
@@ -122,10 +122,7 @@ def tokens_to_train(
     if added is None:
         return {} if files is None else dict(files.tokens), None
     if files is not None and files.tokens:
-        raise ConfigError(
-            f"adapter: {files.folder} has trained rows for tokens, and {first_of(added.tokens)} would be added: use "
-            "the chat template of that adapter (model.chat_template=null), or leave adapter out, which merges it"
-        )
+        raise config_error("tokens added to trained rows", folder=files.folder, added=first_of(added.tokens))
     new = new_rows(orig_model)
     assert new is not None
     ids = tuple(new.among(0, vocab_size(orig_model)))

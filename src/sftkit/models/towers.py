@@ -31,7 +31,7 @@ from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, heade
 from sftkit.models.quantized import PACKED
 from sftkit.models.structure import decoder, output_projection
 from sftkit.models.trained import adapters_of
-from sftkit.rundir.files import read_manifest, sha256_of
+from sftkit.rundir.files import read_manifest, sha256_of, stamp_of
 
 WHOLE_MODEL = "sftkit_whole"
 "Attribute of a text model that belongs to a larger model."
@@ -61,7 +61,7 @@ class Whole:
     "the same two in transformers' class"
     unchanged: dict[str, tuple[Path, Mapping[str, Any]]]
     "name of each tensor that does not belong to the text model -> its file, and what the file's header says of it"
-    stamps: dict[Path, tuple[int, int]]
+    stamps: dict[Path, list[int] | None]
     "size and time of those files when the model was loaded"
     processors: dict[str, bytes]
     "the files of PROCESSOR_FILES that are there: a checkpoint that a run resumes from may be deleted later"
@@ -187,7 +187,7 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
     if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in PACKED]:
         raise config_error("quantized beside a text model", folder=folder, name=odd[0])
-    stamps = {path: _stamp(path) for path, _ in unchanged.values()}
+    stamps = {path: stamp_of(path) for path, _ in unchanged.values()}
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}
     live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
@@ -276,10 +276,11 @@ def write_unchanged(whole: Whole, folder: Path, earlier: Path | None = None) -> 
             return
         out.unlink(missing_ok=True)
     for path, stamp in whole.stamps.items():
-        if _stamp(path) != stamp:
+        if stamp_of(path) != stamp:
             raise OSError(f"{path} has changed since the model was loaded, and its other tensors belong into {folder}")
     # The widest first, so that every tensor begins at a multiple of its own width.
-    order = sorted(whole.unchanged, key=lambda name: -_width(whole.unchanged[name][1]))
+    sizes = {name: _size(one) // max(math.prod(one["shape"]), 1) for name, (_, one) in whole.unchanged.items()}
+    order = sorted(sizes, key=lambda name: -sizes[name])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -305,15 +306,6 @@ def write_unchanged(whole: Whole, folder: Path, earlier: Path | None = None) -> 
 def _size(tensor: Mapping[str, Any]) -> int:
     begin, end = tensor["data_offsets"]
     return int(end - begin)
-
-
-def _width(tensor: Mapping[str, Any]) -> int:
-    return _size(tensor) // max(math.prod(tensor["shape"]), 1)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _with_prefixes(name: str, body: str, head: str) -> str:

@@ -30,6 +30,11 @@ def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
     return getattr(orig_model, ADAPTERS, None)
 
 
+def members_in(orig_model: torch.nn.Module) -> tuple[Adapters, ...]:
+    """Return each of several adapters that are trained side by side; (): the model has one, or none."""
+    return () if (adapters := adapters_of(orig_model)) is None else adapters.members
+
+
 def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of the adapters by name."""
     if adapters_of(orig_model) is None:

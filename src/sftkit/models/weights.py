@@ -18,7 +18,7 @@ from sftkit.errors import config_error
 from sftkit.models import files as model_files
 from sftkit.models import load, structure
 from sftkit.models.towers import belongs_to_whole, whole_of
-from sftkit.models.trained import adapters_of, factors
+from sftkit.models.trained import adapters_of, factors, members_in
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.nf4 import fill_layer, matrix_of
 from sftkit.ops.tensors import local, local_part
@@ -88,11 +88,11 @@ def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ConfigError: it does not fit the model.
     """
-    if (adapters := adapters_of(orig_model)) is not None and adapters.members:
+    if members_in(orig_model):
         from sftkit.models.many_adapters import load_many
 
         load_many(orig_model, folder)
-    elif adapters is not None:
+    elif adapters_of(orig_model) is not None:
         from sftkit.models.adapters import load_factors
 
         load_factors(orig_model, folder)

@@ -225,6 +225,10 @@ def _sums_and_gradients(
     d_bias = torch.zeros(len(weight), dtype=exact, device=weight.device) if wanted[2] else None
     d_rows = None if own_rows is None or not wanted[3] else new(own_rows.shape, dtype=exact, device=weight.device)
     buffer = _logits_buffer(min(chunk, num_rows), len(weight), hidden)
+    if buffer.is_cuda and exact == torch.float32:
+        from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
+    else:
+        cross_entropy_ = _reference_cross_entropy_
     # A chunk at a time: its logits, their sums and gradient in place, and what that adds to the gradients.
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
@@ -235,7 +239,7 @@ def _sums_and_gradients(
             torch.addmm(bias, hidden[rows], weight.t(), beta=scale, alpha=scale, out=logits)
         own = None if weights is None else weights[rows]
         given = (logits[:, :tokens], targets[rows], sums[:, rows], options, softcap)
-        _cross_entropy_(*given, gradients=any(wanted), weights=own)
+        cross_entropy_(*given, gradients=any(wanted), weights=own)
         logits[:, len(weight) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
             _product_(d_hidden[rows], logits, weight, scale)
@@ -283,25 +287,6 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, scale: float, *, f
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta, alpha=scale)
 
 
-def _cross_entropy_(
-    logits: Tensor,
-    targets: Tensor,
-    sums: Tensor,
-    options: LossConfig,
-    softcap: float | None,
-    *,
-    gradients: bool,
-    weights: Tensor | None = None,
-) -> None:
-    """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
-    if logits.is_cuda and sums.dtype == torch.float32:
-        from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
-
-        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients, weights=weights)
-    else:
-        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients, weights=weights)
-
-
 def _reference_cross_entropy_(
     logits: Tensor,
     targets: Tensor,
@@ -312,8 +297,8 @@ def _reference_cross_entropy_(
     gradients: bool,
     weights: Tensor | None = None,
 ) -> None:
-    """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
-    math in the dtype of `sums`."""
+    """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`: as
+    the kernel, by torch's operators, for any device; math in the dtype of `sums`."""
     smoothing = options.label_smoothing
     is_target = targets != IGNORE
     factor = is_target.to(sums.dtype) if weights is None else torch.where(is_target, weights.to(sums.dtype), 0.0)

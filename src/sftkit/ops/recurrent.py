@@ -153,8 +153,8 @@ def gated_delta_rule(
         cumulated, out, inverse, *_ = chunk_gated_delta_rule_fwd(*given, **named)
         return out.view(value.shape), cumulated, inverse
     chunks = _Chunks.of(query, key, value, decay, beta, borders)
-    scanned, _ = _scan(chunks)
-    out = (chunks.head * chunks.query) @ scanned.states + chunks.scores @ scanned.updates
+    states, updates, _ = _scan(chunks)
+    out = (chunks.head * chunks.query) @ states + chunks.scores @ updates
     return _joined(out, value), value.new_zeros(0), value.new_zeros(0)
 
 
@@ -296,17 +296,9 @@ class _Chunks(NamedTuple):
         return cls(query, key, value, beta, same, factor, head, tail, head[..., -1:, :], scores, system)
 
 
-class _Scanned(NamedTuple):
-    """The states, one after the other, and what they make of the values."""
-
-    states: Tensor
-    "[B, HV, N, K, V], before each chunk"
-    updates: Tensor
-    "[B, HV, N, C, V], what is written into the state"
-
-
-def _scan(chunks: _Chunks) -> tuple[_Scanned, Tensor]:
-    """Return the states, and the inverse of each chunk's system of equations."""
+def _scan(chunks: _Chunks) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the state before each chunk, [B, HV, N, K, V], what is written into it, [B, HV, N, C, V], and the inverse
+    of each chunk's system of equations."""
     eye = torch.eye(SCAN_CHUNK, dtype=chunks.value.dtype, device=chunks.value.device).expand_as(chunks.system)
     inverse = torch.linalg.solve_triangular(chunks.system, eye, upper=False, unitriangular=True)
     own = inverse @ (chunks.beta * chunks.value)
@@ -318,7 +310,7 @@ def _scan(chunks: _Chunks) -> tuple[_Scanned, Tensor]:
         states.append(state)
         updates.append(own[:, :, n] - read[:, :, n] @ state)
         state = chunks.kept[:, :, n] * state + written[:, :, n] @ updates[-1]
-    return _Scanned(torch.stack(states, 2), torch.stack(updates, 2)), inverse
+    return torch.stack(states, 2), torch.stack(updates, 2), inverse
 
 
 def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> _Gradients:
@@ -328,7 +320,7 @@ def _torch_backward(chunks: _Chunks, grad: Tensor, given: Sequence[Tensor]) -> _
     transposed inverse, and the gradient of the system is minus the outer product of both.
     """
     query, key, value, beta, same, factor, head, tail, kept, scores, system = chunks
-    (states, updates), inverse = _scan(chunks)
+    states, updates, inverse = _scan(chunks)
     grad = _cut(grad, -grad.shape[1] % SCAN_CHUNK, value.dtype)
     of_out = scores.mT @ grad
     after = torch.zeros_like(states[:, :, 0])

@@ -23,7 +23,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import config_error
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
-from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, learning_rate_scales
+from sftkit.models.trained import TOKEN_ADAPTER, adapters_of, learning_rate_scales, members_in
 from sftkit.ops.tensors import as_sharded, local
 
 Group = dict[str, Any]
@@ -329,13 +329,13 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
             for scale in dict.fromkeys((1.0, *scales.values()))
             if (same := [p for p in group["params"] if scales.get(id(p), 1.0) == scale])
         ]
-    if adapters is not None and adapters.members:
+    if members := members_in(model):
         from sftkit.models.many_adapters import member_factors
 
-        owner = {id(p): k for k in range(len(adapters.members)) for p in member_factors(model, k).values()}
+        owner = {id(p): k for k in range(len(members)) for p in member_factors(model, k).values()}
         groups = [
             {**group, "params": [p for p in group["params"] if owner[id(p)] == k], "member": k}
-            for k in range(len(adapters.members))
+            for k in range(len(members))
             for group in groups
         ]
     number = itertools.count()

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from sftkit.config import rules, schema
 from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.collate import Batch
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models import kind, structure, weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
@@ -63,10 +63,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: schema.TrainConfig, pip
     for _, text in rules.split_problems(schedule, configured, pipeline_size, model_type, num_layers):
         raise ConfigError(text)
     if len(structure.attention_windows(orig_model) or ()) != 1:
-        raise ConfigError(
-            "train.engine=pipeline: some layers of this model have a sliding window and some have none; transformers "
-            "finds out which by a layer's index, which differs in a stage: take train.engine=blocks"
-        )
+        raise config_error("windows in a pipeline")
     if configured is not None:
         return configured
     parameters = structure.count_parameters(orig_model)

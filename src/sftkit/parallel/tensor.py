@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import replaced
 
@@ -115,9 +115,8 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
     """Raise what `shard_matrices` raises."""
     config = orig_model.config.get_text_config()
     if config.model_type not in TENSOR_MODEL_TYPES:
-        raise ConfigError(
-            f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
-            f"{', '.join(TENSOR_MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
+        raise config_error(
+            "no tensor-parallel plan", size=size, model_type=config.model_type, known=", ".join(TENSOR_MODEL_TYPES)
         )
     check_split(orig_model, size, DIVIDED, {*COLUMNWISE, *ROWWISE, *NORMS, *HEAD_NORMS})
 
@@ -140,10 +139,7 @@ def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str]
     for block in decoder_blocks(orig_model):
         odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
         if odd:
-            raise ConfigError(
-                f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does "
-                "not know: set it to 1 and use accelerate_configs/fsdp2.yaml"
-            )
+            raise config_error("unplanned parts of a block", size=size, odd=", ".join(odd))
 
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

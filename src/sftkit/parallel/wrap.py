@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig, TrainConfig
 from sftkit.config.topology import Sharding, Topology
-from sftkit.errors import ConfigError
+from sftkit.errors import config_error
 from sftkit.models import structure, weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.tensor import add_up_partial_gradients, shard_matrices
@@ -75,10 +75,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     assert isinstance(orig_model, PreTrainedModel)
     blocks = structure.decoder_blocks(orig_model)
     if not blocks:
-        raise ConfigError(
-            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use "
-            "ddp.yaml"
-        )
+        raise config_error("no decoder block to shard", cls=type(orig_model).__name__)
     # Tensor parallelism first: FSDP then shards each rank's part of a matrix, on the other dimension of the mesh.
     if meshes.tensor is not None:
         shard_matrices(orig_model, blocks, meshes.tensor)

@@ -63,7 +63,7 @@ from sftkit.rundir.files import read_object, replace_text
 from sftkit.rundir.names import CARD, PREFLIGHT, resolve
 from sftkit.runtime.hub import cached_file
 from sftkit.runtime.script import counted
-from sftkit.runtime.start import Runtime, resolve_precision
+from sftkit.runtime.start import Runtime, replaced, resolve_precision
 
 SAMPLE = 20_000
 "Documents on which layouts other than the run's own are planned; their positions are scaled up."
@@ -87,48 +87,38 @@ def layout_facts(
         lengths: int [D], positions of the training documents.
         trees: of the documents; None: rows of trees are not shown.
     """
-    # The layout of trees is that of other lengths.
-    rows = [] if trees is None else _layout_facts(("tree",), data, train, layout, epoch, trees.lengths, epoch_steps)
-    others = ("packed", "bucketed", "fixed", "dynamic")
-    return [*rows, *_layout_facts(others, data, train, layout, epoch, lengths, epoch_steps)]
-
-
-def _layout_facts(
-    kinds: Sequence[str],
-    data: DataConfig,
-    train: TrainConfig,
-    layout: Layout,
-    epoch: Sequence[GlobalBatch],
-    lengths: np.ndarray,
-    epoch_steps: int | None,
-) -> list[dict[str, Any]]:
-    # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
-    sample = lengths
-    if len(lengths) > SAMPLE:
-        rng = np.random.default_rng(0)
-        # A permutation of large data would be an array of its size.
-        large = len(lengths) > order.BLOCK
-        chosen = rng.choice(len(lengths), SAMPLE, replace=False) if large else rng.permutation(len(lengths))[:SAMPLE]
-        sample = lengths[chosen]
-    share = float(lengths.sum()) / float(sample.sum())
     found: list[dict[str, Any]] = []
-    for kind in kinds:
+    # The layout of trees is that of other lengths.
+    of_trees = [] if trees is None else [("tree", trees.lengths)]
+    for kind, sizes in [*of_trees, *((kind, lengths) for kind in ("packed", "bucketed", "fixed", "dynamic"))]:
         own = kind == layout.kind
+        # Other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
+        sample = sizes if own else _sample(sizes)
         one = layout if own else _other_layout(data, train, layout, kind, sample)
         plan = epoch if own else plan_epoch(sample, one, seed=0, epoch=0)
         # Several adapters may share documents, so that an epoch has them several times.
-        scale = float(lengths.sum()) / planned_tokens(epoch, lengths) if own else share
+        scale = float(sizes.sum()) / (planned_tokens(epoch, sizes) if own else float(sample.sum()))
         count = num_positions(plan, one) * scale
         row = {
             "layout": kind,
             "own": own,
             "shapes": shapes_text(one),
-            "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
+            "padding_pct": 100.0 * (1.0 - float(sizes.sum()) / count),
             "steps": (epoch_steps or len(plan)) if one is layout else round(len(plan) * scale),
             "positions": round(count),
         }
         found.append(row)
     return found
+
+
+def _sample(lengths: np.ndarray) -> np.ndarray:
+    if len(lengths) <= SAMPLE:
+        return lengths
+    rng = np.random.default_rng(0)
+    # A permutation of large data would be an array of its size.
+    large = len(lengths) > order.BLOCK
+    chosen = rng.choice(len(lengths), SAMPLE, replace=False) if large else rng.permutation(len(lengths))[:SAMPLE]
+    return lengths[chosen]
 
 
 def planned_tokens(epoch: Sequence[GlobalBatch], lengths: np.ndarray) -> int:
@@ -318,14 +308,11 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    plan_log.disabled = True  # its lines and warnings are in the preflight
-    try:
-        with redirect_stdout(io.StringIO()):
-            # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
-            rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
-            return make_plan(cfg, orig_model, layout, rt, Fixed(total))
-    finally:
-        plan_log.disabled = False
+    # The plan's lines and warnings are in the preflight.
+    with replaced(plan_log, "disabled", value=True), redirect_stdout(io.StringIO()):
+        # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
+        rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
+        return make_plan(cfg, orig_model, layout, rt, Fixed(total))
 
 
 def data_of(cfg: Config, tokenize: RowTokenizer, row_ranks: int) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import causal_pairs
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import texts
-from sftkit.models.adapter_files import EXPERT_COUNTS
-from sftkit.models.structure import Work, attention_windows, count_parameters, train_flops
+from sftkit.models.structure import Work, attention_windows, count_parameters, num_experts, train_flops
 from sftkit.runtime.hardware import peak_flops_by_name
 
 SMALLEST = 0.3e9
@@ -49,7 +48,7 @@ def hours_facts(
         "the sizes of the model are unknown": orig_model is None,
         f"the peak of {card} is unknown": peak is None,
         "no result is committed for layers of these kinds": orig_model is not None and not windows,
-        "no result is committed for models with experts": orig_model is not None and _has_experts(orig_model),
+        "no result is committed for models with experts": orig_model is not None and num_experts(orig_model) > 0,
         "no result is committed for eager training": not cfg.compile.enabled or cfg.train.engine == "reference",
         "no result is committed for fp32": cfg.train.precision == "fp32",
         "no result is committed for fp8": cfg.train.fp8 is not None,
@@ -89,11 +88,6 @@ def hours_facts(
         "measured_on": measured_on,
         "slower": "; ".join(slower) or None,
     }
-
-
-def _has_experts(orig_model: PreTrainedModel) -> bool:
-    config = orig_model.config.get_text_config()
-    return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
 def hours_text(found: dict[str, Any] | None, cards: str) -> str:

@@ -36,7 +36,7 @@ from sftkit.data.reading import origin as hub
 from sftkit.data.reading.origin import find_here
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.types import Row
-from sftkit.errors import ConfigError, DataError, LeftOut, hint
+from sftkit.errors import ConfigError, DataError, LeftOut, did_you_mean, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
 from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
@@ -76,12 +76,8 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     if stage == "caption" and validation:
         names += OF_CAPTIONS
     if wanted not in names and not (of_others and wanted.startswith("eval/")):
-        near = difflib.get_close_matches(wanted, names, n=1)
-        meant = f' Did you mean "{near[0]}"?' if near else ""
-        yield (
-            "checkpoint.best",
-            f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}',
-        )
+        listed = f"{first_of(names, 8)}.{did_you_mean(wanted, names)}"
+        yield "checkpoint.best", f'"{wanted}" is no metric that an evaluation of this run writes: {listed}'
 
 
 def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
@@ -154,10 +150,8 @@ def named_stage(get: Get, stage: str | None) -> Iterator[Problem]:
     named = get("run.stage")
     if stage is not None and named not in (None, stage):
         script = STAGE_SCRIPTS[named]
-        yield (
-            "run.stage",
-            f"{named} is trained by {script}, not {STAGE_SCRIPTS[stage]}: start that, or set run.stage={stage}",
-        )
+        words = {"named": named, "script": script, "own": STAGE_SCRIPTS[stage], "stage": stage}
+        yield "run.stage", hint("script of another stage", **words)
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -379,20 +373,14 @@ def _check_several(model: schema.ModelConfig, template: str | None) -> str | Non
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
     if files is not None:
-        return (
-            f"continue no adapter yet, and {files.folder} holds one: set model.path={files.base.path}, its model, for "
-            "new adapters; or leave adapters out, which continues that one"
-        )
+        return hint("adapters that continue one", files=files)
     if shapes is not None and shapes[1]:
         return "do not go with a mixture of experts yet, whose tokens change places: leave adapters out, and train one"
     file = Path(resolve(model.path or "")) / "tokenizer.json"
     if template in CHAT_TEMPLATES and file.is_file():
         known = file.read_text(encoding="utf-8", errors="replace")
         if new := [token for token in CHAT_TEMPLATES[template] if json.dumps(token) not in known]:
-            return (
-                f"train no added tokens yet, and model.chat_template={template} adds {first_of(new)}: use a template "
-                "of tokens that the tokenizer has (model.chat_template=null: its own), or train one adapter"
-            )
+            return hint("adapters with added tokens", template=template, added=first_of(new))
     return None
 
 
@@ -468,11 +456,7 @@ def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
         if not (Path(path) / "tokenizer_config.json").is_file():
             yield from _as_problem("model.tokenizer", lambda: find_model(path) and None)
     elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
-        yield (
-            "model.train_tokenizer",
-            f"{STAGE_SCRIPTS[stage]} trains no tokenizer: set model.tokenizer, or make model and tokenizer with "
-            "base_train.py and set model.path to its run",
-        )
+        yield "model.train_tokenizer", hint("stage that trains no tokenizer", script=STAGE_SCRIPTS[stage])
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:

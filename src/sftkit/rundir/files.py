@@ -419,7 +419,7 @@ def write_hashes(record: Path, paths: Sequence[Path]) -> None:
     """Write the sha256 of files, which are complete and have their final names, with the stamp of each."""
     for path in paths:
         flush(path)  # before its stamp: a power failure must not leave the stamp of a content that is lost
-    stamps = [_times(path) for path in paths]
+    stamps = [stamp(path) for path in paths]
     _write_record(record, paths, sha256_of(paths), stamps)
 
 
@@ -430,7 +430,7 @@ def compare_hashes(record: Path, paths: Sequence[Path]) -> None:
         ValueError, LookupError, TypeError, OSError: one has another content than was written, or is not there.
     """
     known = json.loads(record.read_text())
-    stamps = [_times(path) for path in paths]
+    stamps = [stamp(path) for path in paths]
     changed = [path for path, stamp in zip(paths, stamps, strict=True) if known[path.name]["stamp"] != stamp]
     if not changed:
         return
@@ -449,7 +449,7 @@ def _write_record(record: Path, paths: Sequence[Path], hashes: Sequence[str], st
     replace_shared(record, json.dumps(content, indent=1))
 
 
-def _times(path: Path) -> list[int]:
+def stamp(path: Path) -> list[int]:
     """Return size and times of a file. The time of its entry changes with every write and cannot be set. Device and
     inode are left out: they are others after a mount."""
     stat = path.stat()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_fit, find_checkpoint, run_identity
-from sftkit.config import tables
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.data.batches import epoch, loader, pack
@@ -123,8 +122,9 @@ def set_environment(cfg: Config) -> None:
     """Set the environment variables that graph.passes needs; the user's own values stay. Call it before the process
     group is created, which reads them.
     """
-    for name, value in tables.environment_of_passes(cfg.graph.passes).items():
-        os.environ.setdefault(name, value)
+    # NCCL would register the buffers of CUDA graphs, which fails with expandable segments of the allocator.
+    if "cuda_graphs" in cfg.graph.passes:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:

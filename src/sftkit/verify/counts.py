@@ -24,7 +24,7 @@ from sftkit.evals.suite import validate
 from sftkit.models import hybrids
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, decoder_blocks, inference, positions, train_flops
-from sftkit.models.trained import adapters_of
+from sftkit.models.trained import adapters_of, members_in
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
@@ -176,7 +176,7 @@ def flops_check(model: ModelWithLoss) -> Check:
     adapters = adapters_of(orig_model)
     if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
         return Check(name, None, "not counted for adapters of the method dora", expected, how)
-    if adapters is not None and len({member.config.rank for member in adapters.members}) > 1:
+    if len({member.config.rank for member in members_in(orig_model)}) > 1:
         return Check(name, None, "not counted for adapters of several ranks", expected, how)
     frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)

@@ -1,7 +1,7 @@
 """Check before training that an engine's forward pass computes the same as the plain model, document by document."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import documents, documents_of, plain_logits
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, config_error
 from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss
@@ -141,22 +141,11 @@ def check_documents(
     if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond:
         return found
     if plain.differing:
-        raise ConfigError(
-            f"the weights in memory are not those of the files: {first_of(sorted(plain.differing))}; logits differ "
-            f"by {found.logits_difference:.0%} from those of transformers. The files do not match their config.json: "
-            "load the model in transformers, save it again with save_pretrained, and start from that"
-        )
+        raise config_error("weights in memory", differing=first_of(sorted(plain.differing)), found=found)
     if not found.logits_difference < found.allowed:
-        raise ConfigError(
-            f"{name} is not supported: the logits of its own forward pass and sftkit's differ by "
-            f"{found.logits_difference:.0%}, so it does more than attend within documents, project and soft-cap "
-            f"(rounding alone moves them by {found.roundings:.1%})"
-        )
-    raise ConfigError(
-        f"{name} is not supported with documents of more than {first_of(list(map(str, found.limits)))} positions: at "
-        f"this limit of its config the logits of its own forward pass and sftkit's differ by {found.beyond:.0%} "
-        f"(rounding alone moves them by {found.beyond_roundings:.1%}). Set data.max_length={min(found.limits)} or less"
-    )
+        raise config_error("other forward pass", name=name, found=found)
+    words = {"name": name, "limits": first_of(list(map(str, found.limits))), "found": found}
+    raise config_error("other forward pass beyond a limit", least=min(found.limits), **words)
 
 
 def _compare(
@@ -196,7 +185,7 @@ def _compare(
     moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
-        logits_difference=_relative(ours, theirs),
+        logits_difference=relative(ours, theirs),
         loss=float(sum(sums)) / targets,
         plain_loss=float(expected) / targets,
         targets=targets,
@@ -234,11 +223,11 @@ def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> f
         exact, draws = logits(), []
         for _ in range(DRAWS):
             with rounded_at_random(plain.orig_model):
-                draws.append(_relative(logits(), exact))
+                draws.append(relative(logits(), exact))
     return max(draws)
 
 
-def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the norm of the difference over the norm of the second tensor."""
     return float((ours - theirs).norm() / theirs.norm())
 
@@ -305,7 +294,7 @@ def _at_limits(
         (alone,) = documents_of(examples, [(0, 1)], device)
         with _last_positions(plain.orig_model, 2 * _BEYOND):
             theirs = [plain_logits(plain, document) for document in alone]
-        differences += [_relative(own[number], theirs[number]) for number in (0, 1)]
+        differences += [relative(own[number], theirs[number]) for number in (0, 1)]
     found = replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
     if not found.beyond < REFUSED_FROM:
         with _last_positions(plain.orig_model, 2 * _BEYOND):
@@ -314,14 +303,9 @@ def _at_limits(
     return found
 
 
-@contextmanager
-def _last_positions(orig_model: PreTrainedModel, count: int) -> Iterator[None]:
+def _last_positions(orig_model: PreTrainedModel, count: int) -> AbstractContextManager[object]:
     """Make the head project only the last positions within the context: the logits of a long document take GiB."""
-    handle = output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
 
 
 @contextmanager

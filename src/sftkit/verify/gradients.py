@@ -278,12 +278,11 @@ def _micro_batches(
     # that share rows need the same tokens.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind.kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
-    adapters = trained.adapters_of(orig_model)
-    found = []
+    members, found = trained.members_in(orig_model), []
     for number in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
-        if adapters is not None and adapters.members:
+        if members:
             first = number * layout.shares
-            shape = replace(shape, adapters=tuple((first + k) % len(adapters.members) for k in range(layout.shares)))
+            shape = replace(shape, adapters=tuple((first + k) % len(members) for k in range(layout.shares)))
         ids = random.choice(tokens, sum(sizes) + len(sizes))
         # A loss that ignored the mask or counted wrong would show in every gradient.
         is_target = np.arange(len(ids)) % 3 != 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_p
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.nf4 import SCALES, Nf4, dequantize
 from sftkit.ops.tensors import local, local_part, local_region
-from sftkit.runtime.start import Runtime, replaced_in_each
+from sftkit.runtime.start import Runtime, replaced, replaced_in_each
 
 WEIGHT_SAMPLE = 1024
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."
@@ -134,19 +134,14 @@ class PlainModel:
         weight = model.routing.weight if model.routing is not None else None
         self.routing = None if model.routing is None else routing_of(self.orig_model, weight)
 
-    @contextmanager
-    def gradients_to(self, listener: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def gradients_to(self, listener: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
         """Pass each gradient of a backward pass within the context to a function, and keep none.
 
         Args:
             listener: called with the first name of the trained model's parameter and the whole gradient in its shape;
                 it may be called more than once for a name, with gradients that add up.
         """
-        self._listener = listener
-        try:
-            yield
-        finally:
-            self._listener = None
+        return replaced(self, "_listener", listener)
 
     def _place(self) -> None:
         """Put the modules on the device, without weights of their own."""

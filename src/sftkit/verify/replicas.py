@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.errors import ReplicaError
+from sftkit.errors import ReplicaError, hint
 from sftkit.models.trained import logical_elements
 from sftkit.ops.nf4 import SCALES
 from sftkit.ops.tensors import local
@@ -96,14 +96,9 @@ class Replicas:
         name, groups = differing[0]
         *odd, majority = groups
         unsure = len(odd[-1]) == len(majority)  # no rank is in the minority
-        error = ReplicaError(
-            f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
-            f"({len(differing)} of {of} tensors differ). "
-            f"{'' if unsure else f'The odd one out is {_named(odd[0])}. '}Since the last comparison their updates "
-            "differed: a faulty GPU or memory, a failed collective, or a nondeterministic operator. This step is "
-            "not saved; resume from the last checkpoint with train.resume=auto, and exclude the machine of a rank "
-            "that is named again"
-        )
+        suspect = "" if unsure else f"The odd one out is {_named(odd[0])}. "
+        words = {"groups": " and ".join(map(_named, groups)), "name": name, "differing": len(differing), "of": of}
+        error = ReplicaError(hint("replicas that differ", step=step, suspect=suspect, **words))
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
         return error

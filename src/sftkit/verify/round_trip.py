@@ -38,7 +38,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import from_config, full_model, load_options
 from sftkit.models.structure import decoder_blocks, inference, plain_class, positions, vocab_size
 from sftkit.models.towers import skeleton, whole_of
-from sftkit.models.trained import adapters_of, logical_elements
+from sftkit.models.trained import adapters_of, logical_elements, members_in
 from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import as_whole, reshard
 from sftkit.rundir.files import check_loadable
@@ -47,7 +47,7 @@ from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
-from sftkit.verify.documents import WIDEST
+from sftkit.verify.documents import WIDEST, relative
 from sftkit.verify.gradients import limits
 from sftkit.verify.plain import APART, DRAWS, rounded_at_random
 
@@ -86,13 +86,12 @@ def row_logits(orig_model: PreTrainedModel, ids: list[int]) -> Tensor:
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     """Return a digest of the logits of a fixed row of tokens, which `verify_checkpoint` compares; every rank calls
     it. Several adapters have a digest each, under "adapters"."""
-    adapters = adapters_of(orig_model)
-    if adapters is None or not adapters.members:
+    if not (members := members_in(orig_model)):
         return _logits_of(orig_model)
     from sftkit.models.many_adapters import active
 
     found = {}
-    for k, member in enumerate(adapters.members):
+    for k, member in enumerate(members):
         with active(orig_model, k):
             found[member.name] = _logits_of(orig_model)
     return {"adapters": found}
@@ -280,11 +279,11 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
     logits = row_logits(model, expected.ids)[:, : expected.logits.shape[1]]
     answer = torch.tensor(expected.ids[-ANSWERED:])
     same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == answer).sum())
-    difference = _relative(logits, expected.logits)
+    difference = relative(logits, expected.logits)
     limit = expected.limit
     if not difference <= limit:  # a GPU and the host round otherwise in every product
         with torch.random.fork_rng(devices=[]), rounded_at_random(model):
-            moved = [_relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
+            moved = [relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
         limit = max(limit, min(APART * max(moved), WIDEST))
     seconds = time.perf_counter() - started
     return {
@@ -295,10 +294,6 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
         "how": how,
         "seconds": seconds,
     }
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 class RoundTrip:
@@ -382,10 +377,9 @@ class RoundTrip:
         if step != self._step or expected is None:
             return
         self._expected = None
-        adapters = adapters_of(self._orig_model)
         self._folder = step_dir(run_dir, step)
-        if adapters is not None and adapters.members:
-            self._folder = adapter_dir(self._folder, adapters.members[0].name)
+        if members := members_in(self._orig_model):
+            self._folder = adapter_dir(self._folder, members[0].name)
         width = 4 if expected.dtype == "float32" else 2
         size = width * sum(map(logical_elements, self._orig_model.parameters()))
         needed, free = HEADROOM * size / 2**30, psutil.virtual_memory().available / 2**30
@@ -474,8 +468,7 @@ class RoundTrip:
 
 def _first_member(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Return a context in which a model with several adapters computes with the first."""
-    adapters = adapters_of(orig_model)
-    if adapters is None or not adapters.members:
+    if not members_in(orig_model):
         return nullcontext()
     from sftkit.models.many_adapters import active
 

@@ -8,9 +8,10 @@ clipping, the arithmetic.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sftkit.engine.engine import Engine
 from sftkit.models.structure import decoder_blocks
 from sftkit.ops.tensors import as_sharded, local, local_part, local_region
 from sftkit.optim.protocol import Optimizer
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime, replaced_in_each
 from sftkit.tracking.names import Check
 
 UPDATE_SAMPLE = 512
@@ -316,16 +317,9 @@ class FirstUpdate:
         return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of stored values", _HOW)
 
 
-@contextmanager
-def _watching(optimizer: Optimizer, observe: Callable[[Update, float, Tensor], None]) -> Iterator[None]:
+def _watching(optimizer: Optimizer, observe: Callable[[Update, float, Tensor], None]) -> AbstractContextManager[None]:
     """Call `observe` in place of the optimizer's update within the context, with that update and its arguments."""
-    update = optimizer.update
-    # Set on the object, so that it hides the method of its class.
-    vars(optimizer)["update"] = lambda learning_rate, coefficient: observe(update, learning_rate, coefficient)
-    try:
-        yield
-    finally:
-        del vars(optimizer)["update"]
+    return replaced_in_each("update", {optimizer: partial(observe, optimizer.update)})
 
 
 class UpdatesOfMembers:

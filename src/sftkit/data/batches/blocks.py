@@ -227,12 +227,11 @@ class BlockOrder(Order):
         known: Sequence[Cursor] = (),
         block: int = BLOCK,
     ) -> None:
-        """See Order. block: documents that are planned together."""
-        super().__init__(lengths, layout, segments, known)
+        """See Order."""
+        super().__init__(lengths, layout, segments, known, LARGEST if layout.kind == "bucketed" else block)
         self._row_length = layout.row_lengths[-1]
         self._packed = layout.packs
         self._weighted = self._segments[-1].sources[0].weight is not None
-        self._block = LARGEST if layout.kind == "bucketed" else block
         borders = [*self._starts.values(), len(lengths)]
         self._ends = np.array(borders[1:])
         self.tokens = [int(lengths[a:b].sum()) for a, b in pairwise(borders)]
@@ -622,18 +621,6 @@ class BucketOrder(Order):
 
     _every: tuple[np.ndarray, np.ndarray] | None = None
     "documents of whole epochs by their bucket, int32, and the number in each"
-
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        layout: Layout,
-        segments: Sequence[PlanSegment],
-        known: Sequence[Cursor] = (),
-        block: int = BLOCK,
-    ) -> None:
-        """See Order. block: documents of an epoch that is planned whole."""
-        super().__init__(lengths, layout, segments, known)
-        self._block = block
 
     def _plan_epoch(self, part: Steps) -> Sequence[GlobalBatch]:
         """Return the batches of an epoch, or of its rest, each planned when it is asked for."""

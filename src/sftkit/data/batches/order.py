@@ -139,10 +139,10 @@ def order_of(
     known: Sequence[Cursor] = (),
     block: int = BLOCK,
 ) -> Order:
-    """Return the order of documents of a run, see Order. block: documents that are planned together."""
+    """Return the order of documents of a run, see Order."""
     whole = [all(one.weight is None and one.repeat % 1 == 0 for one in segment.sources) for segment in segments]
     if all(whole) and len(lengths) <= block:
-        return Order(lengths, layout, segments, known)
+        return Order(lengths, layout, segments, known, block)
     from sftkit.data.batches.blocks import BlockOrder, BucketOrder
 
     if all(whole) and layout.kind == "bucketed":
@@ -169,13 +169,19 @@ class Order:
     """The global batches of a run. State: the parts that are known, and the epochs planned last."""
 
     def __init__(
-        self, lengths: np.ndarray, layout: Layout, segments: Sequence[PlanSegment], known: Sequence[Cursor] = ()
+        self,
+        lengths: np.ndarray,
+        layout: Layout,
+        segments: Sequence[PlanSegment],
+        known: Sequence[Cursor] = (),
+        block: int = BLOCK,
     ) -> None:
         """Begin with nothing planned.
 
         Args:
             lengths: int [D], positions of each document, source after source.
             known: what `state` returned for the checkpoint that is resumed.
+            block: documents that are planned together.
         """
         self._lengths = lengths
         every = (SourcePlan("", len(lengths)),)
@@ -189,6 +195,7 @@ class Order:
         assert ends[-1] == len(lengths), f"{ends[-1]} documents of sources, {len(lengths)} in the data"
         self._starts = {source.name: int(start) for source, start in zip(now, ends, strict=False)}
         self._begins = known[0][:2] if known else (0, 0)
+        self._block = block
         # Any: those of BlockOrder are of another type
         self._parts: list[Any] = []
         self._planned = lru_cache(maxsize=2)(self._plan_epoch)

@@ -3,7 +3,6 @@
 Known names are honoured or rejected, metadata is ignored, and all other names are counted as unused.
 """
 
-import difflib
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +12,7 @@ from functools import lru_cache
 
 from sftkit.config.schema import COUNTED, SourceConfig, where_columns
 from sftkit.data.types import Finding, JsonObject, Kind
-from sftkit.errors import DataError, LeftOut, fault
+from sftkit.errors import DataError, LeftOut, did_you_mean, fault
 from sftkit.runtime.script import counted, first_of
 
 MAX_EXAMPLE = 500
@@ -358,13 +357,12 @@ def check_where(row: JsonObject, source: SourceConfig, where: str) -> None:
     """
     for name, wanted in where_columns(source).items():
         found, _ = _take(row, name)
-        wants_none = wanted is None or (isinstance(wanted, list) and None in wanted)
-        if found is None and not wants_none and name not in (there := column_names(row)):
-            near = difflib.get_close_matches(name, [*there, *COUNTED], n=1)
-            meant = f'. Did you mean "{near[0]}"?' if near else ""
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        if found is None and None not in allowed and name not in (there := column_names(row)):
+            meant = did_you_mean(name, [*there, *COUNTED], ". ")
             text = f"{where}: there is no column {name}, only {first_of(there, 12)}{meant}"
             raise LeftOut(text, reason=f"where: {name}{NO_COLUMN}")
-        if not any(_same(found, one) for one in (wanted if isinstance(wanted, list) else [wanted])):
+        if not any(_same(found, one) for one in allowed):
             raise LeftOut(f"{where}: {name} is {found!r}", reason=f"where: {name}")
 
 

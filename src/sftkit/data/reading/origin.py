@@ -8,7 +8,6 @@ and so are joined splits: train+test. Without network the hub's cache is used, o
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import os
@@ -33,7 +32,7 @@ from sftkit.data.reading.readers import (
     suffix_of,
     without_fill,
 )
-from sftkit.errors import ConfigError, DataError, config_error
+from sftkit.errors import ConfigError, DataError, config_error, did_you_mean
 from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
 from sftkit.runtime.script import counted, first_of
@@ -147,7 +146,11 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
             path for path in files if any(p == source.subset or p.startswith(starts) for p in relative[path].parts)
         ]
     if not files:
-        raise DataError(f"{root}: {_nothing_here(source, present)}")
+        of = f' with subset "{source.subset}"' if source.subset else ""
+        advice = ""
+        if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
+            advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
+        raise DataError(f"{root}: no file{of} of the kinds {_kinds(source)} in this folder{advice}")
     # The folders of a DatasetDict have the exact names of its splits.
     is_dict = root / "dataset_dict.json" in relative
     wanted = split if is_dict else SPLITS.get(split, split)
@@ -337,15 +340,6 @@ def _doubts(chosen: Sequence[PurePath], root: PurePath) -> Iterator[str]:
     for (_, name, total), found in shards.items():
         if len(found) < int(total):
             yield f"{len(found)} of the {int(total)} shards of {name} are there"
-
-
-def _nothing_here(source: SourceConfig, present: Sequence[PurePath]) -> str:
-    """Return why a folder has no data, and what to do."""
-    of = f' with subset "{source.subset}"' if source.subset else ""
-    advice = ""
-    if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
-        advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
-    return f"no file{of} of the kinds {_kinds(source)} in this folder{advice}"
 
 
 # ---- identity --------------------------------------------------------------------------------------------------------
@@ -560,10 +554,9 @@ def _with_settings(found: Origin, source: SourceConfig) -> Origin:
     """
     for name, theirs in (source.columns or {}).items():
         if columns.standard_name(name) not in columns.KNOWN:
-            near = difflib.get_close_matches(name, columns.KNOWN, n=1)
-            meant = f'. Did you mean "{near[0]}"?' if near else ""
+            meant = did_you_mean(name, columns.KNOWN, ". ")
             if columns.standard_name(theirs) in columns.KNOWN:
-                meant += f"{'' if near else '.'} The accepted name comes first: {{{theirs}: {name}}}"
+                meant += f"{'' if meant else '.'} The accepted name comes first: {{{theirs}: {name}}}"
             problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
             raise ConfigError(problem)
 

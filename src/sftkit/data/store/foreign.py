@@ -397,8 +397,5 @@ def _tokenizer_of(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> P
     differ = [part for part in ("model", "normalizer", "pre_tokenizer") if both[0][part] != both[1][part]]
     if moved or differ:
         what = f"the ids of {first_of(list(map(repr, moved)))}" if moved else f"its {differ[0]}"
-        raise ConfigError(
-            f"data source {source.path}: tokenizer_of {name} is not the tokenizer of this run: {what} differ. Take "
-            f"model.tokenizer={name}, or tokenize the texts again"
-        )
+        raise config_error("tokens of another tokenizer", path=source.path, name=name, what=what)
     return theirs

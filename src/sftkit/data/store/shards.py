@@ -34,7 +34,7 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding
-from sftkit.rundir.files import replace_shared, sha256_of
+from sftkit.rundir.files import replace_shared, sha256_of, stamp
 
 FORMAT = 6
 "The version of the files of a store and of a view."
@@ -334,10 +334,3 @@ def is_whole(line: bytes) -> bool:
     with suppress(ValueError):
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     return False
-
-
-def stamp(path: Path) -> list[int]:
-    """Return what changes with every write of a file."""
-    # The time of a file's entry changes with every write and cannot be set; device and inode are others after a mount.
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

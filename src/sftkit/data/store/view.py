@@ -60,7 +60,7 @@ class StoredSource(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardTokens:
-    """Tokens in shards."""
+    """Tokens in shards, with the whole length and the answers of each document. Documents are asked for in order."""
 
     shards: Sequence[Shard]
     shard: np.ndarray
@@ -77,13 +77,13 @@ class ShardTokens:
         return ids, is_target
 
     def answers(self, documents: np.ndarray) -> Iterator[list[tuple[int, int]]]:
-        """See types.StoredTokens."""
+        """Yield the first token and one past the last of each answer of documents, also where they are cut off."""
         for shard, entries, starts in self._stored(documents):
             for doc, start in zip(shard.docs[entries], starts.tolist(), strict=True):
                 yield [(first, past) for first, past in shard.answers_of(doc, start).tolist()]
 
     def learned_answers(self, documents: np.ndarray) -> int:
-        """See types.StoredTokens."""
+        """Return how many answers are learned whole in documents."""
         kept = self.lengths[documents].astype(np.int64) + 1
         total = first = 0
         for shard, entries, starts in self._stored(documents):
@@ -97,7 +97,7 @@ class ShardTokens:
         return total
 
     def sizes(self, documents: np.ndarray) -> np.ndarray:
-        """See types.StoredTokens."""
+        """Return the tokens of documents before anything was cut off, of a text in pieces those of the whole text."""
         found = [shard.sizes[entries] for shard, entries, _ in self._stored(documents)]
         return np.concatenate([np.zeros(0, np.int64), *found])
 

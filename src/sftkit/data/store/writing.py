@@ -31,10 +31,9 @@ from sftkit.data.store.shards import (
     Store,
     is_whole,
     runs_of_targets,
-    stamp,
 )
 from sftkit.data.types import TokenizedExample
-from sftkit.rundir.files import alone, flush, make_folder, own_name
+from sftkit.rundir.files import alone, flush, make_folder, own_name, stamp
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
 LOCKS = "locks"
@@ -146,16 +145,23 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
                 draft.unlink(missing_ok=True)
     total = TokenizedRows()
     chunks: list[list[Any]] = []
-    sinks = {end: _Sink(store.folder / f"{span}.{end}" if on_disk else None) for end in ("ids.bin", "mask.bin")}
+    sinks: dict[str, _Sink] = {}
+
+    def write(ending: str, raw: bytes) -> None:
+        if ending not in sinks:
+            sinks[ending] = _Sink(store.folder / f"{span}.{ending}" if on_disk else None)
+        sinks[ending].add(raw)
+
     docs, answers = [], []
     left = np.zeros(0, bool)
     try:
+        write("ids.bin", b"")
         for part in parts:
             if part.ids:
-                sinks["ids.bin"].add(part.ids[0].tobytes())
+                write("ids.bin", part.ids[0].tobytes())
                 bits = np.concatenate([left, *part.is_target])
                 whole = len(bits) // 8 * 8
-                sinks["mask.bin"].add(np.packbits(bits[:whole], bitorder="little").tobytes())
+                write("mask.bin", np.packbits(bits[:whole], bitorder="little").tobytes())
                 left = bits[whole:]
                 docs.append(np.array(part.docs, DOCS))
                 answers.append(_told(docs[-1], part.is_target[0], np.array(part.answers, np.int64).reshape(-1, 2)))
@@ -167,7 +173,7 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
             for one in part.tally.values():
                 chunks[-1][2].append((one.kind, one.reason, _freed(one.first, path), one.rows))
                 findings.add(total.tally, *chunks[-1][2][-1])
-        sinks["mask.bin"].add(np.packbits(left, bitorder="little").tobytes())
+        write("mask.bin", np.packbits(left, bitorder="little").tobytes())
         table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
         reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
         for row, reason in total.odd:
@@ -179,14 +185,12 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
         arrays["answers.npy"] = _smallest(np.concatenate([np.zeros((0, 2), np.int64), *answers]))
         for ending, array in arrays.items():
             if ending == "docs.npy" or len(array):
-                sinks[ending] = _Sink(store.folder / f"{span}.{ending}" if on_disk else None)
                 raw = io.BytesIO()
                 np.save(raw, array, allow_pickle=False)
-                sinks[ending].add(raw.getvalue())
+                write(ending, raw.getvalue())
         for ending, items in {"given.json": total.given, "chunks.json": chunks[1:] and chunks}.items():
             if items:
-                sinks[ending] = _Sink(store.folder / f"{span}.{ending}" if on_disk else None)
-                sinks[ending].add(json.dumps(items).encode())
+                write(ending, json.dumps(items).encode())
         line = {
             **span._asdict(),
             "rows": len(total.where),

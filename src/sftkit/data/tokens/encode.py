@@ -220,11 +220,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenByt
     return TokenBytes(sizes, whole)
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the characters by which byte-level tokenizers write bytes."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_characters()
+_SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"The characters by which byte-level tokenizers write bytes."

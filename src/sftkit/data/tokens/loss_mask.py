@@ -53,12 +53,6 @@ def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
     return end
 
 
-def required_texts(message: Message) -> list[str]:
-    """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
-    names = [function_of(call)["name"] for call in message.get("tool_calls", ())]
-    return [part for part in (answer_core(message), *names) if part]
-
-
 def common_prefix(texts: list[str]) -> str:
     """Return what all texts begin with."""
     # in the order of the alphabet, so all others share what these two do
@@ -750,9 +744,12 @@ class AnswerLocator:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
-        """Return where the required texts of the message are; reject the answer if one is not there."""
+        """Return where the text of the answer and the names of the tools that it calls are; reject it if one is not
+        there."""
         start: int | None = None
-        for required in required_texts(self.messages[k]):
+        message = self.messages[k]
+        names = (function_of(call)["name"] for call in message.get("tool_calls", ()))
+        for required in filter(None, (answer_core(message), *names)):
             at = text.find(required, cursor)
             if at < 0:
                 missing = required if len(required) <= 40 else required[:40] + "..."
