@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
+from sftkit.config.schema import DataConfig, SourceConfig, StageConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import mixture_of
@@ -220,6 +220,28 @@ def test_a_plan_of_trees_takes_each_document_once_and_counts_all_of_them() -> No
     assert sorted(taken) == list(range(len(examples)))
     assert batches.num_documents(0, steps) == len(examples)
     assert batches.layout.max_doc_length >= trees.lengths.max()
+
+
+def test_weights_are_shares_of_the_tokens_of_documents_and_not_of_what_trees_compute() -> None:
+    rng = np.random.default_rng(0)
+    logs = [rng.integers(10, 99, 200).tolist() for _ in range(200)]
+    documents = [[1, *log[: 20 * k]] for log in logs for k in range(1, 11)]
+    documents += [[2, *rng.integers(10, 99, 100).tolist()] for _ in range(2000)]
+    head = np.repeat(np.arange(2200), [10] * 200 + [1] * 2000).astype(np.uint64)
+    source = np.repeat([0, 1], 2000)
+    columns = DocumentColumns(lambda: (head, np.full(len(head), 2), head, head))
+    examples = replace(of_documents(documents), columns=columns, source_names=("logs", "chats"), source=source)
+    sources = tuple(SourceConfig(path=name, weight=weight) for name, weight in (("logs", 0.25), ("chats", 0.75)))
+    late = (StageConfig(at=0.5, weights={"logs": 0.75, "chats": 0.25}),)
+    data = DataConfig(train=sources, layout="tree", max_length=256, row_length=256, stages=late)
+    train = TrainConfig(global_batch_size=8, micro_batch_size=2, max_steps=60)
+    trees = trees_of(examples, data, 256)
+    layout = make_layout(data, train, trees.lengths, 256)
+    mixture = mixture_of(data, train, trees, layout)
+    batches = Batches(StepDataset(examples, layout, trees=trees), seed=3, mixture=mixture)
+    for first, share in ((0, 0.25), (30, 0.75)):
+        tokens = np.sum([step.source_tokens for step in batches.steps(first, first + 30)], axis=0)
+        assert tokens[0] / tokens.sum() == pytest.approx(share, abs=0.05)
 
 
 def test_a_resumed_plan_of_trees_continues_bit_for_bit() -> None:
