@@ -315,10 +315,11 @@ def check_trees(orig_model: PreTrainedModel) -> None:
     """Reject models that do more in a row of prefix trees than attend to ancestors.
 
     Raises:
-        ConfigError: the model has recurrent layers, attends within chunks, or its positions depend on the length of a
-            document, of which a shared position has several.
+        ConfigError: the model has an encoder or recurrent layers, attends within chunks, or its positions depend on
+            the length of a document, of which a shared position has several.
     """
     found = {
+        "an encoder": orig_model.config.is_encoder_decoder,
         "recurrent layers": state_besides_keys(orig_model) is not None,
         "attention within chunks of a document": attention_chunk(orig_model.config) is not None,
         "longrope": structure.longrope_limit(orig_model.config) is not None,

@@ -439,11 +439,17 @@ def _trees(get: Get) -> Iterator[Problem]:
     if get("data.layout") != "tree":
         return
     fields = _text_config(get)
-    model_type = fields.get("model_type")
-    kinds = {*(fields.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
-    if kinds or fields.get("attention_chunk_size") or fields.get("mamba_d_conv"):
-        named = ", ".join(sorted(kinds)) or "layers that are not only attention over all positions or a window"
-        yield "data.layout", f"tree does not go with {model_type}, which has {named}: take packed"
+    # Granite's files have the sizes of recurrent layers, also where its layers are of attention alone.
+    kinds = {*(fields.get("layer_types") or ())}
+    recurrent = not kinds and {"mamba_d_conv", "ssm_state_size"} & fields.keys()
+    named = sorted(kinds - {"full_attention", "sliding_attention", "attention"})
+    if not named and (recurrent or fields.get("attention_chunk_size")):
+        named = ["layers that are not only attention over all positions or a window"]
+    named += ["longrope"] * ("longrope" in str([fields.get(name) for name in ("rope_parameters", "rope_scaling")]))
+    named += ["an encoder"] * bool(fields.get("is_encoder_decoder") or "encoder" in fields)
+    if named:
+        problem = f"tree does not go with {fields.get('model_type')}, which has {', '.join(named)}: take packed"
+        yield "data.layout", problem
 
 
 def _is_made(path: str, made: Collection[str]) -> bool:

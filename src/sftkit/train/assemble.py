@@ -135,7 +135,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             compiler option that this torch does not know is reported first.
     """
     from sftkit.compile.contract import check_options
-    from sftkit.models.hybrids import check_topology
+    from sftkit.models.hybrids import check_topology, check_trees
     from sftkit.models.structure import check_rope
 
     cfg, rt = run.cfg, run.rt
@@ -171,6 +171,8 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     check_topology(orig_model, rt.topology)
+    if cfg.data.layout == "tree":
+        check_trees(orig_model)
     rt.print(resolved)
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
@@ -326,10 +328,6 @@ def make_engine(
         planned: function called before the model is moved or compiled, with the memory plan of an engine that
             makes one.
     """
-    if training.layout.kind == "tree":
-        from sftkit.models.hybrids import check_trees
-
-        check_trees(training.orig_model)
     if cfg.train.engine == "reference":
         from sftkit.engine.reference import Reference
 

@@ -68,6 +68,11 @@ def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples | Trees,
     # Documents are numbered source after source.
     ends = np.searchsorted(examples.source, np.arange(1, len(names) + 1, dtype=examples.source.dtype))
     counts = np.diff(ends, prepend=0).tolist()
+    # A weight is a share of the documents' tokens, and a plan of trees counts their positions.
+    ratios = dict.fromkeys(names, 1.0)
+    if not isinstance(examples, Examples):
+        sizes = [np.bincount(examples.source, one, len(names)) for one in (examples.lengths, examples.expanded)]
+        ratios = dict(zip(names, (sizes[0] / np.maximum(sizes[1], 1)).tolist(), strict=True))
     found = []
     for name, count in zip(names, counts, strict=True):
         source = named.get(name)
@@ -77,13 +82,15 @@ def mixture_of(data: DataConfig, train: TrainConfig, examples: Examples | Trees,
             found.append(SourcePlan(name, count, order=order))
             continue
         own: Any = "given" if source.order == "given" else order
-        found.append(SourcePlan(name, count, source.weight, source.max_epochs, source.repeat, own))
+        weight = source.weight and source.weight * ratios[name]
+        found.append(SourcePlan(name, count, weight, source.max_epochs, source.repeat, own))
     steps = train.max_steps
     if data.tokens is not None:
         steps = math.ceil(data.tokens / layout.positions(layout.row_lengths[-1]))
     assert steps is not None or not data.stages, "checked with the recipe"
     stages = [
-        (round(one.at * (steps or 0)), tuple(one.weights.get(name, 0.0) for name in names)) for one in data.stages
+        (round(one.at * (steps or 0)), tuple(one.weights.get(name, 0.0) * ratios[name] for name in names))
+        for one in data.stages
     ]
     return Mixture(tuple(found), steps, tuple(stages))
 
