@@ -28,7 +28,7 @@ OTHERS = {
         *("results.json", "patterns/results/results.json", "labs/patterns/README.md"),
         *(
             f"benchmarks/{name}/README.md"
-            for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "loader", "h200_decode")
+            for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "loader", "h200_decode", "h200_adapters")
         ),
     },
     "src/sftkit/runtime/hardware.py": {"labs/patterns/README.md"},  # a page of the docs
