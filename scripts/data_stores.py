@@ -19,12 +19,12 @@ def main() -> int:
 
     parser = Parser(__doc__)
     parser.add_argument("do", choices=("list", "verify", "prune", "export"))
-    parser.add_argument("words", nargs="*", help="export: megatron RECIPE key=value ...")
+    parser.add_argument("words", nargs="*", default=[], help="export: megatron RECIPE key=value ...")
     parser.add_argument("--cache-dir", type=Path, default=Path(DataConfig.cache_dir), metavar="DIR")
     parser.add_argument("--keep-size", metavar="SIZE", help="prune: what may stay, such as 200G; the least used go")
     parser.add_argument("--out", type=Path, metavar="DIR", help="export: where a .bin and .idx of each source go")
     flags = parser.parse_args()
-    for name, value, word in (("--keep-size", flags.keep_size, "prune"), ("--out", flags.out, "export")):
+    for name, value, word in (("--keep-size 200G", flags.keep_size, "prune"), ("--out", flags.out, "export")):
         if (value is None) == (flags.do == word):
             parser.error(f"{word} needs {name}" if flags.do == word else f"{name} is for {word}, not for {flags.do}")
     if (flags.words[:1] == ["megatron"] and len(flags.words) > 1) != (flags.do == "export"):

@@ -23,6 +23,7 @@ def main() -> None:
     from sftkit.runtime.hub import find_model
 
     parser = Parser(__doc__)
+    parser.takes_second_word = "--out"
     parser.add_argument("run", nargs="?", type=path_or_id, help="run, step directory or model; default: the newest run")
     parser.add_argument("--out", type=path, metavar="DIR", help="the new folder")
     parser.add_argument("--merge", action="store_true", help="add an adapter to its model, in fp32, and write that")

@@ -20,6 +20,7 @@ def main() -> None:
     from sftkit.reports.page import checks_of, write_report
 
     parser = Parser(__doc__)
+    parser.takes_second_word = "--against"
     parser.add_argument("run", nargs="?", type=path, help="run directory; default: the newest under runs/")
     parser.add_argument("--against", type=path, metavar="RUN2", help="a second run to compare with")
     parser.add_argument(

@@ -486,9 +486,11 @@ def test_what_is_kept_is_listed_verified_and_pruned_by_last_use(tmp_path: Path, 
     assert not keeping.print_kept(cache, verify=True)
     assert f"{ids.name} is not what was written" in capsys.readouterr().err
     release()
-    keeping.remove_least_used(cache, f"{sum(one.num_bytes for one in kept[:2]) + 1}")
+    keeping.remove_least_used(cache, f"{sum(one.num_bytes for one in kept[:2]) + 1}B")
     assert {one.path for one in keeping.kept_in(cache)} == {one.path for one in kept[:2]}
     keeping.remove_least_used(cache, "0G")
     assert not list(keeping.kept_in(cache))
     with pytest.raises(ConfigError, match="such as 200G"):
         keeping.remove_least_used(cache, "much")
+    with pytest.raises(ConfigError, match="--keep-size 200: a number with its unit"):  # of bytes: it would remove all
+        keeping.remove_least_used(cache, "200")

@@ -34,6 +34,8 @@ ASKED["data_stores.py"] = (
 )
 ASKED["evaluate.py"] = (("runs/x", "--shot-count", "3"), 2, "--shot-count")
 ASKED["chat.py"] = (("--promt", "Hi?"), 2, "--promt")
+ASKED["report.py"] = (("runs/x", "runs/y"), 2, "Did you mean --against runs/y?")
+ASKED["export.py"] = (("runs/x", "out"), 2, "Did you mean --out out?")
 ASKED["mid_train.py"] = (("--help",), 0, None)  # of the scripts that train
 QUESTIONS = [(script, *ASKED.get(script, (("--help",), 0, None))) for script in SCRIPTS]
 

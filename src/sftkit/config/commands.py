@@ -228,6 +228,9 @@ def whole_number(noun: str, least: int, example: str = "") -> Callable[[str], in
 class Parser(argparse.ArgumentParser):
     """The flags of a script; the text in front of them is its docstring."""
 
+    takes_second_word = ""
+    "The flag that a second word without a flag most likely belongs to."
+
     def __init__(self, description: str | None = None, **more: Any) -> None:  # Any: the arguments of ArgumentParser
         more = {"prog": running(), **more}
         description = typed(description or "")
@@ -236,6 +239,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message to stderr, and exit with code 2."""
         self.print_usage(sys.stderr)
+        surplus = message.removeprefix("unrecognized arguments: ")
+        if self.takes_second_word and surplus != message and not surplus.startswith("-"):
+            message += f". Did you mean {self.takes_second_word} {shlex.quote(surplus)}?"
         print_text(f"{self.prog}: error: {message}", error=True, level="error")
         self.exit(2)
 

@@ -55,6 +55,7 @@ def parse(description: str | None) -> Namespace:
     code 2 if there are any.
     """
     parser = Parser(description)
+    parser.takes_second_word = "--prompt"
     parser.add_argument(
         "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
     )

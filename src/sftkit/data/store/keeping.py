@@ -20,7 +20,7 @@ from sftkit.errors import ConfigError
 from sftkit.rundir.files import HASHES, own_name
 from sftkit.runtime.script import counted
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGTB])B?|0", re.IGNORECASE)
 
 
 KEPT = {
@@ -104,8 +104,10 @@ def remove_least_used(cache: Path, keep_size: str) -> int:
     """
     match = _SIZE.fullmatch(keep_size)
     if match is None:
-        raise ConfigError(f"--keep-size {keep_size}: a number of bytes is expected, such as 200G or 500M")
-    left = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
+        raise ConfigError(
+            f"--keep-size {keep_size}: a number with its unit is expected, such as 200G, 500M or 9B (bytes)"
+        )
+    left = float(match[1] or 0) * 1000 ** "BKMGT".index((match[2] or "B").upper())
     freed = 0
     for folder in ("stores", "views", "borders", FOLDER):
         folders.sweep_drafts(cache / folder)
