@@ -9,8 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from helpers import cpu_runtime, tiny_llama
 
-from sftkit.config.schema import DataConfig, SourceConfig, StageConfig, TrainConfig
+from sftkit.config.schema import DataConfig, LossConfig, SourceConfig, StageConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import mixture_of
@@ -18,7 +19,11 @@ from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.batches.tree import Trees, largest_first, trees_of
 from sftkit.data.types import DocumentColumns, Examples
 from sftkit.errors import ConfigError
+from sftkit.models.structure import Work, train_flops
+from sftkit.objectives.objective import NextToken, Totals
 from sftkit.preflight.data import tree_facts, trees_line
+from sftkit.tracking.meter import Meter
+from sftkit.tracking.names import Flags, StepOutcome
 
 
 def of_documents(documents: list[list[int]], is_target: list[list[bool]] | None = None) -> Examples:
@@ -119,7 +124,8 @@ def test_a_row_of_trees_has_each_document_as_a_path_and_each_target_as_an_edge(s
         assert not batch.tree_documents[row, column:].any()
     assert sum(seen.values()) == len(all_edges)
     assert batch.num_targets == int(examples.num_targets.sum()) == sum(weight for *_, weight in all_edges)
-    assert batch.num_expanded == int(examples.lengths.sum())
+    assert int(batch.tree_documents.sum()) == int(examples.lengths.sum())
+    assert batch.num_edges == len(all_edges) == batch.num_targets - trees.again.sum()
     assert batch.num_tokens == int(trees.lengths.sum())
     positions = batch.target_index[: len(all_edges)]
     assert torch.equal(positions, positions.sort().values)
@@ -213,13 +219,29 @@ def test_a_plan_of_trees_takes_each_document_once_and_counts_all_of_them() -> No
     for step in batches.steps(0, steps):
         taken += step.documents
         assert step.num_tokens == sum(step.document_lengths)
-        assert step.num_tokens == sum(one.num_expanded for one in step.micro_batches)
+        held = [one.tree_documents for one in step.micro_batches if one.tree_documents is not None]
+        assert step.num_tokens == int(torch.stack(held).sum())
         assert step.num_tokens - sum(step.document_shared) == sum(one.num_tokens for one in step.micro_batches)
+        assert step.num_targets - step.targets_again == sum(one.num_edges for one in step.micro_batches)
         assert step.num_targets == step.divisor == sum(one.num_targets for one in step.micro_batches)
         assert sum(step.documents_per_micro_batch) == len(step.documents)
     assert sorted(taken) == list(range(len(examples)))
     assert batches.num_documents(0, steps) == len(examples)
     assert batches.layout.max_doc_length >= trees.lengths.max()
+
+
+def test_flops_have_the_logits_of_a_target_once_that_documents_of_a_tree_share() -> None:
+    batches, _ = planned(conversations(np.random.default_rng(5), groups=50), settings(max_length=32, row_length=64))
+    model, objective = tiny_llama(), NextToken(LossConfig())
+    meter = Meter(model, objective, batches, cpu_runtime())
+    zero = torch.zeros(())
+    outcome = StepOutcome(Totals.zeros(objective.measured, zero.device), zero, Flags.of(zero, zero, zero), zero[None])
+    for step in batches.steps(0, 3):
+        meter.add(step, outcome)
+        assert step.targets_again > 0
+    micro = [one for step in batches.steps(0, 3) for one in step.micro_batches]
+    work = Work(sum(one.num_tokens for one in micro), sum(one.num_edges for one in micro), meter.progress.pairs)
+    assert meter.axes()["train/flops"] == train_flops(model, work)
 
 
 def test_weights_are_shares_of_the_tokens_of_documents_and_not_of_what_trees_compute() -> None:
@@ -258,7 +280,7 @@ def test_a_resumed_plan_of_trees_continues_bit_for_bit() -> None:
 
 def test_the_warm_up_of_trees_has_a_target_at_every_position() -> None:
     batch = warm_up_batch(2, BatchShape(1024, 8, 512, tree=True), vocab_size=50)
-    assert batch.num_targets == batch.num_tokens == batch.num_expanded == 2048
+    assert batch.num_targets == batch.num_tokens == batch.num_edges == 2048
     assert torch.equal(batch.target_index, torch.arange(2048))
     assert batch.tree_ends is not None
     assert batch.tree_ends.unique().tolist() == [512, 1024]

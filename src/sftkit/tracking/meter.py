@@ -112,6 +112,7 @@ class Meter:
     def _reset(self) -> None:
         """Begin a new window."""
         self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
+        self._edges = 0  # targets with logits of their own: those that documents of a tree share have them once
         self._shared = self._own_divisor = self._divisor = self._skipped_divisor = 0
         self._learned = np.zeros(len(self._examples.source_names), np.int64)
         "targets of each source in the steps that were not skipped"
@@ -128,7 +129,7 @@ class Meter:
     @property
     def progress(self) -> Progress:
         """Return the progress since the start of the run, this window included."""
-        counts = self._tokens, self._targets, self._pairs, self._seconds(), self._encoded, self._shared
+        counts = self._tokens, self._edges, self._pairs, self._seconds(), self._encoded, self._shared
         return self._before.plus(*counts)
 
     def axes(self, progress: Progress | None = None) -> dict[str, float | None]:
@@ -161,6 +162,7 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
+        self._edges += step_batches.num_targets - step_batches.targets_again
         # In a pipeline only the last stage has a loss: targets that every stage counted would add up to several
         # times as many.
         if self._rt.has_loss:
@@ -199,12 +201,12 @@ class Meter:
         self.planned_targets += self._divisor
         # Add the window to the totals of the run.
         seconds = self._seconds()
-        counts = self._tokens, self._targets, self._pairs, seconds, self._encoded, self._shared
+        counts = self._tokens, self._edges, self._pairs, seconds, self._encoded, self._shared
         self._before = self._before.plus(*counts)
         self.total_step_seconds += seconds
         # Rates: None where the model's FLOPs or the GPU's peak are unknown.
         computed = self._tokens - self._shared
-        work = Work(computed, self._targets, self._pairs, self._encoded, self._encoder_positions)
+        work = Work(computed, self._edges, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         total = max(int(self._source_tokens.sum()), 1)

@@ -83,6 +83,7 @@ class Progress:
 
     tokens: int = 0
     targets: int = 0
+    "those that documents of a tree share count once"
     pairs: int = 0
     "(query, key) pairs, summed over layers: see Meter"
     seconds: float = 0.0

@@ -249,7 +249,7 @@ class FirstWindow:
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
-        self._unique = self._shared_pairs = 0
+        self._unique = self._again = self._shared_pairs = 0
         self._losses: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -266,6 +266,8 @@ class FirstWindow:
         self._targets += targets
         # Positions that documents of a tree share are computed once. The plan knows them for all ranks.
         self._unique += sum(batch.num_tokens for batch in step_batches.micro_batches)
+        trees = [batch for batch in step_batches.micro_batches if batch.edge_weights is not None]
+        self._again += sum(batch.num_targets - batch.num_edges for batch in trees)
         self._shared_pairs += sum(map(self._pairs_of, step_batches.document_shared))
         # Ranks that share rows each hold a part of every row.
         shapes = [batch.shape for batch in step_batches.micro_batches]
@@ -297,13 +299,13 @@ class FirstWindow:
         device = self._rt.device
         own = torch.tensor(
             [
-                *(self._tokens, self._unique, self._targets, self._positions, self._pairs),
+                *(self._tokens, self._unique, self._targets, self._again, self._positions, self._pairs),
                 sum(targets for _, targets in kept),
             ],
             dtype=torch.float32 if device.type == "mps" else torch.float64,
             device=device,
         )
-        tokens, unique, targets, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
+        tokens, unique, targets, again, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
         pairs -= self._shared_pairs
         nats = float(self._rt.sum(torch.stack([loss.to(own) for loss, _ in kept]).sum())) if kept else math.nan
         seconds = (metrics["perf/step_seconds"] or 0.0) * self._steps
@@ -317,7 +319,7 @@ class FirstWindow:
             "train/loss": nats / learned if learned else math.nan,
         }
         if self._kinds is not None:
-            flops = train_flops(self._model.orig_model, Work(round(unique), round(targets), round(pairs)))
+            flops = train_flops(self._model.orig_model, Work(round(unique), round(targets - again), round(pairs)))
             if self._from_start:
                 expected["train/flops"] = flops
             if peak := peak_flops(device):

@@ -76,8 +76,8 @@ class Batch:
     "tree: int64 [P], target of each edge of target_index, IGNORE for filler; else None"
     edge_weights: torch.Tensor | None = None
     "tree: fp32 [P], number of documents in which the edge is a target, 0 for filler; else None"
-    num_expanded: int = 0
-    "tree: positions of all documents by themselves, the sum of tree_documents; else 0"
+    num_edges: int = 0
+    "tree: edges with a target, which several documents may have; else 0"
 
     @property
     def shape(self) -> tuple[int, int]:

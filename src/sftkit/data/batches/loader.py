@@ -71,6 +71,8 @@ class StepBatches:
     "positions of each document of the global batch"
     document_shared: tuple[int, ...] = ()
     "trees: how many positions of each of these documents others before it in its tree have; else ()"
+    targets_again: int = 0
+    "trees: of the target tokens of the global batch, those that documents before in their tree have; else 0"
     adapters: tuple[AdapterStep | None, ...] = ()
     "of several adapters the step of each; None: its data has ended"
 
@@ -145,10 +147,12 @@ class StepDataset(Dataset[StepBatches]):
         step, epoch, batch = item
         docs = batch.documents
         shared: np.ndarray = docs[:0]
+        again = 0
         if self.trees is not None:
             places = self.trees.members(docs)
             docs = self.trees.documents[places]
             shared = self.trees.shared[places]
+            again = int(self.trees.again[places].sum())
         lengths = self.examples.lengths[docs]
         names = self.examples.source_names
         # Counts over all ranks need no communication: every rank has the whole plan.
@@ -175,6 +179,7 @@ class StepDataset(Dataset[StepBatches]):
             source_targets=source_targets,
             document_lengths=tuple(lengths.tolist()),
             document_shared=tuple(shared.tolist()),
+            targets_again=again,
         )
 
     def _collated(self, number: int, rows: tuple[tuple[int, ...], ...], shape: BatchShape) -> Batch:

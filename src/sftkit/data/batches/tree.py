@@ -43,6 +43,8 @@ class Trees:
     "int64 [G + 1]; tree g has documents[first[g] : first[g + 1]]"
     shared: np.ndarray
     "int32 [D], positions of documents[i] that documents before it in its tree have"
+    again: np.ndarray
+    "int32 [D], targets of documents[i] that documents before it in its tree have, after the same tokens"
     lengths: np.ndarray
     "int64 [G], positions of each tree"
     source: np.ndarray
@@ -101,27 +103,36 @@ def trees_of(examples: Examples, data: DataConfig, row_length: int) -> Trees:
     lasts = np.append(firsts[1:], len(begins))
     documents = np.arange(len(begins))
     shared = np.zeros(len(begins), np.int32)
+    again = np.zeros(len(begins), np.int32)
     several = lasts - firsts > 1
     cut = 0
-    for a, b, ids in _groups(examples, firsts[several], lasts[several]):
-        order, own = _in_order(ids)
+    for a, b, found in _groups(examples, firsts[several], lasts[several]):
+        order, own = _in_order([ids for ids, _ in found])
         documents[a:b] = order + a
         length = 0
+        before = learned = np.zeros(0, bool)
         for i, (document, known) in enumerate(zip(order.tolist(), own.tolist(), strict=True)):
-            positions = len(ids[document]) - 1
+            ids, is_target = found[document]
+            positions = len(ids) - 1
             too_long = length + positions - known > row_length
             if known and not too_long:
                 shared[a + i] = known
                 length += positions - known
+                # Tokens that both have after the same tokens, and which of them some document of the path learns.
+                same = known + (before[known] == ids[known])
+                again[a + i] = np.count_nonzero(learned[:same] & is_target[:same])
+                learned = np.concatenate([learned[:same] | is_target[:same], is_target[same:]])
             else:
                 cut += bool(known)
                 begins[a + i] = True
                 length = positions
+                learned = is_target
+            before = ids
     first = np.flatnonzero(begins)
     new = examples.lengths[documents].astype(np.int64) - shared
     lengths = np.add.reduceat(new, first)
     source = np.asarray(examples.source)[first]
-    return Trees(documents, np.append(first, len(begins)), shared, lengths, source, examples.source_names, cut)
+    return Trees(documents, np.append(first, len(begins)), shared, again, lengths, source, examples.source_names, cut)
 
 
 def _group_begins(examples: Examples, data: DataConfig) -> np.ndarray:
@@ -139,8 +150,10 @@ def _group_begins(examples: Examples, data: DataConfig) -> np.ndarray:
     return begins
 
 
-def _groups(examples: Examples, firsts: np.ndarray, lasts: np.ndarray) -> Iterator[tuple[int, int, list[np.ndarray]]]:
-    """Yield (first document, one past the last, ids of each) of groups, read several at a time."""
+def _groups(
+    examples: Examples, firsts: np.ndarray, lasts: np.ndarray
+) -> Iterator[tuple[int, int, list[tuple[np.ndarray, np.ndarray]]]]:
+    """Yield (first document, one past the last, ids and targets of each) of groups, read several at a time."""
     ends = np.concatenate([[0], np.cumsum(examples.lengths, dtype=np.int64)])
     tokens = np.cumsum(ends[lasts] - ends[firsts])
     group = 0
@@ -148,8 +161,8 @@ def _groups(examples: Examples, firsts: np.ndarray, lasts: np.ndarray) -> Iterat
         before = tokens[group - 1] if group else 0
         past = max(int(np.searchsorted(tokens, before + _PIECE_TOKENS, side="right")), group + 1)
         own = np.concatenate([np.arange(a, b) for a, b in zip(firsts[group:past], lasts[group:past], strict=True)])
-        ids, _ = examples.gather(own)
-        split = np.split(ids, np.cumsum(examples.lengths[own] + 1)[:-1])
+        borders = np.cumsum(examples.lengths[own] + 1)[:-1]
+        split = list(zip(*(np.split(one, borders) for one in examples.gather(own)), strict=True))
         for a, b in zip(firsts[group:past].tolist(), lasts[group:past].tolist(), strict=True):
             yield a, b, split[: b - a]
             del split[: b - a]
@@ -324,5 +337,5 @@ def collate_trees(
         tree_documents=torch.from_numpy(holders.reshape(grid)),
         edge_targets=torch.from_numpy(np.concatenate([edges & 0xFFFFFFFF, no_target])),
         edge_weights=torch.from_numpy(np.concatenate([weights, np.zeros(len(filler))]).astype(np.float32)),
-        num_expanded=int(holders.sum()),
+        num_edges=len(edges),
     )
