@@ -421,10 +421,11 @@ def test_data_that_is_no_continuation_is_rejected_by_the_name_of_its_source(
     more = ["source new is new", "source a has 2 documents more than the checkpoint knows"]
     assert source_differences(there, named_examples({"a": 22, "new": 3, "b": 9})) == (more, [])
     # A plan of trees has planned the last one: rows of the same conversation would change it.
-    for last, lines in ((1, 1), (2, 0)):
+    for last, turns, lines in ((1, 2, 1), (2, 2, 0), (1, 0, 0)):
         examples = named_examples({"b": 9, "a": 22})
         head = np.array([*range(100, 109), *([1] * 20), last, 3], np.uint64)
-        examples = replace(examples, columns=DocumentColumns(lambda head=head: (head,) * 4))
+        columns = (head, np.full(len(head), turns), head, head)
+        examples = replace(examples, columns=DocumentColumns(lambda columns=columns: columns))
         assert len(source_differences(there, examples)[1]) == 0
         _, found = source_differences(there, examples, trees=True)
         assert len(found) == lines

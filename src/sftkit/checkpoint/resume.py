@@ -226,8 +226,9 @@ def source_differences(
         elif sizes[name] > count:
             grown.append(f"source {name} has {sizes[name] - count:,} documents more than the checkpoint knows")
             added = starts[name] + count
-            columns = examples.columns
-            if trees and columns is not None and columns.head[added] == columns.head[added - 1]:
+            columns = examples.columns if trees else None
+            # Texts, such as files that begin with the same licence, form no trees.
+            if columns and columns.turns[added] and columns.head[added] == columns.head[added - 1]:
                 gone.append(hint("source whose last tree goes on", name=name))
         if why:
             gone.append(hint("source that does not go on", name=name, documents=count, why=why))
