@@ -360,6 +360,7 @@ def test_a_wrong_gradient_of_trained_rows_turns_the_row_red(
     assert "lm_head.token_adapter" in row["found"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_adapters_of_experts_resume_bitwise_and_all_rows_are_green(
     precision: str, tmp_path: Path, tokenizer: Any

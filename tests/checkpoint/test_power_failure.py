@@ -289,6 +289,7 @@ def test_a_flush_that_is_left_out_of_a_save_and_another_order_are_found(
     assert unrecovered(recording, check_small, limit=64, enough=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [6, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resume", ["auto", "step-000002"])
 def test_a_start_that_goes_back_to_an_earlier_step_is_recovered(disk: Path, resume: str, limit: int) -> None:

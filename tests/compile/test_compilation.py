@@ -476,6 +476,7 @@ def test_a_second_of_a_compile_is_in_one_phase() -> None:
     }
 
 
+@pytest.mark.slow
 def test_no_declared_shape_can_reach_torchs_recompile_limit() -> None:
     AT_END.enter_context(torch._dynamo.config.patch(recompile_limit=2))  # as torch's own, only sooner
     shapes = [(1, length) for length in range(4, 7)]

@@ -156,7 +156,7 @@ def settings_of(template: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("template", TOKENS)
 def test_conversations_come_out_as_one_by_one(of_template, template: str) -> None:
-    tokenizer, given = of_template(template), made_rows(120)
+    tokenizer, given = of_template(template), made_rows(80)
     for name, values in settings_of(template).items():
         rule = text.tokenize_any if name == "all" else chat.tokenize
         alone = assert_same(RowTokenizer(rule, tokenizer, 2**20, **values), given)
@@ -387,6 +387,7 @@ def assert_real(tokenizer_name: str, name: str, count: int | None) -> None:
     tokenizer.chat_template = own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer_name", ["smollm2", "gpt2"])
 def test_some_real_conversations_come_out_as_one_by_one(tokenizer_name: str) -> None:
     for name in CHAT_FILES:

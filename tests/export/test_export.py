@@ -221,6 +221,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # peft looks at layers alone
 def test_each_expert_gets_factors_under_the_names_of_its_matrices_and_peft_reads_them(
@@ -258,6 +259,7 @@ def test_an_adapter_of_experts_says_how_it_can_be_served(tmp_path: Path) -> None
         export(str(adapter), tmp_path / "other", per_expert=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_merged_onto_nf4_is_the_model_that_was_trained(dtype: Any, model: Path, tmp_path: Path) -> None:
     adapter = adapter_on(model, tmp_path / "adapter", rank=4)

@@ -55,6 +55,7 @@ def text(model: CapturedModel, graph: str) -> str:
     return [stage.text for stage in model.stages[2, 32] if stage.graph == graph][-1]
 
 
+@pytest.mark.slow
 def test_regions_hold_what_can_be_fused_and_blocks_that_are_alike_are_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

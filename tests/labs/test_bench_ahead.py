@@ -156,6 +156,7 @@ def pid_of(folder: Path) -> int:
     return int((folder / "pid").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_that_waits_is_left_when_the_bench_is_interrupted_or_killed(tmp_path: Path, number: int) -> None:
     plan = write_plan(tmp_path, runs=[stand_in_run("one", 1000), stand_in_run("two", 0)])

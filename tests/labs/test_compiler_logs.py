@@ -79,6 +79,7 @@ def test_hints_say_why_no_cuda_graph_was_recorded_only_where_one_was_asked_for(
     assert "op0" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_the_terminal(tmp_path, capfd) -> None:
     with logged(tmp_path, "graphs", "output_code", "perf_hints") as write:
         torch.compile(gated, dynamic=False)(*inputs()).sum().backward()

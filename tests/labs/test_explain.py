@@ -175,6 +175,7 @@ def bisected(name: str) -> BisectAnswer:
     return bisect(planted(name), ASKED[name], "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ASKED))
 def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
     finding = bisected(name)
@@ -452,6 +453,7 @@ def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> 
     assert scope["module"].state_dict().keys() == subject.module.state_dict().keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pictures", pytest.param("texts", marks=pytest.mark.slow)])
 def test_an_encoder_is_looked_at_with_what_a_step_gives_it(kind: str) -> None:
     words = ["train.micro_batch_size=2", "data.row_length=256"]

@@ -112,6 +112,7 @@ def test_a_machine_has_tables_of_its_own_and_nothing_of_it_is_compared_with_anot
     assert ("dynamic eager," in missing, "DDP" in missing) == (False, False)
 
 
+@pytest.mark.slow
 def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Path) -> None:
     model = {**CAPTIONER, "decoder": {**CAPTIONER["decoder"], "vocab_size": 512, "n_positions": 256}}
     pictures = {"path": "builtin:pictures", "max_rows": 64}

@@ -315,6 +315,7 @@ def test_a_ledger_that_is_named_must_be_there_unless_it_is_to_be_made(
     assert made.entries == []
 
 
+@pytest.mark.slow
 def test_the_command_records_what_passes_and_holds_the_next_to_it(tmp_path: Path) -> None:
     path, ledger = tmp_path / "validation.json", tmp_path / "ledger.jsonl"
 

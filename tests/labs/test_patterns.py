@@ -54,6 +54,7 @@ def check_same_losses(results: dict[str, Any], keys: list[str]) -> None:
     assert {key: loss_difference(results, key) for key in keys if loss_difference(results, key) > 1e-5} == {}
 
 
+@pytest.mark.slow
 def test_what_two_ranks_hold_and_exchange_is_counted_whoever_exchanges_it() -> None:
     found = measured(2, *QUICK)
     check_same_losses(found, [*QUICK])

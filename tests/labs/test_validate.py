@@ -194,6 +194,7 @@ def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) ->
     assert markdown_page(good).count("| PASS |") == 13
 
 
+@pytest.mark.slow
 def test_earlier_runs_are_judged_again_from_their_json_alone(tmp_path: Path) -> None:
     path = tmp_path / "validation.json"
     path.write_text(json.dumps(result_of(trio())))

@@ -310,6 +310,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest_step_and_how_to_go_on(
     tmp_path: Path, recipe: Path, begins: bool

@@ -326,6 +326,7 @@ def test_b_is_moved_for_the_comparison_and_has_its_bits_back() -> None:
     assert all(torch.equal(p, before[name]) for name, p in factors(model).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3_moe", torch.bfloat16), ("gpt_oss", torch.float32)])
 def test_one_graph_for_all_blocks_that_computes_the_same(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()

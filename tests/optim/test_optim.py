@@ -293,6 +293,7 @@ def test_muon_updates_a_matrix_alike_whatever_others_are_in_its_batch(
             torch.testing.assert_close(p, q, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=NOISE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "adamw_sr", "muon"])
 def test_a_bf16_model_learns_like_its_fp32_twin(name: str) -> None:
     ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))

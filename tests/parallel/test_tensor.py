@@ -96,6 +96,7 @@ def through_views(node: Node, step: Callable[[Node], Node]) -> str:
     return str(node.target)
 
 
+@pytest.mark.slow
 @OWN_PROCESS
 def test_columns_of_one_row_are_exchanged_without_a_copy_before_or_after_it(group_of_four: None) -> None:
     for rows, copies in ((1, 0), (2, 8)):

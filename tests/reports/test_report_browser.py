@@ -131,6 +131,7 @@ def test_policy_stops_what_a_page_must_not_do(report: Path, tmp_path: Path) -> N
     assert found["without"][1] == ["http://127.0.0.1:9/x.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_fits_and_is_readable_on_phone_and_laptop(report: Path, tmp_path: Path, scheme: str) -> None:
     flags = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
@@ -143,6 +144,7 @@ def test_page_fits_and_is_readable_on_phone_and_laptop(report: Path, tmp_path: P
         assert (brightness < 150) == (scheme == "dark")
 
 
+@pytest.mark.slow
 def test_page_prints_on_several_a4_pages(report: Path, tmp_path: Path) -> None:
     pdf = tmp_path / "report.pdf"
     chromium(tmp_path, report, "--no-pdf-header-footer", f"--print-to-pdf={pdf}")

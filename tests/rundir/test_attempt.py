@@ -538,6 +538,7 @@ def test_a_start_that_is_killed_while_it_takes_its_place_in_a_new_directory_is_a
     assert operation >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_a_start_that_is_killed_while_it_takes_its_place_leaves_an_earlier_run_whole(tmp_path: Path, resume) -> None:
     for operation in count():

@@ -294,6 +294,7 @@ def check_claim(earlier: dict[str, bytes] | None, again: str | None, folder: Pat
     assert not list(folder.glob("runs/*/.attempt")), "a start's folder is left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [4, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", ["auto", None])
 @pytest.mark.parametrize("kind", ["in a new directory", "that replaces a run", "that resumes"])

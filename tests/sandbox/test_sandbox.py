@@ -182,6 +182,7 @@ def test_strict_masks_low_limits_and_many_open_files_do_not_matter() -> None:
     assert "passed=True" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @works
 def test_a_bomb_next_to_it_does_not_disturb_a_program() -> None:
     bomb = ProgramTests(

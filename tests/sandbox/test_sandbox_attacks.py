@@ -411,6 +411,7 @@ f = sum(os.wait()[1] != 0 for _ in range(4))
 has_groups = pytest.mark.skipif(memory.parent() is None, reason="no control group can be made here")
 
 
+@pytest.mark.slow
 @has_groups
 def test_processes_that_are_small_each_and_large_together_are_ended_and_no_control_group_is_left(
     monkeypatch: pytest.MonkeyPatch,

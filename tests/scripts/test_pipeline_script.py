@@ -78,6 +78,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "evals.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_the_run_of_one_process(recipe: Path) -> None:
     alone = trained(recipe, "alone")
     piped = trained(recipe, "piped", *PIPELINE, ranks=2)

@@ -245,6 +245,7 @@ def test_an_adapter_that_is_absent_from_every_second_step_is_not_updated_there(
             assert float((expected[name] - value).norm() / value.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_adapter_with_a_loss_that_is_not_finite_does_not_change_the_others(
     tmp_path: Path, tokenizer: Any, base: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
