@@ -48,10 +48,8 @@ COMPILED = (
     "deep llama; graph; gather_once,block_bucketing,full_inductor",
     "qwen3; graph; gather_once,full_inductor",
 )
-COMPILED_TENSOR = (
-    f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp",
-    "deepseek_v3; graph; reshard_after_forward,full_inductor; tp",
-)
+COMPILED_TENSOR = ("deepseek_v3; graph; reshard_after_forward,full_inductor; tp",)
+"Regions are compiled in runs of scripts (test_graph_scripts.py)."
 AUTO = "deep llama; graph; reshard_after_forward,auto_bucketing"
 SAME_BITS = (
     "deep llama; graph; reshard_after_forward",
