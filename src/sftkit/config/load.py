@@ -144,7 +144,7 @@ def _resolve(
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
     for section, kind in Config.__annotations__.items():
-        # An absent or emptied section has its defaults; one that may be null has a meaning of its own without.
+        # A section that is absent or empty gets its defaults, unless null is one of its values.
         if not str(kind).endswith(" | None") and (section not in tree.value or tree.value[section].value is None):
             tree.value[section] = Node({}, str(recipe))
     dropped: set[KeyPath] = set()

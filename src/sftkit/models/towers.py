@@ -31,7 +31,7 @@ from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, heade
 from sftkit.models.quantized import PACKED
 from sftkit.models.structure import decoder, output_projection
 from sftkit.models.trained import adapters_of
-from sftkit.rundir.files import read_manifest, sha256_of, stamp_of
+from sftkit.rundir.files import content_stamp, read_manifest, sha256_of
 
 WHOLE_MODEL = "sftkit_whole"
 "Attribute of a text model that belongs to a larger model."
@@ -187,7 +187,7 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
     if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in PACKED]:
         raise config_error("quantized beside a text model", folder=folder, name=odd[0])
-    stamps = {path: stamp_of(path) for path, _ in unchanged.values()}
+    stamps = {path: content_stamp(path) for path, _ in unchanged.values()}
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}
     live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
@@ -276,7 +276,7 @@ def write_unchanged(whole: Whole, folder: Path, earlier: Path | None = None) -> 
             return
         out.unlink(missing_ok=True)
     for path, stamp in whole.stamps.items():
-        if stamp_of(path) != stamp:
+        if content_stamp(path) != stamp:
             raise OSError(f"{path} has changed since the model was loaded, and its other tensors belong into {folder}")
     # The widest first, so that every tensor begins at a multiple of its own width.
     sizes = {name: _size(one) // max(math.prod(one["shape"]), 1) for name, (_, one) in whole.unchanged.items()}

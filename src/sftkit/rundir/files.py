@@ -419,7 +419,7 @@ def write_hashes(record: Path, paths: Sequence[Path]) -> None:
     """Write the sha256 of files, which are complete and have their final names, with the stamp of each."""
     for path in paths:
         flush(path)  # before its stamp: a power failure must not leave the stamp of a content that is lost
-    stamps = [stamp(path) for path in paths]
+    stamps = [write_stamp(path) for path in paths]
     _write_record(record, paths, sha256_of(paths), stamps)
 
 
@@ -430,7 +430,7 @@ def compare_hashes(record: Path, paths: Sequence[Path]) -> None:
         ValueError, LookupError, TypeError, OSError: one has another content than was written, or is not there.
     """
     known = json.loads(record.read_text())
-    stamps = [stamp(path) for path in paths]
+    stamps = [write_stamp(path) for path in paths]
     changed = [path for path, stamp in zip(paths, stamps, strict=True) if known[path.name]["stamp"] != stamp]
     if not changed:
         return
@@ -449,7 +449,7 @@ def _write_record(record: Path, paths: Sequence[Path], hashes: Sequence[str], st
     replace_shared(record, json.dumps(content, indent=1))
 
 
-def stamp(path: Path) -> list[int]:
+def write_stamp(path: Path) -> list[int]:
     """Return size and times of a file. The time of its entry changes with every write and cannot be set. Device and
     inode are left out: they are others after a mount."""
     stat = path.stat()
@@ -480,13 +480,13 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     parent = _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
     # Data may be large, so size and time identify it; small files below have a hash, which a copy keeps.
-    inputs: Stamps = {str(path): stamp_of(path) for source in sources for path in _files(Path(source.path))}
+    inputs: Stamps = {str(path): content_stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
         # Without the folder's name: a later step of a run may have the same files.
         inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if model.chat_template is not None and Path(model.chat_template).is_file():
         inputs["model.chat_template"] = hash_of(Path(model.chat_template))
-    return Provenance(inputs, {str(path): stamp_of(path) for path in _matching(parent, WEIGHTS)})
+    return Provenance(inputs, {str(path): content_stamp(path) for path in _matching(parent, WEIGHTS)})
 
 
 def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
@@ -540,7 +540,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(found for found in (path, *path.rglob("*")) if found.is_file())
 
 
-def stamp_of(path: Path) -> list[int] | None:
+def content_stamp(path: Path) -> list[int] | None:
     """Return size of a file and time of its content in ns; None: it cannot be read."""
     try:
         found = path.stat()

@@ -34,7 +34,7 @@ import numpy as np
 from sftkit.data.reading import columns as findings
 from sftkit.data.reading.conversation import ROLES
 from sftkit.data.types import Finding
-from sftkit.rundir.files import replace_shared, sha256_of, stamp
+from sftkit.rundir.files import replace_shared, sha256_of, write_stamp
 
 FORMAT = 6
 "The version of the files of a store and of a view."
@@ -255,7 +255,7 @@ class Store:
     def _content(self, name: str, parse: Callable[[bytes], dict[Any, Any]]) -> dict[Any, Any]:
         """Return what a file holds, which is parsed once until the file changes; empty without the file."""
         try:
-            found = stamp(self.folder / name)
+            found = write_stamp(self.folder / name)
             if name not in self._parsed or self._parsed[name][0] != found:
                 self._parsed[name] = found, parse((self.folder / name).read_bytes())
             return self._parsed[name][1]
@@ -281,7 +281,7 @@ class Store:
             self.folder / f"{RowSpan(line['first'], line['past'])}.{end}": known for end, known in line["files"].items()
         }
         try:
-            stamps = {path.name: stamp(path) for path in paths}
+            stamps = {path.name: write_stamp(path) for path in paths}
             known = self._content(STAMPS, json.loads)
             changed = [path for path in paths if again or known.get(path.name) != stamps[path.name]]
             for path, found in zip(changed, sha256_of(changed), strict=True):

@@ -33,7 +33,7 @@ from sftkit.data.store.shards import (
     runs_of_targets,
 )
 from sftkit.data.types import TokenizedExample
-from sftkit.rundir.files import alone, flush, make_folder, own_name, stamp
+from sftkit.rundir.files import alone, flush, make_folder, own_name, write_stamp
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 
 LOCKS = "locks"
@@ -215,7 +215,7 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
     flush(store.folder)
     _append(store, line)
     names = [f"{span}.{ending}" for ending in line["files"]]
-    store.keep_stamps({name: stamp(store.folder / name) for name in names})
+    store.keep_stamps({name: write_stamp(store.folder / name) for name in names})
     return Shard(line, store.dtype, store.folder)
 
 

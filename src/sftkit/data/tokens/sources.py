@@ -37,7 +37,7 @@ from sftkit.data.store.shards import DOCS, FORMAT, Shard, Store
 from sftkit.data.tokens import chat, template, text
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError, LeftOut, hint
-from sftkit.rundir.files import make_folder, stamp_of
+from sftkit.rundir.files import content_stamp, make_folder
 from sftkit.runtime.script import counted
 
 MASK_VERSION = 3
@@ -269,11 +269,11 @@ def prepare(
 
         count_bytes = partial(chat.count_bytes, tokenize.tokenizer)
         return foreign.open_source(source, origin, tokenize.tokenizer, count_bytes, Path(data.cache_dir) / "borders")
-    stamps = [stamp_of(file) for file in origin.files]
+    stamps = [content_stamp(file) for file in origin.files]
     store, about = _store_of(source, origin, Path(data.cache_dir) / "stores", tokenize)
 
     def check() -> None:
-        changed = [file for file, stamp in zip(origin.files, stamps, strict=True) if stamp_of(file) != stamp]
+        changed = [file for file, stamp in zip(origin.files, stamps, strict=True) if content_stamp(file) != stamp]
         if changed and origin.identity() != about["content"]:
             raise DataError(hint("changed while tokenized", file=changed[0]))
 
