@@ -100,9 +100,10 @@ def _turns(sizes: Conversations, drawn: Callable[[int], np.ndarray]) -> Examples
     own = sizes.reasoning + sizes.answer
     is_target = np.concatenate([np.arange(len(one)) >= len(one) - own for one in documents])
     head = np.array(conversation, np.uint64)
-    zeros = np.zeros(len(head), np.int64)
+    row = head.astype(np.int64)
+    turns = np.full(len(head), 2 * sizes.turns)
     made = Examples.of(np.concatenate(documents), lengths, is_target=is_target)
-    columns = DocumentColumns(lambda: (zeros, zeros, head, head))
+    columns = DocumentColumns(lambda: (row, turns, head, head))
     return replace(made, columns=columns, source_names=(SYNTHETIC,))
 
 

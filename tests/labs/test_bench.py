@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ from labs.bench.run import (
 from labs.bench.worker import ModelSpec, new_model, rows_in_order, synthetic_documents
 from labs.jobs import bench_command, first_failure, run_logged
 from labs.tables import calls_line, graph_table, loss_table, machine_lines, markdown_report, speed_table
+from sftkit.config.schema import DataConfig
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import make_layout
+from sftkit.data.batches.tree import trees_of
 from sftkit.errors import ConfigError
 from sftkit.ops.nf4 import matrix_of, quantize
 from sftkit.rundir.names import graph_file
@@ -392,6 +395,16 @@ def test_lengths_are_of_a_file_or_drawn_and_not_both(tmp_path: Path) -> None:
         )
     share = {"lengths": "x.json", "row_length": 16, "target_share": 0.5}
     assert any("data.target_share" in problem for problem in problems(write_plan(tmp_path, data=share)))
+
+
+def test_the_conversations_of_the_bench_of_trees_share_what_the_names_of_their_shapes_say() -> None:
+    data = read_plan(Path("benchmarks/tree_rows/plan.yaml")).data
+    assert data.conversations is not None
+    for name, sizes in data.conversations.items():
+        examples = synthetic_documents(replace(data, conversations={name: sizes}), vocab_size=1000)
+        trees = trees_of(examples, DataConfig(train=()), data.row_length)
+        assert len(trees) == sizes.count
+        assert trees.expanded.sum() / trees.lengths.sum() == pytest.approx(float(name.removeprefix("x")), rel=0.05)
 
 
 def test_with_share_1_all_tokens_but_the_first_are_targets() -> None:
