@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from sftkit.runtime import start as runtime
 from sftkit.train.assemble import make_engine
 from sftkit.verify import documents
 from sftkit.verify.documents import check_documents, document_checks
+from sftkit.verify.gradients import limits
 from sftkit.verify.proof import verified_warm_up
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
@@ -300,6 +302,39 @@ def test_noise_around_a_limit_is_measured_on_documents_as_long_as_those_that_dif
     assert row.found.count("rounding noise alone") == 2
     worse = replace(found, beyond=1.5 * found.allowed_beyond)
     assert not document_checks(worse, torch.bfloat16, "reference", logits_limit=1e-3)[0].ok
+
+
+def with_many_experts() -> ModelWithLoss:
+    """Return a model in bf16 whose routers' scores are so close that roundings change which experts are chosen."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 64, "num_hidden_layers": 12, "num_local_experts": 32, "num_experts_per_tok": 4}
+    config = AutoConfig.for_model("gpt_oss", **{**COMMON, **fields, "head_dim": 16, "initializer_range": 0.15})
+    orig_model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    return ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+
+
+def test_logits_are_compared_with_the_experts_that_the_plain_model_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_many_experts()
+    limit = limits(torch.bfloat16, 12).logits
+    found = check_documents(model, "reference", torch.device("cpu"), limit=limit)
+    assert 0 < found.other_experts <= 0.05
+    assert limit < found.logits_difference < 3 * found.roundings
+    row = document_checks(found, torch.bfloat16, "reference", logits_limit=limit)[0]
+    assert row.ok
+    assert "of the experts chosen otherwise" in row.found
+    assert not any(module._forward_pre_hooks for module in model.orig_model.modules())
+    monkeypatch.setattr(documents, "_taking", lambda *_: nullcontext())
+    with pytest.raises(ConfigError, match="the logits of its own forward pass and sftkit's differ by"):
+        check_documents(model, "reference", torch.device("cpu"))
+
+
+def test_a_router_that_chooses_by_something_else_is_rejected() -> None:
+    model = with_many_experts()
+    routers = [m for m in model.orig_model.modules() if type(m).__name__ == "GptOssTopKRouter"]
+    for router in routers:
+        router.register_forward_pre_hook(lambda _, given: (given[0].roll(1, -1),))
+    with pytest.raises(ConfigError, match=r"its routers chose other experts .* \(rounding alone for \d"):
+        check_documents(model, "reference", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS.keys())

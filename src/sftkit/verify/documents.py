@@ -1,11 +1,14 @@
 """Check before training that an engine's forward pass computes the same as the plain model, document by document."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import random_state_kept
@@ -16,7 +19,15 @@ from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import documents, documents_of, plain_logits
 from sftkit.errors import ConfigError, config_error
 from sftkit.models.hybrids import mixes_tokens
-from sftkit.models.structure import from_last, inference, logit_scale, logit_softcap, output_projection, vocab_size
+from sftkit.models.structure import (
+    decoder_blocks,
+    from_last,
+    inference,
+    logit_scale,
+    logit_softcap,
+    output_projection,
+    vocab_size,
+)
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import attention_chunk, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -38,6 +49,14 @@ weights in bf16 come close. The limit in proof.json is tighter: gradients.limits
 """
 
 WIDEST = 0.2
+"No measured rounding noise allows more."
+
+OTHER_EXPERTS = 0.05
+"""Largest share of experts that ours may choose otherwise than the plain model, unless rounding alone explains more:
+with eight blocks of 32 experts and random weights in bf16 it changes 1 %.
+"""
+
+MOST_OTHER_EXPERTS = 0.3
 "No measured rounding noise allows more."
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
@@ -70,10 +89,14 @@ class DocumentCheck:
     "largest relative difference of the logits at these limits"
     roundings: float = 0.0
     """largest relative difference that random rounding alone makes to the plain model's logits; 0: not measured, as
-    the logits are closer than REFUSED_FROM
+    the logits are closer than rounding usually brings them
     """
     beyond_roundings: float = 0.0
     "the same of the documents at the limits: rounding noise grows with the length"
+    other_experts: float | None = None
+    "share of the experts that ours chose otherwise than the plain model, 0-1; None: no router in half precision"
+    experts_rounded: float = 0.0
+    "the same of the plain model when it is rounded at random; measured with `roundings`"
 
     @property
     def allowed(self) -> float:
@@ -85,6 +108,13 @@ class DocumentCheck:
         """Return the same of the logits at the limits."""
         return max(REFUSED_FROM, min(APART * self.beyond_roundings, WIDEST))
 
+    @property
+    def experts_hold(self) -> bool:
+        """Return whether no more experts are other ones than rounding explains."""
+        return self.other_experts is None or self.other_experts <= max(
+            OTHER_EXPERTS, min(APART * self.experts_rounded, MOST_OTHER_EXPERTS)
+        )
+
 
 def check_documents(
     model: ModelWithLoss,
@@ -93,6 +123,7 @@ def check_documents(
     layout: Layout | None = None,
     plain: PlainModel | None = None,
     forward: ForwardPass | None = None,
+    limit: float = 1.0,
 ) -> DocumentCheck:
     """Compare the logits of two documents and padding in one row through our forward pass with those of each document
     alone through the plain model, and likewise longer documents at the limits of the model.
@@ -105,12 +136,14 @@ def check_documents(
             documents only.
         plain: plain model; None: one without files is made.
         forward: forward pass of the engine; None: the model itself.
+        limit: relative difference of the logits from which on rounding noise is measured, at most REFUSED_FROM.
 
     Raises:
         ConfigError: the logits differ, or the model does not accept our arguments: this architecture does something
             that our attention or head leaves out, or mixes the tokens of a row outside attention.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
+    limit = min(limit, REFUSED_FROM)
     # A convolution or a recurrent layer carries tokens across documents regardless of the masks.
     mixer = mixes_tokens(orig_model)
     if mixer:
@@ -129,19 +162,22 @@ def check_documents(
                 tree = layout is not None and layout.kind == "tree"
                 found = _compare(model, forward or model, plain, backend, device, length, tree=tree)
             if layout is not None:
-                found = _at_limits(model, forward or model, plain, backend, device, layout, found)
-            if not found.logits_difference < REFUSED_FROM:
+                found = _at_limits(model, forward or model, plain, backend, device, layout, found, limit)
+            if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
-                    found = replace(found, roundings=_roundings(plain, _two_documents(model, length), device))
+                    moved, changed = _roundings(plain, _two_documents(model, length), device)
+                found = replace(found, roundings=moved, experts_rounded=changed)
     # Errors of a model called with unknown arguments; running out of memory says nothing about the model.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
-    if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond:
+    if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond and found.experts_hold:
         return found
     if plain.differing:
         raise config_error("weights in memory", differing=first_of(sorted(plain.differing)), found=found)
+    if not found.experts_hold:
+        raise config_error("other experts", name=name, found=found)
     if not found.logits_difference < found.allowed:
         raise config_error("other forward pass", name=name, found=found)
     words = {"name": name, "limits": first_of(list(map(str, found.limits))), "found": found}
@@ -160,29 +196,32 @@ def _compare(
 ) -> DocumentCheck:
     """Compute both sides with the reference kernel or the run's own. `length`: length of texts for an encoder."""
     examples = _two_documents(model, length, tree=tree)
-    batch = _batch(examples, (0, 1), tree=tree).to(device)
-    hidden = forward.hidden_states(batch, backend)
-    first, second = (document.columns for document in documents(batch))
-    ours = _projected(model, hidden[:, torch.cat([first, second])])[0]
     # The plain side does not use batches: a collation that shifts targets by zero or two would shift both sides.
     (own,) = documents_of(examples, [(0, 1)], device)
-    theirs = torch.cat([plain_logits(plain, document) for document in own])
+    logits, chosen = zip(*(_logits_and_choices(plain, document) for document in own), strict=True)
+    theirs = torch.cat(logits)
+    batch = _batch(examples, (0, 1), tree=tree).to(device)
+    first, second = (document.columns for document in documents(batch))
+    alike: list[torch.Tensor] = []
+    with _choosing(model.orig_model, batch, chosen, alike):
+        hidden = forward.hidden_states(batch, backend)
+    ours = _projected(model, hidden[:, torch.cat([first, second])])[0]
     monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
     # Each document in its own micro-batch, unless they make one tree: the sums must add up to the plain model's.
-    sums = [
-        from_last(
-            model.orig_model,
-            forward.sums(_batch(examples, row, tree=tree).to(device), backend).measured[monitored],
-        )
-        for row in ([(0, 1)] if tree else [(0,), (1,)])
-    ]
+    sums = []
+    for row in [(0, 1)] if tree else [(0,), (1,)]:
+        alone = _batch(examples, row, tree=tree).to(device)
+        with _choosing(model.orig_model, alone, [chosen[i] for i in row]):
+            found = forward.sums(alone, backend).measured[monitored]
+        sums.append(from_last(model.orig_model, found))
     expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
     # Measure leakage by its effect: with every token of the first document replaced that the second does not share,
     # the second must not change.
-    alone = first[~torch.isin(first, second)]
-    replaced = replace(batch, inputs=_first_replaced(batch, alone, vocab_size(model.orig_model)))
-    moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
+    others = first[~torch.isin(first, second)]
+    replaced = replace(batch, inputs=_first_replaced(batch, others, vocab_size(model.orig_model)))
+    with _choosing(model.orig_model, batch, chosen):
+        moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
         logits_difference=relative(ours, theirs),
@@ -190,7 +229,8 @@ def _compare(
         plain_loss=float(expected) / targets,
         targets=targets,
         leak=float(moved[:, second].max()),
-        changed=float(moved[:, alone].max()),
+        changed=float(moved[:, others].max()),
+        other_experts=1.0 - float(torch.cat(alike).float().mean()) if alike else None,
     )
 
 
@@ -212,19 +252,125 @@ def branch_off(ids: np.ndarray, second: int, tokens: Sequence[int] | np.ndarray 
     ids[second + COMMON] = next(token for token in tokens if token != ids[COMMON])
 
 
-def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> float:
-    """Return how far random rounding moves the plain model's logits of two documents; 0.0 in fp32."""
+def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> tuple[float, float]:
+    """Return how far random rounding moves the plain model's logits of two documents, and the share of experts that it
+    changes; 0.0 in fp32.
+    """
     (own,) = documents_of(examples, [(0, 1)], device)
+    exact, chosen = zip(*(_logits_and_choices(plain, document) for document in own), strict=True)
 
-    def logits() -> torch.Tensor:
-        return torch.cat([plain_logits(plain, document) for document in own])
+    alike: list[torch.Tensor] = []
+
+    def moved() -> torch.Tensor:
+        found = []
+        for document, choices in zip(own, chosen, strict=True):
+            length = len(document.targets)
+            with _taking(plain.orig_model, [(torch.arange(length), choices)], (1, length), alike):
+                found.append(plain_logits(plain, document))
+        return torch.cat(found)
 
     with random_state_kept():
-        exact, draws = logits(), []
+        draws = []
         for _ in range(DRAWS):
             with rounded_at_random(plain.orig_model):
-                draws.append(relative(logits(), exact))
-    return max(draws)
+                draws.append(relative(moved(), torch.cat(exact)))
+    return max(draws), 1.0 - float(torch.cat(alike).float().mean()) if alike else 0.0
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+# Two experts of a token whose scores are nearly equal change places by rounding alone, and another expert is another
+# function: of 12 layers with random weights in bf16 logits move by half their size. So what the plain model chose is
+# chosen for the same tokens wherever the two are compared; how much a choice counts is computed on each side, and most
+# choices must agree. In fp32 each side chooses for itself.
+
+Choices = dict[tuple[int, int], torch.Tensor]
+"(number of a block, of the call in it) -> what a top-k chose, its first dimension the positions of a document"
+
+
+class _TopK(TorchFunctionMode):
+    """Passes what each top-k over the last dimension chooses in the decoder's blocks through a function."""
+
+    def __init__(
+        self, orig_model: PreTrainedModel, decide: Callable[[tuple[int, int], torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._decide, self._block, self._call = decide, -1, 0
+        self._hooks = ExitStack()
+        for number, block in enumerate(decoder_blocks(orig_model)):
+            hook = block.register_forward_pre_hook(lambda *_, number=number: self._enter(number))
+            self._hooks.callback(hook.remove)
+
+    def _enter(self, block: int) -> None:
+        self._block, self._call = block, 0
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, and replace what it chose if it is a top-k."""
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or self._block < 0 or isinstance(found.indices, DTensor):
+            return found
+        key, self._call = (self._block, self._call), self._call + 1
+        indices = self._decide(key, found.indices)
+        values = args[0].gather(-1, indices) if indices is not found.indices else found.values
+        return type(found)((values, indices))
+
+
+def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor, Choices]:
+    """Return the plain model's logits of a document, and what its routers chose."""
+    noted: Choices = {}
+    length = len(document.targets)
+
+    def note(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
+        if indices.numel() % length == 0:
+            noted[key] = indices.reshape(length, -1)
+        return indices
+
+    with _TopK(plain.orig_model, note):
+        return plain_logits(plain, document), noted
+
+
+def _choosing(
+    orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[Choices], alike: list[torch.Tensor] | None = None
+) -> AbstractContextManager[object]:
+    """Let routers choose within the context what was noted of each document of a batch, at its places."""
+    rows, columns = batch.doc_ids.shape
+    places = [document.row * columns + document.columns.cpu() for document in documents(batch)]
+    return _taking(orig_model, list(zip(places, chosen, strict=True)), (rows, columns), alike)
+
+
+def _taking(
+    orig_model: PreTrainedModel,
+    places: Sequence[tuple[torch.Tensor, Choices]],
+    shape: tuple[int, int],
+    alike: list[torch.Tensor] | None = None,
+) -> AbstractContextManager[object]:
+    """Let routers choose within the context what was noted for these positions of rows [B, C]. Passes over other rows
+    than these, such as an engine's that takes documents one by one, choose for themselves.
+
+    Args:
+        alike: gets a mask of the choices that agree without that.
+    """
+    if orig_model.dtype not in (torch.bfloat16, torch.float16):
+        return nullcontext()
+    positions = shape[0] * shape[1]
+
+    def take(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
+        if indices.shape[0] != positions and indices.shape[:2] != shape:
+            return indices
+        taken = indices.reshape(positions, -1).clone()
+        for place, choices in places:
+            if key in choices:
+                there, given = place.to(taken.device), choices[key]
+                if alike is not None:
+                    alike.append((taken[there][..., None] == given[:, None]).any(-1).flatten().cpu())
+                taken[there] = given
+        return taken.view(indices.shape)
+
+    return _TopK(orig_model, take)
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -257,6 +403,7 @@ def _at_limits(
     device: torch.device,
     layout: Layout,
     found: DocumentCheck,
+    limit: float,
 ) -> DocumentCheck:
     """Add the comparison at the limits of the model: a document that ends after a limit next to one that ends before
     it, if the run's rows are long enough.
@@ -269,9 +416,9 @@ def _at_limits(
         return found
     differences = []
     compared = []
-    for limit in limits:
-        sizes = (min(limit + _BEYOND, longest), _SIZES[1])
-        ids = np.random.default_rng(limit).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
+    for positions in limits:
+        sizes = (min(positions + _BEYOND, longest), _SIZES[1])
+        ids = np.random.default_rng(positions).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
         tree = layout.kind == "tree"
         if tree:
             branch_off(ids, sizes[0] + 1)
@@ -283,22 +430,23 @@ def _at_limits(
         else:
             batches = [[(0,), (1,)]] if rows > 1 else [[(0,)], [(1,)]]
         shape = BatchShape(sum(sizes), max_docs=2 * len(sizes) + 2, max_doc_length=sum(sizes), tree=tree)
+        (alone,) = documents_of(examples, [(0, 1)], device)
+        with _last_positions(plain.orig_model, 2 * _BEYOND):
+            theirs, chosen = zip(*(_logits_and_choices(plain, document) for document in alone), strict=True)
         own: list[torch.Tensor] = []
         with _rotary_state_kept(model.orig_model):
             for batch_rows in batches:
                 batch = collate(examples, tuple(batch_rows), shape).to(device)
-                hidden = forward.hidden_states(batch, backend)
+                with _choosing(model.orig_model, batch, [chosen[i] for row in batch_rows for i in row]):
+                    hidden = forward.hidden_states(batch, backend)
                 for document in documents(batch):
                     last = hidden[document.row, document.columns[-2 * _BEYOND :]][None]
                     own.append(_projected(model, last)[0])
-        (alone,) = documents_of(examples, [(0, 1)], device)
-        with _last_positions(plain.orig_model, 2 * _BEYOND):
-            theirs = [plain_logits(plain, document) for document in alone]
         differences += [relative(own[number], theirs[number]) for number in (0, 1)]
     found = replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
-    if not found.beyond < REFUSED_FROM:
+    if not found.beyond < limit:
         with _last_positions(plain.orig_model, 2 * _BEYOND):
-            alone_moves = max(_roundings(plain, examples, device) for examples in compared)
+            alone_moves = max(_roundings(plain, examples, device)[0] for examples in compared)
         found = replace(found, beyond_roundings=alone_moves)
     return found
 
@@ -355,7 +503,7 @@ def document_checks(
         backend: attention backend of the run. If `check` had to use another one, its isolation is unknown.
         layout_kind: layout of the run; in every kind but packed and tree a row holds one document.
         logits_limit: largest relative difference of the logits, from gradients.limits, unless
-            rounding noise was measured.
+            the measured rounding noise explains more.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
     # Judged relative to the changed document: if that does not move either, nothing is shown.
@@ -363,8 +511,9 @@ def document_checks(
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
     alone = bool(stand_in) and isolated and layout_kind not in ("packed", "tree")
     noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
-    limit = check.allowed if check.roundings else logits_limit
-    beyond_limit = check.allowed_beyond if check.beyond_roundings else logits_limit
+    experts = "" if check.other_experts is None else f"; {check.other_experts:.1%} of the experts chosen otherwise"
+    limit = max(logits_limit, min(APART * check.roundings, WIDEST))
+    beyond_limit = max(logits_limit, min(APART * check.beyond_roundings, WIDEST))
     beyond = expected = ""
     if check.limits:
         beyond = f"; {check.beyond:.2e} around {', '.join(map(str, check.limits))} positions"
@@ -374,10 +523,11 @@ def document_checks(
         Check(
             "Same logits as the plain model",
             check.logits_difference < limit and check.beyond < beyond_limit,
-            f"relative difference {check.logits_difference:.2e}{noise}{beyond}",
+            f"relative difference {check.logits_difference:.2e}{noise}{beyond}{experts}",
             f"below {limit:.1e}{expected}",
             "two documents and padding in one row through this run's attention and head, each alone through a model "
-            "that transformers made from the start files; longer documents on both sides of the config's limits",
+            "that transformers made from the start files; longer documents on both sides of the config's limits; "
+            "in half precision with the experts that the plain model chose",
         ),
         loss_check(check.loss, check.plain_loss, check.targets, dtype),
         Check(

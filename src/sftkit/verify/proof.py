@@ -154,7 +154,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
 
         moved = factors_moved(orig_model)
     with moved:
-        documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
+        documents = check_documents(model, eager, rt.device, layout, plain, engine.forward, allowed.logits)
         # No graph may be new within the context, so the gradients are compared through the graphs of the steps.
         with engine.warm_up(print_line) as losses:
             sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
