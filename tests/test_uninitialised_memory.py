@@ -34,11 +34,9 @@ from sftkit.models.weights import load_model_weights, make_room, materialize_wei
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
-from sftkit.ops.joined import joined_layers, joined_mlp
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.ops.low_rank import gated_product, gated_product_backward
 from sftkit.ops.nf4 import nf4_linear, quantize
-from sftkit.ops.quack_products import quack_unsupported_reason
 from sftkit.ops.tensors import gather_rows
 from sftkit.optim.protocol import build_optimizer
 from sftkit.runtime import start as runtime
@@ -64,13 +62,6 @@ TESTED = {
     ("ops/nf4.py", "dense_matrix"): 1,
     ("ops/gated_mlp_kernel.py", "backward"): 4,
     ("ops/gated_mlp_kernel.py", "forward"): 2,
-    ("ops/gated_mlp_kernel.py", "swiglu_forward"): 1,
-    ("ops/gated_mlp_kernel.py", "swiglu_gradients"): 2,
-    ("ops/joined.py", "joined_mlp"): 3,
-    ("ops/joined.py", "_"): 8,
-    ("ops/joined.py", "joined_mlp_backward"): 5,
-    ("ops/joined.py", "joined_linear"): 1,
-    ("ops/joined.py", "joined_linear_backward"): 2,
     ("ops/recurrent.py", "_"): 7,
     ("ops/tensors.py", "_"): 2,
     ("ops/tensors.py", "_all_gather"): 1,
@@ -234,27 +225,6 @@ def test_loss_and_its_gradients(rows: int, chunk: int, vocab: int, dtype: torch.
     for settings, softcap in (({}, None), (everything, 3.0)):
         options = LossConfig(chunk_tokens=chunk, **settings)  # type: ignore[arg-type]
         same_when_planted(lambda o=options, s=softcap: loss_and_gradients(rows, vocab, dtype, device, o, s))
-
-
-@pytest.mark.parametrize(
-    ("device", "kernel"),
-    [("cpu", "cublas"), *(pytest.param("cuda", kernel, marks=pytest.mark.gpu) for kernel in ("cublas", "quack"))],
-)
-def test_joined_products(device: str, kernel: str) -> None:
-    if kernel == "quack" and (reason := quack_unsupported_reason(torch.device(device))):
-        pytest.skip(reason)
-
-    def products() -> list[torch.Tensor]:
-        generator = torch.Generator(device).manual_seed(0)
-        shapes = ((200, 64), (96, 64), (96, 64), (64, 96))
-        leaves = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        x, gate, up, _ = leaves
-        outs = [joined_mlp(*leaves, kernel)[0], *joined_layers(x, (gate, up), kernel)]
-        grads = torch.autograd.grad(sum(out.float().square().sum() for out in outs), leaves)
-        return [*(out.detach() for out in outs), *grads]
-
-    same_when_planted(products)
 
 
 # ---- attention ----

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -36,7 +35,6 @@ from sftkit.config.schema import (
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
-from sftkit.models import joined_products
 from sftkit.models.trained import freeze, frozen_names
 from sftkit.objectives.objective import NextToken
 from sftkit.optim.protocol import build_optimizer
@@ -53,14 +51,14 @@ from sftkit.verify.replicas import Replicas
 FROZEN = ("model.embed_tokens.*", "lm_head.*", "model.layers.0.mlp.*")
 
 
-def config(run_dir: Path, max_steps: int, every: int | None, products: Literal["apart", "cublas"] = "apart") -> Config:
+def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
     return tiny_recipe(
         run_dir,
         data=DataConfig(train=(SourceConfig(path="builtin:tasks"),)),
         optim=OptimConfig(name="adamw", lr=1e-2),
         train=TrainConfig(max_steps=max_steps),
         attention=AttentionConfig(backend="reference"),
-        compile=CompileConfig(enabled=False, products=products),
+        compile=CompileConfig(enabled=False),
         checkpoint=CheckpointConfig(every=every, keep=100 if every == 2 else 2),
         log=LogConfig(every=1, wandb="off"),
     )
@@ -76,12 +74,11 @@ def run(
     stop=None,
     dtype: torch.dtype = torch.float32,
     frozen: Sequence[str] = (),
-    products: Literal["apart", "cublas"] = "apart",
 ) -> Trained:
     """A run of a dropout model whose 5-step epochs end in the middle."""
     rt = cpu_runtime()
     torch.manual_seed(0)
-    cfg = config(run_dir, max_steps, every, products)
+    cfg = config(run_dir, max_steps, every)
     run_dir.mkdir(exist_ok=True)
     orig_model = tiny_llama(dropout=0.2).to(dtype)
     freeze(orig_model, frozen)
@@ -137,24 +134,6 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(
         assert all(torch.equal(start[name], back[name]) for name in kept)
         assert not all(torch.equal(start[name], back[name]) for name in start.keys() - kept)
         assert not [name for name in states[0] if name.partition(".")[2] in kept]
-
-
-def test_a_run_whose_weights_share_storages_resumes_bitwise(tmp_path: Path, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(joined_products, "_unsupported_reason", lambda *_, **__: None)  # on a CPU, in fp32, eagerly
-    run(tmp_path / "whole", tokenizer, 4, products="cublas")
-    run(tmp_path / "cut", tokenizer, 4, every=2, products="cublas")
-    shutil.rmtree(tmp_path / "cut" / "step-000004")  # as if killed after step 2
-    run(tmp_path / "cut", tokenizer, 4, resume="auto", products="cublas")
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    whole, cut = (weights(tmp_path / name / "step-000004") for name in ("whole", "cut"))
-    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
-    rows = proof_rows(tmp_path / "cut")
-    assert all(
-        rows[name]["ok"] for name in ("Same gradients as the plain model", "First update is that of torch's optimizer")
-    )
-    run(tmp_path / "apart", tokenizer, 4)
-    for one, other in zip(losses(tmp_path / "whole"), losses(tmp_path / "apart"), strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
 
 
 def test_a_frozen_weight_that_changes_in_a_run_fails_its_row(tmp_path: Path, tokenizer, monkeypatch) -> None:

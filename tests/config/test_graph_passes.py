@@ -79,7 +79,6 @@ train: {max_steps: 2, engine: graph}
             ["train.engine=blocks", "graph.passes=[block_bucketing]"],
             r"graph.passes: only goes with train.engine graph, not blocks: set graph.passes=\[\]",
         ),
-        (["compile.products=quack"], "compile.products: quack only goes with train.engine blocks, not graph"),
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
         (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing must come before cuda_graphs"),

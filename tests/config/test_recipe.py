@@ -455,10 +455,6 @@ BUCKETED = ("data.layout=bucketed", "data.max_length=256")
         (["optim.name=adamw8bit", "train.precision=fp32"], "optim.name: adamw8bit rounds weights to bf16"),
         (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8: rowwise does not go with train.precision fp32"),
         (["train.fp8=rowwise", "compile.enabled=false"], "train.fp8: only goes with compile.enabled true"),
-        (
-            [*REFERENCE, "compile.products=cublas"],
-            "compile.products: cublas only goes with train.engine blocks, not reference: set apart",
-        ),
         (["train.pipeline_stages=2"], "train.pipeline_stages: only goes with train.engine pipeline, not blocks"),
         (["train.pipeline_schedule=gpipe"], "train.pipeline_schedule: only goes with train.engine pipeline"),
         (

@@ -87,12 +87,6 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
 
 
-def _products(get: Get) -> Iterator[Problem]:
-    products = get("compile.products")
-    if products in ("cublas", "quack") and (engine := get("train.engine")) != "blocks":
-        yield "compile.products", f"{products} only goes with train.engine blocks, not {engine}: set apart"
-
-
 def _freeze(get: Get) -> Iterator[Problem]:
     if get("train.freeze") and (engine := get("train.engine")) in ("pipeline", "graph"):
         wrong = f"does not go with train.engine {engine}, which trains all parameters"
@@ -654,6 +648,6 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 _RULES = (
     *(_model, _rope_scaling, _run_dir, _chat_template, _checkpoints),
     *(_sources, _chosen, _mixture, _buckets, _row_length, _dynamic, _attention, _precision),
-    *(_engine, _products, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
+    *(_engine, _freeze, _pipeline, _graph, _compiled_only, _inductor_only, _options),
     *(_loss, _optim, _duration, _resume, _eval, _names),
 )

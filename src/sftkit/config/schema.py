@@ -418,8 +418,6 @@ class CompileConfig:
     "false: static shapes; null lets torch.compile decide after the first recompile."
     fullgraph: bool = False
     "true: a graph break is an error."
-    products: Literal["auto", "apart", "cublas", "quack"] = "apart"
-    "Matrix products of layers that read the same input, in blocks whose weights are whole and trained in bf16. apart: one for each layer; cublas: one for queries, keys and values, and one for gate and up; quack: the same by QuACK's kernels, with SwiGLU in what they write (Hopper, extra attention-fa4); auto: quack where it runs, else apart."
     activation_memory_budget: Fraction | None = None
     "Share of a block's activations that may be kept for the backward pass; the rest is recomputed, cheapest first. null: as train.memory says."
     on_recompile: Literal["error", "warn"] = "error"

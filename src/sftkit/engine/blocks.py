@@ -52,12 +52,6 @@ class Blocks:
             self._code_key = cache.code_key(cfg, orig_model, layout, rt)
             if cfg.compile.enabled and cfg.compile.cache:
                 rt.print(cache.load_compiled(cfg.compile.cache, self._code_key, rt.device.index or 0))
-            joining = None
-            products = cfg.compile.products
-            if products in ("cublas", "quack") or (products == "auto" and rt.device.type == "cuda"):
-                from sftkit.models.joined_products import chosen_products
-
-                joining = chosen_products(cfg.compile, orig_model, rt)
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
             advice = contract.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
             if rt.device.type == "cuda" and advice:
@@ -75,22 +69,15 @@ class Blocks:
             # A run that cannot fit ends before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
-            budget = plan.activation_memory_budget
-            if joining is not None and (joined_budget := joining.budget(budget)) is not None:
-                budget = joined_budget
-            else:
-                joining = None
             self.forward = self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             compiled = contract.compile_model(
                 orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial
             )
             switches = contract.compiler_switches(
-                cfg.compile, budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
+                cfg.compile, plan.activation_memory_budget, compiled * len(layout.shapes), dynamic_layout=layout.dynamic
             )
             stack.enter_context(switches)
             wrapped = wrap.distribute(model, training.source, plan.sharding, rt, cfg.train)
-            if joining is not None:
-                joining.join(orig_model, rt)
             if tensor.tensor_group(orig_model) is not None:
                 stack.enter_context(contract.collectives_hidden())
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.

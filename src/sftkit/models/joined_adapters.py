@@ -5,7 +5,6 @@ time in a small model than the frozen weights save. Modules that are known get a
 Without gradients they compute layer by layer, so evaluation gives the bits of the checkpoint in plain transformers.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,26 +79,7 @@ class JoinedMlp(torch.nn.Module):
         return gated_mlp(x, tuple(layer.frozen for layer in layers), a, b, layers[0].lora_scale)
 
 
-class SharedInput(torch.nn.Module):
-    """An attention module whose queries, keys and values take their parts of one product."""
-
-    def with_parts(self, x: Tensor, parts: Sequence[Tensor], *args: Any, **named: Any) -> Any:
-        """Compute the module's own forward pass on args and named.
-
-        Args:
-            x: the module's input. parts: of its product, for queries, keys and values.
-        """
-        layers: list[Any] = [getattr(self, name) for name in QUERIES_KEYS_VALUES]
-        for layer, part in zip(layers, parts, strict=True):
-            layer.joint = (x, part)
-        try:
-            return super().forward(*args, **named)
-        finally:
-            for layer in layers:
-                layer.joint = None
-
-
-class JoinedAttention(SharedInput):
+class JoinedAttention(torch.nn.Module):
     """An attention module that multiplies its input once with A of queries, keys and values, and so do gradients."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -112,4 +92,10 @@ class JoinedAttention(SharedInput):
             joint = product_of_shares(x, torch.cat([layer.factors_of_shares("A", x.dtype) for layer in layers], 1))
         else:
             joint = linear(x, torch.cat([layer.factor_of_rows for layer in layers]).to(x.dtype))
-        return self.with_parts(x, joint.chunk(3, -1), *args, **named)
+        for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
+            layer.joint = (x, part)
+        try:
+            return super().forward(*args, **named)
+        finally:
+            for layer in layers:
+                layer.joint = None

@@ -1,5 +1,4 @@
-"""The gated product of an MLP in Triton: with low-rank factors (ops/low_rank.py), and of gate and up in one matrix
-(ops/joined.py)."""
+"""The gated product of an MLP with low-rank factors in Triton; ops/low_rank.py says what it computes."""
 
 import torch
 import triton
@@ -10,8 +9,6 @@ FORWARD_TILES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 BACKWARD_TILES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 HALVES = 2
 "Programs that share the columns of the same rows in the backward pass."
-COLUMNS_OF_A_ROW = 1024
-"Columns of one row that a program computes where there are no factors."
 
 
 @triton.jit
@@ -159,52 +156,6 @@ def backward(
     )  # fmt: skip
     d_factors = d_factors.sum(0).transpose(1, 2).contiguous()
     return d_gate, d_up, d_u.sum(0).to(u.dtype), d_factors
-
-
-@triton.jit
-def _swiglu(both, h, width, COLUMNS: tl.constexpr):
-    """Compute some columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    g = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + row * width + column, (g * tl.sigmoid(g) * v).to(h.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _swiglu_backward(d_h, both, d_both, h, width, COLUMNS: tl.constexpr):
-    """Compute some columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    g = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(d_h + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(g)
-    silu = g * sigmoid
-    d_g = d * v * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(d_both + row * 2 * width + column, d_g.to(h.dtype.element_ty), mask=inside)
-    tl.store(d_both + row * 2 * width + width + column, (d * silu).to(h.dtype.element_ty), mask=inside)
-    tl.store(h + row * width + column, (silu * v).to(h.dtype.element_ty), mask=inside)
-
-
-def swiglu_forward(both: Tensor) -> Tensor:
-    """Compute ops.joined.swiglu."""
-    rows, twice = both.shape
-    h = both.new_empty(rows, twice // 2)
-    _swiglu[(rows, triton.cdiv(twice // 2, COLUMNS_OF_A_ROW))](both, h, twice // 2, COLUMNS=COLUMNS_OF_A_ROW)
-    return h
-
-
-def swiglu_gradients(d_h: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ops.joined.swiglu_backward."""
-    rows, width = d_h.shape
-    d_both = torch.empty_like(both)
-    h = torch.empty_like(d_h)
-    grid = rows, triton.cdiv(width, COLUMNS_OF_A_ROW)
-    _swiglu_backward[grid](d_h, both, d_both, h, width, COLUMNS=COLUMNS_OF_A_ROW)
-    return d_both, h
 
 
 def _lanes(rank: int) -> int:
