@@ -284,7 +284,7 @@ def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> t
 # chosen for the same tokens wherever the two are compared; how much a choice counts is computed on each side, and most
 # choices must agree. In fp32 each side chooses for itself.
 
-Choices = dict[tuple[int, int], torch.Tensor]
+ExpertChoices = dict[tuple[int, int], torch.Tensor]
 "(number of a block, of the call in it) -> what a top-k chose, its first dimension the positions of a document"
 
 
@@ -319,9 +319,9 @@ class _TopK(TorchFunctionMode):
         return type(found)((values, indices))
 
 
-def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor, Choices]:
+def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor, ExpertChoices]:
     """Return the plain model's logits of a document, and what its routers chose."""
-    noted: Choices = {}
+    noted: ExpertChoices = {}
     length = len(document.targets)
 
     def note(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
@@ -334,7 +334,7 @@ def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor,
 
 
 def _choosing(
-    orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[Choices], alike: list[torch.Tensor] | None = None
+    orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[ExpertChoices], alike: list[torch.Tensor] | None = None
 ) -> AbstractContextManager[object]:
     """Let routers choose within the context what was noted of each document of a batch, at its places."""
     rows, columns = batch.doc_ids.shape
@@ -344,7 +344,7 @@ def _choosing(
 
 def _taking(
     orig_model: PreTrainedModel,
-    places: Sequence[tuple[torch.Tensor, Choices]],
+    places: Sequence[tuple[torch.Tensor, ExpertChoices]],
     shape: tuple[int, int],
     alike: list[torch.Tensor] | None = None,
 ) -> AbstractContextManager[object]:
