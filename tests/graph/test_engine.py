@@ -29,7 +29,7 @@ FLEX = f"llama; flex; {BLOCKS}"
 WIDE = f"wide llama; graph; {BLOCKS}"
 SUMMED = "wide llama; graph; gather_once,reduce_once,block_bucketing"
 FOUR_MICRO_BATCHES = "deepseek_v3; graph; gather_once,reduce_once,block_bucketing; tp"
-GATHERED = "uneven llama; graph; gather_once"
+GATHERED = "uneven llama; graph; gather_once,reduce_once,block_bucketing"
 TWO = (WIDE, SUMMED)
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp"
 SLOW_TENSOR = (
@@ -76,9 +76,8 @@ SLOW_TWO = (
     "llama; sdpa bucketed; gather_once,reduce_once,block_bucketing",
     "qwen3; eager",
     "qwen3; graph; gather_once,reduce_once",
-    "uneven llama; graph; reduce_once,block_bucketing",
     f"wide llama; graph; {BLOCKS}; tp",
-    "deepseek_v3; graph; reshard_after_forward",
+    "experts of deepseek_v3; graph; reshard_after_forward",
     *BF16,
 )
 CHECKS = {
@@ -188,7 +187,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
 FOUR_TENSOR = (
     "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     "deep llama; eager; ; tp",
-    f"deepseek_v3; flex; {BLOCKS}; tp",
+    f"experts of deepseek_v3; flex; {BLOCKS}; tp",
 )
 
 
