@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import (
-    VOCAB_SIZE,
-    make_examples,
-    make_layout_of,
-    of_two_sources,
-    over_ranks,
-    tiny,
-    tiny_llama,
-)
+from helpers import VOCAB_SIZE, make_examples, make_layout_of, of_two_sources, over_ranks, tiny, tiny_llama
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
