@@ -57,12 +57,15 @@ def bf16(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     return make().to(torch.bfloat16)
 
 
-def deepseek_v3() -> PreTrainedModel:
-    """A dense block and one of eight experts, of which a token visits two."""
-    experts = {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
+def deepseek_v3(dense_layers: int = 1) -> PreTrainedModel:
+    """Dense blocks and one of eight experts, of which a token visits two."""
+    layers = {"first_k_dense_replace": dense_layers, "num_hidden_layers": dense_layers + 1}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
     groups = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1}
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    return tiny(DeepseekV3Config, num_key_value_heads=4, tie_word_embeddings=False, **experts, **groups, **ranks)
+    return tiny(
+        DeepseekV3Config, num_key_value_heads=4, tie_word_embeddings=False, **layers, **experts, **groups, **ranks
+    )
 
 
 def lopsided_deepseek_v3() -> PreTrainedModel:
@@ -86,6 +89,7 @@ MODELS = {
     "bf16 deep llama": partial(bf16, tiny_llama),
     "bf16 wide llama": partial(bf16, wide_llama),
     "deepseek_v3": deepseek_v3,
+    "experts of deepseek_v3": partial(deepseek_v3, dense_layers=0),
     "lopsided deepseek_v3": lopsided_deepseek_v3,
 }
 
