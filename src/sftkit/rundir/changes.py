@@ -129,11 +129,15 @@ def rejection(
 
 def _of_entries(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Return what key_differences does of the entries of `adapters`, and those that only one side has."""
-    found = {}
+    found: dict[str, tuple[Any, Any]] = {}
+    a: Any
+    b: Any
     for i, (a, b) in enumerate(zip_longest(there or [], here or [], fillvalue=_NO_KEY)):
-        alone = a is _NO_KEY or b is _NO_KEY
-        pairs = {"name": [one if one is _NO_KEY else one["name"] for one in (a, b)]} if alone else key_differences(a, b)
-        found |= {f"adapters.{i}.{key}": (old, new) for key, (old, new) in pairs.items()}
+        if a is _NO_KEY or b is _NO_KEY:
+            name, other = (one if one is _NO_KEY else one["name"] for one in (a, b))
+            found[f"adapters.{i}.name"] = name, other
+        else:
+            found |= {f"adapters.{i}.{key}": values for key, values in key_differences(a, b).items()}
     return found
 
 
