@@ -54,6 +54,18 @@ def test_another_identity_is_refused_with_a_line_for_each_key_that_differs(tmp_p
     assert Run(tmp_path, tokenizer, cpu_runtime(), recipe=RECIPE, identity=same).checkpoints.resume("auto")["step"] == 1
 
 
+def test_entries_of_adapters_that_differ_are_named_and_no_setting_allows_them() -> None:
+    def of(entries: str) -> str:
+        return f"{RECIPE}adapters: {entries}\n"
+
+    with pytest.raises(ConfigError) as told:
+        check_recipe(of("[{name: a, lr: 1.0}, {name: b, lr: 2.0}]"), of("[{name: a, lr: 3.0}]"), ())
+    assert "adapters.0.lr: 1.0 in the checkpoint, 3.0 in this run" in str(told.value)
+    assert 'adapters.1.name: "b" in the checkpoint, (none) in this run' in str(told.value)
+    assert "resume_changes" not in str(told.value)
+    assert check_recipe(of("[{name: a}]"), of("[{name: a}]"), ()) == []
+
+
 def test_all_differences_of_a_checkpoint_stand_in_one_error(tmp_path: Path, tokenizer) -> None:
     save(tmp_path, tokenizer)
     other = {**IDENTITY, "tokenizer": "b" * 64}

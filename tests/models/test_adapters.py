@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +55,7 @@ from sftkit.models.adapters import (
 from sftkit.models.files import adapter_at, replica_of, size_of
 from sftkit.models.load import load_model
 from sftkit.models.structure import Work, count_parameters, train_flops
-from sftkit.models.tokenizer import train_tokenizer
+from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
 from sftkit.models.trained import adapters_of, factors
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import build_optimizer, parameter_groups
@@ -281,6 +284,7 @@ def test_groups_name_the_layers_of_every_block_and_never_the_head(targets: tuple
             'q_prj is no linear layer in the blocks of the model. Did you mean "q_proj"',
         ),
         ("llama", {"targets": ("lm_head",)}, "lm_head is the head, which gets no adapter"),
+        ("llama", {"targets": ("q_proj,v_proj",)}, r"q_proj,v_proj is one name with .* list, \[q_proj, v_proj\]"),
         ("llama", {"rank": 17}, "k_proj has 32 inputs and 16 outputs.* set adapter.rank=16 or less"),
         ("qwen3_moe", {"targets": ("mlp",), "experts": False}, "mlp is no linear layer"),
     ],
@@ -488,6 +492,21 @@ def test_what_an_adapter_has_beyond_factors_is_an_error(
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ConfigError, match=told):
         adapter_at(ModelConfig(path=str(folder)))
+
+
+def test_the_command_that_is_told_merges_an_adapter_with_the_tokenizer_of_its_model(base: Path, tmp_path: Path) -> None:
+    live = adapted_model(AutoModelForCausalLM.from_pretrained(base), str(base), rank=4)
+    folder = write_adapter(live, tmp_path / "a")
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_model\.bin: .* not loaded here\. Merge it: python -c") as told:
+        adapter_at(ModelConfig(path=str(folder)))
+    (code,) = re.findall('python -c "(.*)" and name', str(told.value))
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    merged = ModelConfig(path=f"{folder}-merged")
+    assert load_tokenizer(merged).get_vocab() == tokenizer_of(base).get_vocab()
+    model = load_model(merged, load_tokenizer(merged), 0)
+    torch.testing.assert_close(loss_of(model), loss_of(live), rtol=1e-5, atol=0)
 
 
 def test_a_folder_with_a_whole_model_and_an_adapter_is_an_error(base: Path, tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_a_damaged_tokenizer_json_is_named(tmp_path: Path, content: bytes) -> No
         load_tokenizer(model)
 
 
+def test_a_folder_without_a_tokenizer_is_an_error_and_not_an_empty_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    for template in (None, "chatml"):
+        with pytest.raises(ConfigError, match=rf"^{tmp_path}: no tokenizer in it.* set model\.tokenizer"):
+            load_tokenizer(ModelConfig(path=str(tmp_path), chat_template=template))
+
+
 def test_a_tokenizer_that_its_class_leaves_as_it_is_passes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = json.loads(tokenizer.backend_tokenizer.to_str())
     truncated = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}

@@ -54,11 +54,12 @@ def test_a_tied_weight_is_frozen_under_both_of_its_names(pattern: str) -> None:
     [
         (
             ["model.embed_token.*"],
-            r'"model.embed_token.\*" matches no parameter .* did you mean "model.embed_tokens.weight"',
+            r'"model.embed_token.\*" matches no parameter .* did you mean "model.embed_tokens.\*"',
         ),
         (["model.layers.1"], r'"model.layers.1" matches no parameter .* did you mean "model.layers.1.\*"\?'),
         (["lm_head.*", "zzz"], r'^train.freeze: "zzz" matches no parameter of the model; one is lm_head.weight$'),
         (["*.mpl.*"], r'"\*.mpl.\*" matches no parameter of the model: did you mean "\*.mlp.\*"\?$'),
+        (["model.layrs.*"], r'"model.layrs.\*" matches no parameter of the model: did you mean "model.layers.\*"\?$'),
         (["*"], "freezes every parameter"),
         (["model.*", "lm_head.*"], "freezes every parameter"),
     ],

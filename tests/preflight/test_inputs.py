@@ -240,12 +240,12 @@ def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> No
     assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
 
 
-def checkpoint(folder: Path, *, sources: dict[str, int], base: str | None = None) -> Path:
+def checkpoint(folder: Path, *, sources: dict[str, int], base: str | None = None, **more: object) -> Path:
     """A step directory that the recipe of this folder has made, by its files of text."""
     (folder / "training_state").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(to_yaml(read_config("recipe.yaml", ["optim.name=adamw"], 1)))
     known = {name: {"documents": n, "digest": ""} for name, n in sources.items()}
-    identity = {"rows": {"max_length": 64}, "sources": known}
+    identity = {"rows": {"max_length": 64}, "sources": known, **more}
     (folder / "training_state" / "state.json").write_text(json.dumps({"step": 1, "identity": identity}))
     (folder / "manifest.json").write_text(json.dumps({"files": {}, **({"base": {"sha256": base}} if base else {})}))
     return folder
@@ -284,6 +284,20 @@ def test_a_finished_run_of_an_adapter_is_not_resumed_over_other_frozen_weights(h
     assert problems("train.resume=auto") == []
     (here / "start" / "model.safetensors").write_bytes(b"\x04" + bytes(7) + b"{  }")
     assert "start: other weights than those under the adapters of the checkpoint" in refused("train.resume=auto")
+
+
+def test_a_run_of_an_adapter_is_not_resumed_with_another_one(here: Path) -> None:
+    model(here / "start")
+    recipe = RECIPE.replace("{scratch: {model_type: llama}, tokenizer: words}", "{path: start}\nadapter: {}")
+    (here / "recipe.yaml").write_text(recipe)
+    own = {"method": "lora", "rank": 16, "scale": 2.0, "modules": []}
+    checkpoint(here / "runs/mine/step-000001", sources={}, base=base_digest(here / "start"), adapter=own)
+    assert problems("train.resume=auto", "adapter.alpha=32") == []
+    text = refused("train.resume=auto", "adapter.rank=4", "adapter.method=dora")
+    for line in ('method: "lora" in the checkpoint, "dora"', "rank: 16 in the checkpoint, 4", "scale: 2.0 in the"):
+        assert f"adapter.{line}" in text
+    assert "adapter.rank: 16 in the checkpoint, null in this run" in refused("train.resume=auto", "adapter=null")
+    assert "adapter.rank" not in str(problems("train.resume=auto", "adapters=[{name: a}]"))
 
 
 def refused(*words: str, stage: str | None = "sft") -> str:

@@ -11,10 +11,19 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
 
-from sftkit.config.schema import AttentionConfig, CompileConfig, LossConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    AttentionConfig,
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step as engine_step
 from sftkit.engine.engine import Training
+from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.objectives.objective import NextToken
 from sftkit.optim import adamw, muon, protocol
 from sftkit.tracking.names import Check
@@ -33,6 +42,7 @@ def rows(
     before: int = 0,
     clip: float = 0.3,
     engine_name: str = "blocks",
+    adapted: bool = False,
 ) -> dict[str, Check]:
     """The rows of an update of a tiny model, after some that are not watched."""
     optim = OptimConfig(name=name, lr=RATE, weight_decay=0.1, max_grad_norm=clip)  # type: ignore[arg-type]
@@ -45,7 +55,11 @@ def rows(
     )
     examples = make_examples(LENGTHS, target_share=0.4)
     layout, rt = make_layout_of("packed", examples.lengths), cpu_runtime()
-    training = Training(tiny_llama().to(precision), NextToken(LossConfig()), layout)
+    model = tiny_llama().to(precision)
+    if adapted:  # with trained rows of tokens
+        tokens = {"model.embed_tokens": (3, 5), "lm_head": (3, 5)}
+        add_adapters(model, Adapters(AdapterConfig(rank=2), 0, ModelConfig(path="x"), "", tokens=tokens, known=32))
+    training = Training(model, NextToken(LossConfig()), layout)
     engine = make_engine(cfg, rt, folder, training)
     try:
         steps = Batches(StepDataset(examples, layout), seed=0).steps(0, before + 1)
@@ -90,6 +104,11 @@ def test_a_right_8_bit_update_is_that_of_torch(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     found = rows(tmp_path, "adamw8bit", torch.bfloat16)
     assert found[UPDATE].ok is True, found[UPDATE]
+
+
+def test_an_update_of_adapters_and_rows_of_tokens_is_that_of_torch(tmp_path: Path) -> None:
+    check = rows(tmp_path, adapted=True)[UPDATE]
+    assert check.ok, check.found
 
 
 def scaled_formula(right: Any) -> Any:

@@ -118,6 +118,9 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
     """Return the error of a target that is no layer of the blocks."""
     if target == head:
         return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
+    if "," in target:
+        parts = ", ".join(part.strip() for part in target.split(","))
+        return ConfigError(f"adapter.targets: {target} is one name with commas: write a list, [{parts}]")
     last = sorted({name.rpartition(".")[2] for name in shapes})
     hint = did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "") or f"There are {', '.join(last) or 'none'}"
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
@@ -209,6 +212,9 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     if (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_WEIGHTS).is_file():
+        if (pickled := folder / ADAPTER_WEIGHTS.replace(".safetensors", ".bin")).is_file():
+            cure = f"It is not loaded here. Merge it: {merge_command(folder)}"
+            raise ConfigError(f"{pickled}: an adapter in the older format of torch.save. {cure}")
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} next to {ADAPTER_CONFIG}. {COPY_AGAIN}")
     found = json_object(path)
     parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
@@ -300,9 +306,14 @@ def base_digest(folder: Path) -> str:
 
 
 def merge_command(folder: Path) -> str:
-    """Return the command that merges an adapter into its model with peft, in a folder next to it."""
+    """Return the command that merges an adapter into its model with peft, in a folder next to it, with the tokenizer:
+    peft does not write that of the model."""
+    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = folder if own else json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    names = "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T"
     code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
-    return f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}" and name {folder}-merged'
+    code += f"; T.from_pretrained('{tokenizer}').save_pretrained('{folder}-merged')"
+    return f'python -c "{names}; {code}" and name {folder}-merged'
 
 
 def scale_of(config: AdapterConfig) -> float:

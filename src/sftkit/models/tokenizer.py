@@ -65,6 +65,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.is_fast:
         raise config_error("slow tokenizer", path=path)
+    # transformers makes an empty one for a folder without files of a tokenizer.
+    if tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False) < 2:
+        raise config_error("empty tokenizer", path=path)
     # A tokenizer of the hub is in the cache by now.
     if (file := file or own_tokenizer(path, str(options["revision"]))) is not None:
         check_own_file(tokenizer, file, path)

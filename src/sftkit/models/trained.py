@@ -61,19 +61,21 @@ def unmatched(names: Collection[str], patterns: Iterable[str], what: str = "para
         # A prefix without its star matches nothing.
         prefix = f"{pattern.rstrip('.')}."
         inside = any(name.startswith(prefix) for name in names)
-        near = [f"{prefix}*"] if inside else difflib.get_close_matches(pattern, names, 3, 0.5)
-        hint = " or ".join(f'"{name}"' for name in near or _respelt(pattern, names))
+        near = [f"{prefix}*"] if inside else _respelt(pattern, names)
+        near = near or difflib.get_close_matches(pattern, names, 3, 0.5)
+        hint = " or ".join(f'"{name}"' for name in near)
         told = f": did you mean {hint}?" if hint else f"; one is {min(names, default='none')}"
         return f'"{pattern}" matches no {what} of the model{told}'
     return None
 
 
 def _respelt(pattern: str, names: Collection[str]) -> list[str]:
-    """Return a short pattern, such as "*.mpl.*", with the word that no name has spelt as the nearest one."""
+    """Return a pattern with stars, such as "*.mpl.*", with the word that no name has spelt as the nearest one."""
     words = {word for name in names for word in name.split(".")}
     for word in re.findall(r"\w+", pattern):
-        if word not in words and (near := difflib.get_close_matches(word, words, 1)):
-            return [pattern.replace(word, near[0])]
+        if "*" in pattern and word not in words and (near := difflib.get_close_matches(word, words, 1)):
+            spelt = re.sub(rf"\b{word}\b", near[0], pattern)
+            return [spelt] if frozen_names(names, [spelt]) else []
     return []
 
 

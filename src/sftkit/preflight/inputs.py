@@ -492,6 +492,7 @@ def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
 
 def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | None) -> str | None:
     """Return all that files tell of the differences between a recipe and the checkpoint that it resumes from."""
+    from sftkit.models.adapter_files import scale_of
     from sftkit.rundir.changes import compare_recipes, difference_lines, rejection
 
     recipe = to_yaml(cfg)
@@ -503,6 +504,12 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
         settings, _ = compare_recipes(text, recipe, allowed)
         keys = ["data.layout"] if cfg.adapter else ["data.layout", "optim.name", "train.precision"]
         pairs = {key: (there[key], here[key]) for key in keys if "auto" not in (there[key], here[key])}
+        had = known.get("adapter", {})
+        if "rank" in had and not cfg.adapters:  # else one of them has several, or none had any: the start compares them
+            has = (
+                {} if (own := cfg.adapter) is None else {"method": own.method, "rank": own.rank, "scale": scale_of(own)}
+            )
+            pairs |= {f"adapter.{key}": (had[key], has.get(key)) for key in ("method", "rank", "scale")}
         if (length := cfg.data.max_length) is not None:
             pairs["data.max_length"] = known.get("rows", {}).get("max_length", length), length
         sources = {} if cfg.adapters else {name: one["documents"] for name, one in known.get("sources", {}).items()}

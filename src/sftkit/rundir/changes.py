@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import yaml
@@ -109,6 +110,9 @@ def rejection(
         grown: lines about sources with more documents. fixed: lines about what no setting allows to differ.
     """
     text = f"{prefix}: "
+    settings = dict(settings)
+    if several := settings.pop("adapters", None):
+        fixed = [*fixed, *difference_lines(_of_entries(*several))]
     if settings or grown:
         names = dict.fromkeys([*allowed, *map(_allowing, settings), *(["data.train"] if grown else [])])
         lines = [*difference_lines(settings), *grown]
@@ -121,6 +125,20 @@ def rejection(
         text += "".join(f"  {line}\n" for line in fixed)
         text += "Resume with the original ones, or start a new run from its weights with model.path"
     return ConfigError(text) if settings or grown or fixed else None
+
+
+def _of_entries(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
+    """Return what key_differences does of the entries of `adapters`, and those that only one side has."""
+    found: dict[str, tuple[Any, Any]] = {}
+    a: Any
+    b: Any
+    for i, (a, b) in enumerate(zip_longest(there or [], here or [], fillvalue=_NO_KEY)):
+        if a is _NO_KEY or b is _NO_KEY:
+            name, other = (one if one is _NO_KEY else one["name"] for one in (a, b))
+            found[f"adapters.{i}.name"] = name, other
+        else:
+            found |= {f"adapters.{i}.{key}": values for key, values in key_differences(a, b).items()}
+    return found
 
 
 def _is_kept(key: str) -> bool:

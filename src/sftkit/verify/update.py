@@ -22,6 +22,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import OPTIMIZERS
 from sftkit.engine.engine import Engine
 from sftkit.models.structure import decoder_blocks
+from sftkit.models.trained import TOKEN_ADAPTER
 from sftkit.ops.tensors import as_sharded, local, local_part, local_region
 from sftkit.optim.protocol import Optimizer
 from sftkit.runtime.start import Runtime, replaced_in_each
@@ -107,8 +108,10 @@ class FirstUpdate:
             # a parameter of another stage, or of another adapter, which a separate update changes
             if p.is_meta or (self._of_members and p.requires_grad and id(p) not in own):
                 continue
-            # Decoupled decay on matrices; none on norms, biases (of experts too) and tables, a tied head included.
-            of_vectors = id(p) in tables or name.endswith("bias") or (p.ndim == 3 and p.shape[0] == 1)
+            # Decoupled decay on matrices; none on norms, biases (of experts too) and tables, a tied head and trained
+            # rows of tokens included.
+            table = id(p) in tables or TOKEN_ADAPTER in name
+            of_vectors = table or name.endswith("bias") or (p.ndim == 3 and p.shape[0] == 1)
             decays = p.ndim >= 2 and not of_vectors
             size = local(p).numel()
             at = torch.arange(0, size, -(-size // UPDATE_SAMPLE) | 1 if size else 1, device=p.device)
