@@ -29,7 +29,7 @@ from sftkit.objectives.objective import NextToken
 from sftkit.train.assemble import make_engine
 
 SLOW = (
-    *("lora context", "frozen ddp", "frozen fsdp2", "frozen tensor", "qlora ddp", "tied_lora fsdp2"),
+    *("lora context", "frozen ddp", "frozen fsdp2", "frozen tensor", "lora ddp", "qlora ddp", "tied_lora fsdp2"),
     *("lora_experts fsdp2", "prefix fsdp2, lean", "llama muon fsdp2", "llama pipeline, checkpointing"),
     *("qwen3_5 fsdp2", "qwen3_5 muon fsdp2", "falcon_h1 fsdp2", "lfm2 fsdp2"),
     *("gpt_oss fsdp2", "gpt_oss context"),

@@ -187,6 +187,7 @@ TWO_RANKS = {
     "frozen ddp": ("frozen", Topology(replicas=2), Sharding(), "adamw"),
     "frozen fsdp2": ("frozen", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
+    "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
     "qlora ddp": ("qlora", Topology(replicas=2), Sharding(), "adamw"),
     "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "tied_lora fsdp2": ("tied_lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
