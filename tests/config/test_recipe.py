@@ -317,6 +317,18 @@ def test_malformed_overrides_are_problems(recipe: Path, word: str):
     assert problem.startswith("command line: ")
 
 
+def test_a_setting_with_dashes_is_told_by_its_name_here_in_the_same_report(recipe: Path):
+    for word in ("--learning_rate=1e-4", "--learning_rate"):
+        with pytest.raises(
+            ConfigError, match=r"Settings have no dashes.*\n.*learning_rate: .*Did you mean \"optim.lr\""
+        ):
+            read_config(recipe, [word])
+    with pytest.raises(ConfigError) as caught:
+        read_config(recipe, ["--optim.lr"])
+    assert "no dashes" in str(caught.value)
+    assert "must be" not in str(caught.value)
+
+
 def test_overrides_that_leave_the_tree_are_problems(recipe: Path):
     assert problems(recipe, "data.train.7.split=x", "run.dir.x=3") == [
         "command line: data.train.7.split: data.train is a list of 1: index it with 0 to 0",
