@@ -89,7 +89,7 @@ class ChosenExperts(torch.nn.Module):
         """Return the sums over experts [N, H] and the router's logits [N, E]."""
         hidden = hidden_states.flatten(0, -2)
         scores, logits = self.router(hidden)
-        chosen = logits.topk(self.top_k, dim=-1).indices
+        chosen = scores.topk(self.top_k, dim=-1).indices  # the others have a score of 0
         read = (hidden[:, None] * scores.gather(-1, chosen)[..., None]).flatten(0, 1)
         _, order, back, ends = by_expert(chosen.flatten(), len(self.experts.down_proj))
         # transformers keeps both matrices as [E, in, out].

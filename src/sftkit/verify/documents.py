@@ -16,7 +16,7 @@ from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
-from sftkit.engine.reference import documents, documents_of, plain_logits
+from sftkit.engine.reference import PlainDocument, documents, documents_of, plain_logits
 from sftkit.errors import ConfigError, config_error
 from sftkit.models.hybrids import mixes_tokens
 from sftkit.models.structure import (
@@ -51,13 +51,16 @@ weights in bf16 come close. The limit in proof.json is tighter: gradients.limits
 WIDEST = 0.2
 "No measured rounding noise allows more."
 
-OTHER_EXPERTS = 0.05
-"""Largest share of experts that ours may choose otherwise than the plain model, unless rounding alone explains more:
-with eight blocks of 32 experts and random weights in bf16 it changes 1 %.
+OTHER_EXPERTS = 0.01
+"""Largest share of other choices that a forward pass may make than the plain model, unless rounding explains more. With
+eight blocks of 32 experts of random weights in bf16, rounding changes 1 %.
 """
 
+FEW = 2
+"So many other choices say nothing."
+
 MOST_OTHER_EXPERTS = 0.3
-"No measured rounding noise allows more."
+"No measured rounding noise allows more other choices."
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 """Limit of the relative difference between two computations of the loss of a dozen targets, by the dtype
@@ -93,10 +96,12 @@ class DocumentCheck:
     """
     beyond_roundings: float = 0.0
     "the same of the documents at the limits: rounding noise grows with the length"
-    other_experts: float | None = None
-    "share of the experts that ours chose otherwise than the plain model, 0-1; None: no router in half precision"
+    choices: tuple[int, int] | None = None
+    """of the choices of experts, how many our forward pass makes otherwise than the plain model, and all; of several
+    calls in a block those that differ most. None: no choices were compared, as in fp32
+    """
     experts_rounded: float = 0.0
-    "the same of the plain model when it is rounded at random; measured with `roundings`"
+    "share of the plain model's choices that random rounding changes, 0-1; 0: not measured"
 
     @property
     def allowed(self) -> float:
@@ -109,11 +114,19 @@ class DocumentCheck:
         return max(REFUSED_FROM, min(APART * self.beyond_roundings, WIDEST))
 
     @property
+    def other_experts(self) -> float:
+        """Return the share of choices that our forward pass makes otherwise, 0-1."""
+        return self.choices[0] / self.choices[1] if self.choices else 0.0
+
+    @property
+    def allowed_experts(self) -> float:
+        """Return the largest share of other choices with which a run starts."""
+        return max(OTHER_EXPERTS, min(APART * self.experts_rounded, MOST_OTHER_EXPERTS))
+
+    @property
     def experts_hold(self) -> bool:
-        """Return whether no more experts are other ones than rounding explains."""
-        return self.other_experts is None or self.other_experts <= max(
-            OTHER_EXPERTS, min(APART * self.experts_rounded, MOST_OTHER_EXPERTS)
-        )
+        """Return whether no more choices differ than rounding explains."""
+        return self.choices is None or self.choices[0] <= FEW or self.other_experts <= self.allowed_experts
 
 
 def check_documents(
@@ -143,7 +156,7 @@ def check_documents(
             that our attention or head leaves out, or mixes the tokens of a row outside attention.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
-    limit = min(limit, REFUSED_FROM)
+    limit = min(limit, REFUSED_FROM) if _rounds(orig_model) else REFUSED_FROM
     # A convolution or a recurrent layer carries tokens across documents regardless of the masks.
     mixer = mixes_tokens(orig_model)
     if mixer:
@@ -166,7 +179,7 @@ def check_documents(
             if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
                     moved, changed = _roundings(plain, _two_documents(model, length), device)
-                found = replace(found, roundings=moved, experts_rounded=changed)
+                found = replace(found, roundings=moved, experts_rounded=max(changed, found.experts_rounded))
     # Errors of a model called with unknown arguments; running out of memory says nothing about the model.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -202,8 +215,8 @@ def _compare(
     theirs = torch.cat(logits)
     batch = _batch(examples, (0, 1), tree=tree).to(device)
     first, second = (document.columns for document in documents(batch))
-    alike: list[torch.Tensor] = []
-    with _choosing(model.orig_model, batch, chosen, alike):
+    compared: Compared = {}
+    with _choosing(model.orig_model, batch, chosen, compared):
         hidden = forward.hidden_states(batch, backend)
     ours = _projected(model, hidden[:, torch.cat([first, second])])[0]
     monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
@@ -230,7 +243,7 @@ def _compare(
         targets=targets,
         leak=float(moved[:, second].max()),
         changed=float(moved[:, others].max()),
-        other_experts=1.0 - float(torch.cat(alike).float().mean()) if alike else None,
+        choices=_worst(compared),
     )
 
 
@@ -259,13 +272,13 @@ def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> t
     (own,) = documents_of(examples, [(0, 1)], device)
     exact, chosen = zip(*(_logits_and_choices(plain, document) for document in own), strict=True)
 
-    alike: list[torch.Tensor] = []
+    compared: Compared = {}
 
     def moved() -> torch.Tensor:
         found = []
         for document, choices in zip(own, chosen, strict=True):
             length = len(document.targets)
-            with _taking(plain.orig_model, [(torch.arange(length), choices)], (1, length), alike):
+            with _taking(plain.orig_model, [(torch.arange(length), choices)], (1, length), compared):
                 found.append(plain_logits(plain, document))
         return torch.cat(found)
 
@@ -274,18 +287,22 @@ def _roundings(plain: PlainModel, examples: Examples, device: torch.device) -> t
         for _ in range(DRAWS):
             with rounded_at_random(plain.orig_model):
                 draws.append(relative(moved(), torch.cat(exact)))
-    return max(draws), 1.0 - float(torch.cat(alike).float().mean()) if alike else 0.0
+    differ, of = _worst(compared) or (0, 1)
+    return max(draws), differ / of
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 # Two experts of a token whose scores are nearly equal change places by rounding alone, and another expert is another
-# function: of 12 layers with random weights in bf16 logits move by half their size. So what the plain model chose is
-# chosen for the same tokens wherever the two are compared; how much a choice counts is computed on each side, and most
-# choices must agree. In fp32 each side chooses for itself.
+# function: with 12 layers of random weights in bf16 the logits move by half their norm. So both sides use the plain
+# model's choices for the same tokens, and each computes its own weights for them. How many our forward pass would
+# choose otherwise is counted. In fp32 each side uses its own choices.
 
 ExpertChoices = dict[tuple[int, int], torch.Tensor]
-"(number of a block, of the call in it) -> what a top-k chose, its first dimension the positions of a document"
+"(number of a block, of the call in it) -> what a top-k chose for the positions of a document, [L, ..., k]"
+
+Compared = dict[int, list[int]]
+"number of the call in a block -> [choices that differ, all]"
 
 
 class _TopK(TorchFunctionMode):
@@ -295,7 +312,8 @@ class _TopK(TorchFunctionMode):
         self, orig_model: PreTrainedModel, decide: Callable[[tuple[int, int], torch.Tensor], torch.Tensor]
     ) -> None:
         super().__init__()
-        self._decide, self._block, self._call = decide, -1, 0
+        self._decide = decide
+        self._block, self._call = -1, 0
         self._hooks = ExitStack()
         for number, block in enumerate(decoder_blocks(orig_model)):
             hook = block.register_forward_pre_hook(lambda *_, number=number: self._enter(number))
@@ -313,20 +331,37 @@ class _TopK(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or self._block < 0 or isinstance(found.indices, DTensor):
             return found
-        key, self._call = (self._block, self._call), self._call + 1
+        scores = args[0] if args else kwargs["input"]
+        if found.indices.shape[:-1] != scores.shape[:-1]:
+            return found
+        key = (self._block, self._call)
+        self._call += 1
         indices = self._decide(key, found.indices)
-        values = args[0].gather(-1, indices) if indices is not found.indices else found.values
-        return type(found)((values, indices))
+        if indices is found.indices:
+            return found
+        return type(found)((scores.gather(-1, indices), indices))
 
 
-def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor, ExpertChoices]:
+def _rounds(orig_model: PreTrainedModel) -> bool:
+    """Return whether the model computes in half precision."""
+    return orig_model.dtype in (torch.bfloat16, torch.float16)
+
+
+def _by_position(indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Return choices for rows [B, C] as [B C, ..., k]; None: they are not of these rows."""
+    if indices.shape[0] == shape[0] * shape[1]:
+        return indices
+    return indices.flatten(0, 1) if indices.shape[:2] == shape else None
+
+
+def _logits_and_choices(plain: PlainModel, document: PlainDocument) -> tuple[torch.Tensor, ExpertChoices]:
     """Return the plain model's logits of a document, and what its routers chose."""
     noted: ExpertChoices = {}
     length = len(document.targets)
 
     def note(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
-        if indices.numel() % length == 0:
-            noted[key] = indices.reshape(length, -1)
+        if (own := _by_position(indices, (1, length))) is not None:
+            noted[key] = own
         return indices
 
     with _TopK(plain.orig_model, note):
@@ -334,43 +369,53 @@ def _logits_and_choices(plain: PlainModel, document: Any) -> tuple[torch.Tensor,
 
 
 def _choosing(
-    orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[ExpertChoices], alike: list[torch.Tensor] | None = None
+    orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[ExpertChoices], compared: Compared | None = None
 ) -> AbstractContextManager[object]:
     """Let routers choose within the context what was noted of each document of a batch, at its places."""
     rows, columns = batch.doc_ids.shape
     places = [document.row * columns + document.columns.cpu() for document in documents(batch)]
-    return _taking(orig_model, list(zip(places, chosen, strict=True)), (rows, columns), alike)
+    return _taking(orig_model, list(zip(places, chosen, strict=True)), (rows, columns), compared)
 
 
 def _taking(
     orig_model: PreTrainedModel,
     places: Sequence[tuple[torch.Tensor, ExpertChoices]],
     shape: tuple[int, int],
-    alike: list[torch.Tensor] | None = None,
+    compared: Compared | None = None,
 ) -> AbstractContextManager[object]:
     """Let routers choose within the context what was noted for these positions of rows [B, C]. Passes over other rows
     than these, such as an engine's that takes documents one by one, choose for themselves.
 
     Args:
-        alike: gets a mask of the choices that agree without that.
+        compared: counts the choices that would differ.
     """
-    if orig_model.dtype not in (torch.bfloat16, torch.float16):
+    if not _rounds(orig_model):
         return nullcontext()
-    positions = shape[0] * shape[1]
 
     def take(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
-        if indices.shape[0] != positions and indices.shape[:2] != shape:
+        own = _by_position(indices, shape)
+        if own is None:
             return indices
-        taken = indices.reshape(positions, -1).clone()
+        taken = own.clone()
         for place, choices in places:
-            if key in choices:
-                there, given = place.to(taken.device), choices[key]
-                if alike is not None:
-                    alike.append((taken[there][..., None] == given[:, None]).any(-1).flatten().cpu())
-                taken[there] = given
+            if key not in choices or choices[key].shape[1:] != own.shape[1:]:
+                continue
+            there, given = place.to(own.device), choices[key]
+            if compared is not None:
+                other = (own[there][..., None] != given[..., None, :]).all(-1)
+                counts = compared.setdefault(key[1], [0, 0])
+                counts[0] += int(other.sum())
+                counts[1] += other.numel()
+            taken[there] = given
         return taken.view(indices.shape)
 
     return _TopK(orig_model, take)
+
+
+def _worst(compared: Compared) -> tuple[int, int] | None:
+    """Return (choices that differ, all) of the call in which most differ."""
+    differ, of = max(compared.values(), key=lambda counts: counts[0] / counts[1], default=(0, 0))
+    return (differ, of) if of else None
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -415,7 +460,8 @@ def _at_limits(
     if model.orig_model.config.is_encoder_decoder or not limits:
         return found
     differences = []
-    compared = []
+    pairs = []
+    compared: Compared = {}
     for positions in limits:
         sizes = (min(positions + _BEYOND, longest), _SIZES[1])
         ids = np.random.default_rng(positions).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
@@ -423,7 +469,7 @@ def _at_limits(
         if tree:
             branch_off(ids, sizes[0] + 1)
         examples = Examples.of(ids, sizes)
-        compared.append(examples)
+        pairs.append(examples)
         # Together as in a step: in one row, in two rows of a micro-batch, or alone.
         if layout.packs and sum(sizes) <= row_length:
             batches: list[list[tuple[int, ...]]] = [[(0, 1)]]
@@ -437,17 +483,20 @@ def _at_limits(
         with _rotary_state_kept(model.orig_model):
             for batch_rows in batches:
                 batch = collate(examples, tuple(batch_rows), shape).to(device)
-                with _choosing(model.orig_model, batch, [chosen[i] for row in batch_rows for i in row]):
+                with _choosing(model.orig_model, batch, [chosen[i] for row in batch_rows for i in row], compared):
                     hidden = forward.hidden_states(batch, backend)
                 for document in documents(batch):
                     last = hidden[document.row, document.columns[-2 * _BEYOND :]][None]
                     own.append(_projected(model, last)[0])
         differences += [relative(own[number], theirs[number]) for number in (0, 1)]
     found = replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # propagates NaN
-    if not found.beyond < limit:
+    choices = _worst({0: list(found.choices or (0, 1)), 1: list(_worst(compared) or (0, 1))})
+    found = replace(found, choices=choices if compared else found.choices)
+    if not found.beyond < limit or not found.experts_hold:
         with _last_positions(plain.orig_model, 2 * _BEYOND):
-            alone_moves = max(_roundings(plain, examples, device)[0] for examples in compared)
-        found = replace(found, beyond_roundings=alone_moves)
+            noise = [_roundings(plain, examples, device) for examples in pairs]
+        moved, changed = (max(values) for values in zip(*noise, strict=True))
+        found = replace(found, beyond_roundings=moved, experts_rounded=changed)
     return found
 
 
@@ -511,7 +560,7 @@ def document_checks(
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
     alone = bool(stand_in) and isolated and layout_kind not in ("packed", "tree")
     noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
-    experts = "" if check.other_experts is None else f"; {check.other_experts:.1%} of the experts chosen otherwise"
+    experts = "" if check.choices is None else f"; {check.other_experts:.1%} of the experts chosen otherwise"
     limit = max(logits_limit, min(APART * check.roundings, WIDEST))
     beyond_limit = max(logits_limit, min(APART * check.beyond_roundings, WIDEST))
     beyond = expected = ""
@@ -522,7 +571,7 @@ def document_checks(
     return [
         Check(
             "Same logits as the plain model",
-            check.logits_difference < limit and check.beyond < beyond_limit,
+            check.logits_difference < limit and check.beyond < beyond_limit and check.experts_hold,
             f"relative difference {check.logits_difference:.2e}{noise}{beyond}{experts}",
             f"below {limit:.1e}{expected}",
             "two documents and padding in one row through this run's attention and head, each alone through a model "
