@@ -56,8 +56,8 @@ OTHER_EXPERTS = 0.01
 eight blocks of 32 experts of random weights in bf16, rounding changes 1 %.
 """
 
-FEW = 2
-"So many other choices say nothing."
+BY_CHANCE = 2
+"So many other choices say nothing about a router."
 
 MOST_OTHER_EXPERTS = 0.3
 "No measured rounding noise allows more other choices."
@@ -126,7 +126,7 @@ class DocumentCheck:
     @property
     def experts_hold(self) -> bool:
         """Return whether no more choices differ than rounding explains."""
-        return self.choices is None or self.choices[0] <= FEW or self.other_experts <= self.allowed_experts
+        return self.choices is None or self.choices[0] <= BY_CHANCE or self.other_experts <= self.allowed_experts
 
 
 def check_documents(
