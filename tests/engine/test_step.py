@@ -375,6 +375,21 @@ def test_a_router_without_the_bias_of_its_choice_is_rejected_although_the_weight
         check_documents(model, "reference", torch.device("cpu"))
 
 
+def test_a_router_that_chooses_by_something_else_in_long_documents_alone_is_rejected() -> None:
+    model = with_many_experts()
+    layout = make_layout_of("packed", [170, 10], row_length=192)
+    check_documents(model, "reference", torch.device("cpu"), layout)
+
+    def of_others(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return (given[0].roll(1, -1),) if given[0].numel() > 64 * 100 else None  # longer than the window
+
+    for router in model.orig_model.modules():
+        if type(router).__name__ == "GptOssTopKRouter":
+            router.register_forward_pre_hook(of_others)
+    with pytest.raises(ConfigError, match="its routers chose other experts"):
+        check_documents(model, "reference", torch.device("cpu"), layout)
+
+
 def test_a_router_that_chooses_by_something_else_is_rejected() -> None:
     model = with_many_experts()
     routers = [m for m in model.orig_model.modules() if type(m).__name__ == "GptOssTopKRouter"]

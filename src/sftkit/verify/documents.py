@@ -57,7 +57,7 @@ eight blocks of 32 experts of random weights in bf16, rounding changes 1 %.
 """
 
 BY_CHANCE = 2
-"So many other choices say nothing about a router."
+"Number of other choices that are always allowed: rounding can change as many in a small sample."
 
 MOST_OTHER_EXPERTS = 0.3
 "No measured rounding noise allows more other choices."
