@@ -34,7 +34,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters, quantize_layers
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
-from sftkit.models.load import DTYPES, scratch_config
+from sftkit.models.load import DTYPES, compute_here, scratch_config
 from sftkit.models.many_adapters import members_of
 from sftkit.models.structure import count_parameters, decoder_blocks, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
@@ -353,6 +353,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
+    compute_here(orig_model)
     freeze(orig_model, cfg.train.freeze)
     if cfg.adapter is not None:
         adapters = Adapters(cfg.adapter, cfg.run.seed, base=cfg.model, digest="")

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers import flat
+from helpers import cpu_runtime, flat
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.bench import machine, worker
@@ -57,6 +57,7 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import make_layout
 from sftkit.data.batches.tree import trees_of
 from sftkit.errors import ConfigError
+from sftkit.models.experts import EXPERTS_IMPLEMENTATION
 from sftkit.ops.nf4 import matrix_of, quantize
 from sftkit.rundir.names import graph_file
 
@@ -457,6 +458,16 @@ def test_a_model_in_nf4_has_the_weights_of_the_dense_one_quantized_and_one_block
     others = {name: p for name, p in quantized.named_parameters() if p.is_floating_point()}
     assert others
     assert all(torch.equal(p, dense.get_parameter(name)) for name, p in others.items())
+
+
+def test_experts_of_a_bench_are_computed_as_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    (job,) = read_jobs(write_plan(tmp_path, models={"tiny": {**TINY, **experts}}), tmp_path / "out")
+    trained = []
+    monkeypatch.setattr(worker, "make_engine", lambda *given: trained.append(given[-1].orig_model) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.measured_run(job, cpu_runtime())
+    assert trained[0].config._experts_implementation == EXPERTS_IMPLEMENTATION
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "llama"])

@@ -17,13 +17,16 @@ from helpers import cpu_runtime, make_batch, make_examples
 from safetensors.torch import load_file
 from test_gpt_oss import gpt_oss
 from test_models import build
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import LossConfig, ModelConfig
 from sftkit.models.experts import EXPERTS_IMPLEMENTATION, ChosenExperts, compute_experts_here
 from sftkit.models.load import load_model
 from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.ops.grouped import grouped_product
 from sftkit.rundir.names import step_dir
 from sftkit.verify.plain import PlainModel
 
@@ -117,6 +120,26 @@ def test_biases_of_experts_have_the_sums_of_their_rows_in_bf16_too() -> None:
     assert bias.grad is not None
     assert (bias.grad[2] == 0).all()
     torch.testing.assert_close(bias.grad.double(), wanted, rtol=2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_one_operator_and_gradients_have_the_strides_of_the_matrices(transposed: bool) -> None:
+    """In bf16, too, where torch could trace the product: Inductor may give its operands strides that a GPU rejects."""
+    rows = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3, *((16, 8) if transposed else (8, 16)), dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ends = torch.tensor([8, 11, 24], dtype=torch.int32)
+        y = grouped_product(rows, weight.transpose(1, 2) if transposed else weight, ends)
+        return torch.autograd.grad(y.square().sum(), (rows, weight))
+
+    called = [node.target for node in make_fx(gradients)(rows, weight).graph.nodes]
+    assert called.count(torch.ops.sftkit.grouped_product.default) == 2
+    assert torch.ops.aten._grouped_mm.default not in called
+    with FlopCounterMode(display=False) as counter:
+        _, of_weight = gradients(rows, weight)
+    assert of_weight.stride() == weight.stride()
+    assert counter.get_total_flops() == 3 * 2 * rows.numel() * 8
 
 
 def test_llama_4_multiplies_the_rows_of_chosen_experts_only() -> None:

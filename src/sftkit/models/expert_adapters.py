@@ -61,8 +61,8 @@ class LoraExperts(ExpertFactors):
         missing = -a.shape[1] % 8
         a = F.pad(a, (0, 0, 0, missing)).to(rows.dtype)
         b = F.pad(b, (0, missing)).to(rows.dtype).contiguous()
-        inner = grouped_product(rows, a, ends, computed=True)
-        return y + self.lora_scale * grouped_product(inner, b, ends, computed=True)
+        inner = grouped_product(rows, a, ends)
+        return y + self.lora_scale * grouped_product(inner, b, ends)
 
 
 class PlainExperts(LoraExperts):

@@ -144,14 +144,19 @@ def load_model(
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
     # Set up the model for training and checkpoints.
     settle_generation_config(orig_model, tokenizer)
+    compute_here(orig_model)
+    if adapter is not None:
+        _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
+    return orig_model
+
+
+def compute_here(orig_model: PreTrainedModel) -> None:
+    """Let positions and experts of a model be computed by this project's code, for packed rows."""
     use_document_lengths(orig_model)
     if any(type(module).__name__.endswith(("Experts", "Moe")) for module in orig_model.modules()):
         from sftkit.models.experts import compute_experts_here
 
         compute_experts_here(orig_model)
-    if adapter is not None:
-        _adapt(orig_model, tokenizer, adapter, seed, model, files, several)
-    return orig_model
 
 
 def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:

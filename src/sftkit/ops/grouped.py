@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,27 +71,17 @@ class _OfExperts(torch.autograd.Function):
         return _gradient_of_matrices(gradient, ones, ends)[..., 0], None, None
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor, *, computed: bool = False) -> Tensor:
+@torch.library.custom_op("sftkit::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind
     the last, anything.
 
     Args:
-        rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.
-        computed: the matrices are no parameter but made from some in the same graph.
+        rows: [S, in]. matrices: [E, out, in], contiguous, or the transpose of something contiguous.
+        ends: int32 [E], ascending.
     """
-    # Inductor may give a computed operand other strides than it was traced with, which the kernel rejects on a GPU
-    # (torch 2.11); operands of a custom operator keep theirs.
-    if rows.dtype == torch.bfloat16 and not computed:
-        return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
-    return _grouped_product(rows, matrices, ends)
-
-
-# torch computes the product in other precisions too, but traces it in bf16 only, so here it is one operator. No issue
-# is known.
-
-
-@torch.library.custom_op("sftkit::grouped_product", mutates_args=())
-def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    # An operator of its own: Inductor may store what it computes in other strides than it traced, for which the kernel
+    # of a GPU ends in an assertion (torch 2.11). And torch traces the product in bf16 only.
     # The products want a row or a column of stride 1; the gradient of a sum is expanded, with strides of 0.
     return F.grouped_mm(rows.contiguous(), matrices.transpose(-2, -1), offs=ends)
 
@@ -101,7 +92,7 @@ def _gradient_of_matrices(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tenso
     return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
 
 
-@_grouped_product.register_fake
+@grouped_product.register_fake
 def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(len(rows), matrices.shape[1])
 
@@ -111,16 +102,32 @@ def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(len(ends), gradient.shape[1], rows.shape[1])
 
 
+@register_flop_formula(torch.ops.sftkit.grouped_product)
+def _flops(rows: Any, matrices: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the products: each row with one matrix."""
+    return 2 * rows[0] * matrices[1] * matrices[2]
+
+
+@register_flop_formula(torch.ops.sftkit.grouped_product_backward)
+def _backward_flops(gradient: Any, rows: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the matrices' gradient."""
+    return 2 * rows[0] * gradient[1] * rows[1]
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, matrices, ends = ctx.saved_tensors
-    of_rows = _grouped_product(gradient, matrices.transpose(-2, -1), ends) if ctx.needs_input_grad[0] else None
+    of_rows = grouped_product(gradient, matrices.transpose(-2, -1), ends) if ctx.needs_input_grad[0] else None
     # Frozen matrices need none: it would be as large as they are.
-    of_matrices = _gradient_of_matrices(gradient, rows, ends) if ctx.needs_input_grad[1] else None
-    return of_rows, of_matrices, None
+    if not ctx.needs_input_grad[1]:
+        return of_rows, None, None
+    # In the strides of the matrices, or a copy of all of them would follow.
+    if matrices.stride(-1) == 1:
+        return of_rows, _gradient_of_matrices(gradient, rows, ends), None
+    return of_rows, _gradient_of_matrices(rows, gradient, ends).transpose(-2, -1), None
 
 
-_grouped_product.register_autograd(_backward, setup_context=_save)
+grouped_product.register_autograd(_backward, setup_context=_save)
