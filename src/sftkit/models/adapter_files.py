@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.commands import invocation
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
 from sftkit.errors import ConfigError, config_error, did_you_mean
 from sftkit.models.files import (
     COPY_AGAIN,
+    FLOATS,
     GATED,
     fields_of,
     folder_of,
@@ -233,12 +235,14 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     }
     if wrong := [name for name, given in odd.items() if given]:
         raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
-    rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
+    rank: Any = found.get("r")
+    alpha: Any = found.get("lora_alpha")
+    base = found.get("base_model_name_or_path")
+    numbers = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
+    if not (numbers and math.isfinite(alpha) and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     try:
-        if with_base:
-            resolve(base)
+        nested = with_base and (Path(resolve(base)) / ADAPTER_CONFIG).is_file()
     except ConfigError as error:
         cure = f"Start in the folder where the training was started (here: {Path.cwd()}), or move the model back there"
         if Path(base).is_absolute():
@@ -246,6 +250,9 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         raise ConfigError(
             f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there. {cure}"
         ) from error
+    if nested:
+        cure = f"{invocation('scripts/export.py', base, '--merge', '--out', 'DIR')}, and name DIR there"
+        raise ConfigError(f"{path}: base_model_name_or_path: {base} is an adapter itself: merge that one: {cure}")
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return AdapterFiles(
         folder,
@@ -257,6 +264,47 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
         parameters >= {*EXPERT_WEIGHTS},
     )
+
+
+def check_adapter(files: AdapterFiles, folder: Path | None) -> None:
+    """Reject an adapter that is not whole, or does not belong to its model, as far as headers and digests tell.
+
+    Args:
+        folder: with the weights of its model; None: only the adapter's file and the shapes of the model are looked at.
+    """
+    path = files.folder / ADAPTER_WEIGHTS
+    cure = f"merge it: {merge_command(files.folder)}"
+    wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
+    there: dict[str, dict[str, list[int]]] = {}
+    for key, tensor in header_of(path).items():
+        if (own := name_in_model(key)).removesuffix(TRAINED_ROWS) in files.tokens:
+            continue
+        name, _, factor = own.rpartition(".lora_")
+        if not name or tensor["dtype"] not in FLOATS:
+            raise ConfigError(f"{path}: {key} ({tensor['dtype']}) is no factor that is loaded here: {cure}")
+        there.setdefault(name, {})[factor] = tensor["shape"]
+    if not there:
+        raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {COPY_AGAIN}")
+    known = known_shapes(files.base)
+    for name, found in there.items():
+        if different := sorted(found.keys() ^ wanted):
+            word = "not loaded here" if different[0] in found else "missing"
+            raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
+        layer = name.removesuffix(".base_layer")  # of experts, which have two pairs
+        if (known is None and files.experts) or (known is not None and layer in known[1]):
+            continue  # factors of all experts are in one tensor
+        outputs, inputs = found["B.weight"][:1], found["A.weight"][1:]
+        if known is not None and _IN_BLOCK.match(f"{name}.weight"):
+            if name not in known[0]:
+                raise ConfigError(f"{path}: {files.base.path} has no layer {name}: {cure}")
+            outputs, inputs = ([size] for size in known[0][name])
+        right = {"A.weight": [files.rank, *inputs], "B.weight": [*outputs, files.rank], "magnitude_vector": outputs}
+        for factor, shape in found.items():
+            if shape != right[factor]:
+                words = {"file": path, "factor": f"{name}.lora_{factor}", "there": shape, "here": right[factor]}
+                raise config_error("factor of another shape", files=files, **words)
+    if folder is not None and files.digest is not None and (digest := base_digest(folder)) != files.digest:
+        raise config_error("adapter of other weights", files=files, path=files.base.path, found=digest)
 
 
 def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
@@ -331,7 +379,11 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
     if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
         words = {"method": method, "scale": scale_of(config), "alpha": files.scale * files.rank}
         raise config_error("other adapter than continued", files=files, config=config, **words)
-    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    keys = header_of(files.folder / ADAPTER_WEIGHTS)
+    if bare := [key for key in keys if not key.startswith(PEFT_PREFIX)]:
+        cure = "name the tensors as peft does, or leave adapter out, which merges it at the start"
+        raise ConfigError(f"adapter: {files.folder}: {bare[0]} does not begin with {PEFT_PREFIX}: {cure}")
+    names = {name_in_model(key).partition(".lora_")[0] for key in keys}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"
