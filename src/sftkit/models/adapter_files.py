@@ -64,6 +64,11 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
 MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
 "Architectures whose files have the names of the live model, but a matrix for each expert."
+AS_STORED = (
+    *("gemma2", "phi", "phi3", "cohere", "cohere2", "granite", "hyperclovax", "ministral3", "granite_swa"),
+    *("mimo_v2_flash", "lfm2", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+)
+"Other architectures whose files have the layers of the live model, by their names."
 PER_EXPERT = {
     **dict.fromkeys(MIXTURES, ("mlp", "gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -124,7 +129,8 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
         parts = ", ".join(part.strip() for part in target.split(","))
         return ConfigError(f"adapter.targets: {target} is one name with commas: write a list, [{parts}]")
     last = sorted({name.rpartition(".")[2] for name in shapes})
-    hint = did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "") or f"There are {', '.join(last) or 'none'}"
+    near = "" if target in ADAPTER_GROUPS else did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "")
+    hint = near or (f"There are {', '.join(last)}" if last else "It has none: adapter=null trains all weights")
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
@@ -134,7 +140,7 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     that is in the hub's cache."""
     fields = fields_of(model)
     folder = folder_of(resolve(model.path or ""), model.revision)
-    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES, *AS_STORED) or folder is None:
         return None
     shapes = shapes_in(folder)
     if not shapes and of_fields(fields) is not None:
@@ -235,11 +241,10 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     }
     if wrong := [name for name, given in odd.items() if given]:
         raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
-    rank: Any = found.get("r")
-    alpha: Any = found.get("lora_alpha")
-    base = found.get("base_model_name_or_path")
-    numbers = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
-    if not (numbers and math.isfinite(alpha) and isinstance(base, str) and base):
+    given: list[Any] = [found.get(key) for key in ("r", "lora_alpha", "base_model_name_or_path")]
+    rank, alpha, base = given
+    numbers = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and math.isfinite(alpha)
+    if not (numbers and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     try:
         nested = with_base and (Path(resolve(base)) / ADAPTER_CONFIG).is_file()
@@ -266,11 +271,13 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     )
 
 
-def check_adapter(files: AdapterFiles, folder: Path | None) -> None:
-    """Reject an adapter that is not whole, or does not belong to its model, as far as headers and digests tell.
+def check_adapter(files: AdapterFiles, folder: Path | None) -> list[str]:
+    """Return the names of the layers that have factors, experts also with base_layer behind theirs. Reject an
+    adapter that is not whole, or does not belong to its model, as far as headers and digests tell.
 
     Args:
-        folder: with the weights of its model; None: only the adapter's file and the shapes of the model are looked at.
+        folder: with the weights of its model; None, or none on this machine: only the adapter's file and the shapes of
+            the model are looked at.
     """
     path = files.folder / ADAPTER_WEIGHTS
     cure = f"merge it: {merge_command(files.folder)}"
@@ -290,8 +297,7 @@ def check_adapter(files: AdapterFiles, folder: Path | None) -> None:
         if different := sorted(found.keys() ^ wanted):
             word = "not loaded here" if different[0] in found else "missing"
             raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
-        layer = name.removesuffix(".base_layer")  # of experts, which have two pairs
-        if (known is None and files.experts) or (known is not None and layer in known[1]):
+        if (known is None and files.experts) or (known is not None and name.removesuffix(".base_layer") in known[1]):
             continue  # factors of all experts are in one tensor
         outputs, inputs = found["B.weight"][:1], found["A.weight"][1:]
         if known is not None and _IN_BLOCK.match(f"{name}.weight"):
@@ -300,11 +306,12 @@ def check_adapter(files: AdapterFiles, folder: Path | None) -> None:
             outputs, inputs = ([size] for size in known[0][name])
         right = {"A.weight": [files.rank, *inputs], "B.weight": [*outputs, files.rank], "magnitude_vector": outputs}
         for factor, shape in found.items():
-            if shape != right[factor]:
-                words = {"file": path, "factor": f"{name}.lora_{factor}", "there": shape, "here": right[factor]}
-                raise config_error("factor of another shape", files=files, **words)
-    if folder is not None and files.digest is not None and (digest := base_digest(folder)) != files.digest:
+            if shape != (here := right[factor]):
+                factor = f"{path}: {name}.lora_{factor}"
+                raise config_error("factor of another shape", files=files, factor=factor, there=shape, here=here)
+    if folder and files.digest and folder.is_dir() and (digest := base_digest(folder)) != files.digest:
         raise config_error("adapter of other weights", files=files, path=files.base.path, found=digest)
+    return [*there]
 
 
 def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
@@ -379,11 +386,7 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
     if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
         words = {"method": method, "scale": scale_of(config), "alpha": files.scale * files.rank}
         raise config_error("other adapter than continued", files=files, config=config, **words)
-    keys = header_of(files.folder / ADAPTER_WEIGHTS)
-    if bare := [key for key in keys if not key.startswith(PEFT_PREFIX)]:
-        cure = "name the tensors as peft does, or leave adapter out, which merges it at the start"
-        raise ConfigError(f"adapter: {files.folder}: {bare[0]} does not begin with {PEFT_PREFIX}: {cure}")
-    names = {name_in_model(key).partition(".lora_")[0] for key in keys}
+    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"

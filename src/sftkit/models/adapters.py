@@ -475,7 +475,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     """
     from sftkit.models.expert_adapters import expert_weights, merged_experts
 
-    check_adapter(files, None)
+    layers = check_adapter(files, None)
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     of_experts = expert_weights(orig_model) if files.experts else {}
@@ -489,15 +489,9 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
             make_room_for(orig_model, ids)
             merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{TRAINED_ROWS}"]))
             set_new_rows(orig_model, None)
-        there: dict[str, None] = {}
-        for own, key in keys.items():
-            if own.removesuffix(TRAINED_ROWS) in files.tokens:
-                continue
-            name = own.rpartition(".lora_")[0]
+        for name in layers:
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
-                raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
-            there[name] = None
-        for name in there:
+                raise ConfigError(f"{path}: {name}: {files.base.path} has no layer with such an adapter here: {cure}")
             weight = of_experts[name] if name in of_experts else owners[name].weight
             assert isinstance(weight, torch.nn.Parameter)
             if weight is embedding_of(orig_model):

@@ -324,8 +324,7 @@ def _check_model(path: str, revision: str | None) -> str | None:
         from sftkit.models.adapter_files import check_adapter
 
         if (problem := _check_model(str(adapter.base.path), adapter.base.revision)) is None:
-            base = Path(find_model(str(adapter.base.path), adapter.base.revision))
-            check_adapter(adapter, base if base.is_dir() else None)
+            check_adapter(adapter, Path(find_model(str(adapter.base.path), adapter.base.revision)))
         return problem
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
@@ -394,9 +393,12 @@ def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> s
     try:
         if (files := model_files.adapter_at(model)) is not None:
             check_adapter(files, None)
-        shapes = known_shapes(model if files is None else files.base)
+        shapes = known_shapes(model)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
+    fields = model_files.fields_of(model) or {}
+    if fields.get("is_encoder_decoder"):
+        return f"adapter: {model_files.not_causal(fields['model_type'], 'an adapter')}"
     if shapes is not None and shapes[1] and config.base == "nf4":
         return "adapter: base nf4 does not go with a mixture, whose experts are most of it: set adapter.base=bf16"
     layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
@@ -557,13 +559,13 @@ def _same_layers(cfg: schema.Config, known: Mapping[str, Any]) -> bool:
     """
     from sftkit.models.adapter_files import known_shapes, target_layers
 
-    several = [one["modules"] for one in known.values() if isinstance(one, dict) and "modules" in one]  # all the same
-    modules = several[0] if several else known.get("modules", ())
+    one = (
+        known if isinstance(known.get("rank"), int) else next(iter(known.values()), {})
+    )  # members have the same layers
     with suppress(ConfigError):  # what is wrong with the model or the targets is told without this
-        files = model_files.adapter_at(cfg.model)
-        shapes = known_shapes(cfg.model if files is None else files.base)
+        shapes = known_shapes(cfg.model)
         if shapes is not None and cfg.adapter is not None:
-            return {*target_layers(shapes[0], cfg.adapter, experts=shapes[1])} == {*modules}
+            return {*target_layers(shapes[0], cfg.adapter, experts=shapes[1])} == {*one.get("modules", ())}
     return False
 
 
