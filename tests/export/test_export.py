@@ -286,6 +286,16 @@ def test_an_adapter_of_a_full_model_is_not_merged_onto_nf4(model: Path, tmp_path
     (adapter / "recipe.yaml").write_text(json.dumps({"adapter": {"rank": 4}, "train": {"precision": "auto"}}))
     with pytest.raises(ConfigError, match="trained on the full model: leave --onto out"):
         export(str(adapter), tmp_path / "out", merge=True, onto="nf4")
+    # A folder of peft, two folders below a recipe that is not that of a step.
+    inside = adapter / "peft" / "mine"
+    shutil.copytree(adapter, inside, ignore=lambda *_: ["recipe.yaml", "peft"])
+    (adapter / "recipe.yaml").write_text("adapter: {}\n")
+    export(str(inside), tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    weights = inside / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="cannot read weights"):
+        check_export(str(inside), tmp_path / "other", merge=False, dtype=None, max_shard="5GB")
 
 
 def test_servers_are_named_that_cannot_load_an_adapter(model: Path, tmp_path: Path) -> None:

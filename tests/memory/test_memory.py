@@ -132,6 +132,24 @@ def test_estimated_peaks_of_adapters_are_within_4_percent_of_measured_steps(mode
     assert estimated == pytest.approx(fits.measured(model, method), rel=0.04)
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "length", "budget", "measured", "most"),
+    [
+        ("Qwen3 8B", "LoRA", 16_384, 0.1, 28.6, 1.1),
+        ("Qwen3 32B", "LoRA", 8192, 0.1, 77.2, 1.1),
+        ("Qwen3 32B", "LoRA", 8192, 0.3, 97.4, 1.1),
+        # The partitioner kept less than half of what the budget allows, for no known reason.
+        ("Llama 3.1 70B", "QLoRA", 8192, 0.1, 55.3, 1.3),
+    ],
+)
+def test_estimated_peaks_of_adapters_with_recomputation_are_upper_bounds(
+    model: str, method: str, length: int, budget: float, measured: float, most: float
+) -> None:
+    """GiB of tensors on an H200 (benchmarks/h200_adapters), and the largest factor of the estimate over them."""
+    setup = replace(next(fits.setups(model, method, length, "low")), budget=budget)
+    assert measured <= estimate(setup).tensors / GIB <= most * measured
+
+
 @pytest.mark.parametrize(("model", "reserved"), [("Qwen3 0.6B", 19.2), ("Qwen3 1.7B", 30.9)])
 def test_replayed_graphs_hold_more_as_was_measured(model: str, reserved: float) -> None:
     setup = replace(next(fits.setups(model, "LoRA", 16_384, "speed")), cuda_graphs=True)

@@ -18,6 +18,7 @@ import torch
 from helpers import merged_weights, scalar_kernels, tiny, tiny_llama
 from made_adapters import IDS, adapted_model, loss_of, write_adapter
 from safetensors.torch import load_file, save_file
+from test_models import build
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -43,7 +44,7 @@ from sftkit.errors import ConfigError
 from sftkit.generation.decode import Batching, generate
 from sftkit.launch.layouts import shape_of_fields
 from sftkit.memory.plan import checkpoint_bytes
-from sftkit.models.adapter_files import base_digest
+from sftkit.models.adapter_files import AS_STORED, base_digest, known_shapes, target_layers
 from sftkit.models.adapters import (
     Adapters,
     DoraLinear,
@@ -51,6 +52,7 @@ from sftkit.models.adapters import (
     add_adapters,
     factors_moved,
     peft_config_text,
+    target_modules,
 )
 from sftkit.models.files import adapter_at, replica_of, size_of
 from sftkit.models.load import load_model
@@ -583,3 +585,24 @@ def test_a_launch_counts_the_factors_of_experts_and_of_several_adapters(
     shape = shape_of_fields(model.config.to_dict(), size)
     if shape is not None:
         assert shape.trained == size.factors
+
+
+@pytest.mark.parametrize("model_type", AS_STORED)
+def test_layers_that_the_headers_of_files_name_are_those_of_the_model(tmp_path: Path, model_type: str) -> None:
+    model = build(model_type)
+    model.save_pretrained(tmp_path)
+    known = known_shapes(ModelConfig(path=str(tmp_path)))
+    assert known is not None
+    live = target_modules(model, AdapterConfig(rank=1))
+    assert {*target_layers(known[0], AdapterConfig(rank=1), experts=known[1])} == {*live}
+    shapes = {n: tuple(m.weight.shape) for n, m in live.items() if isinstance(m, torch.nn.Linear)}
+    assert {name: known[0][name] for name in shapes} == shapes
+
+
+def test_a_model_without_linear_layers_gets_no_adapter() -> None:
+    with pytest.raises(ConfigError, match=r"all-linear is no linear layer .* It has none: adapter=null trains all"):
+        target_modules(build("gpt2"), AdapterConfig())
+    with pytest.raises(
+        ConfigError, match=r"attention is no linear layer in the blocks of the model\. There are up_proj"
+    ):
+        target_layers({"model.layers.0.mlp.up_proj": (8, 4)}, AdapterConfig(rank=1, targets=("attention",)))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
@@ -26,6 +27,7 @@ from sftkit.data.reading import readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.models.adapter_files import base_digest
+from sftkit.models.files import not_causal
 from sftkit.preflight import inputs
 from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
@@ -72,11 +74,7 @@ def test_a_model_that_cannot_see_trees_is_found_before_torch(here: Path, fields:
 def test_a_pattern_of_frozen_weights_that_no_name_in_the_files_has_is_found_before_torch(here: Path) -> None:
     names = [*(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)), "model.embed_tokens.weight"]
     folder = model(here / "start")
-    entries = {
-        name: {"dtype": "BF16", "shape": [1], "data_offsets": [2 * i, 2 * i + 2]} for i, name in enumerate(names)
-    }
-    header = json.dumps(entries).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    tensors(folder / "model.safetensors", {name: [1] for name in names})
     (folder / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
     start = ("model.scratch=null", "model.path=start")
     assert problems(*start, "train.freeze=[lm_head.*,'model.layers.[01].*']") == []
@@ -107,13 +105,8 @@ def test_a_script_rejects_the_recipe_of_another_stage(here: Path) -> None:
 def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -> None:
     shapes = {f"model.layers.0.{name}.weight": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
     shapes |= {"model.norm.weight": [4], "lm_head.weight": [16, 4], "model.layers.0.input_layernorm.weight": [4]}
-    folder, entries, end = model(here / "start"), {}, 0
-    for name, shape in shapes.items():
-        size = 2 * math.prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    header = json.dumps(entries).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    folder = model(here / "start")
+    tensors(folder / "model.safetensors", shapes)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     start = ("model.scratch=null", "model.path=start")
     assert problems(*start, "adapter.rank=4", "adapter.targets=[attention,up_proj]") == []
@@ -139,9 +132,8 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert told.startswith("adapters: train no added tokens yet, and model.chat_template=chatml adds <|im_end|>: use a")
     (folder / "tokenizer.json").write_text('["<|im_start|>", "<|im_end|>"]')
     assert problems(*start, *several, "model.chat_template=chatml") == []
-    entries["model.layers.0.mlp.experts.0.down_proj.weight"] = entries.pop("model.layers.0.mlp.up_proj.weight")
-    header = json.dumps(entries).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+    shapes["model.layers.0.mlp.experts.0.down_proj.weight"] = shapes.pop("model.layers.0.mlp.up_proj.weight")
+    tensors(folder / "model.safetensors", shapes)
     (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
     (told,) = problems(*start, *several)
     assert told.startswith("adapters: do not go with a mixture of experts yet")
@@ -152,37 +144,94 @@ def test_targets_and_rank_are_compared_with_the_files_before_torch(here: Path) -
     assert told.startswith("train.freeze: does not go with adapter")
     (told,) = problems("adapter={}")
     assert "adapter: does not go with model.scratch" in told
+    (folder / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    assert problems(*start, "adapter={}") == [f"adapter: {not_causal('t5', 'an adapter')}"]
+
+
+START = ("model.scratch=null", "model.path=adapter")
+CONTINUED = (*START, "adapter.rank=2", "adapter.alpha=4")
+LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
+FACTORS = {
+    f"base_model.model.{name}.lora_{one}.weight": shape
+    for name in LAYERS
+    for one, shape in (("A", [2, 4]), ("B", [8, 2]))
+}
+A_OF_Q = next(iter(FACTORS))
+
+
+def start_adapter(here: Path, factors: dict[str, list[int]] = FACTORS, dtype: str = "BF16", **settings: object) -> Path:
+    """An adapter of rank 2 and the model that it belongs to, by their headers; return the model's folder."""
+    folder = model(here / "start")
+    tensors(folder / "model.safetensors", {f"{name}.weight": [8, 4] for name in LAYERS})
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (here / "adapter").mkdir()
+    tensors(here / "adapter" / "adapter_model.safetensors", factors, dtype)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(folder)}
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps(config | settings))
+    return folder
 
 
 def test_settings_of_an_adapter_that_is_continued_are_compared_with_its_files_before_torch(here: Path) -> None:
-    def write(file: Path, shapes: dict[str, list[int]]) -> None:
-        entries = {
-            name: {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]} | {"shape": s} for name, s in shapes.items()
-        }
-        end = 0
-        for name, shape in shapes.items():
-            entries[name]["data_offsets"] = [end, end := end + 2 * math.prod(shape)]
-        header = json.dumps(entries).encode()
-        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
-
-    folder = model(here / "start")
-    layers = {f"model.layers.0.{name}": [8, 4] for name in ("self_attn.q_proj", "mlp.up_proj")}
-    write(folder / "model.safetensors", {f"{name}.weight": shape for name, shape in layers.items()})
-    (folder / "config.json").write_text('{"model_type": "qwen3"}')
-    (here / "adapter").mkdir()
-    factors = {f"base_model.model.{name}.lora_{one}.weight": [2, 4] for name in layers for one in "AB"}
-    write(here / "adapter" / "adapter_model.safetensors", factors)
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(folder)}
-    (here / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    start = ("model.scratch=null", "model.path=adapter")
-    assert problems(*start, "adapter.rank=2", "adapter.alpha=4") == []
-    (told,) = problems(*start, "adapter.rank=2", "adapter.alpha=4", "adapters=[{name: a}]")
+    folder = start_adapter(here)
+    assert problems(*CONTINUED) == problems(*START) == []
+    (told,) = problems(*CONTINUED, "adapters=[{name: a}]")
     assert told.startswith(f"adapters: continue no adapter yet, and adapter holds one: set model.path={folder}, its")
-    (told,) = problems(*start, "adapter.rank=4", "adapter.alpha=4")
+    (told,) = problems(*START, "adapter.rank=4", "adapter.alpha=4")
     assert told.startswith("adapter holds an adapter (lora) ")
     assert "of rank 2 with the scale 2, and the recipe asks for lora of rank 4 with 1: set adapter.method=lora" in told
-    (told,) = problems(*start, "adapter.rank=2", "adapter.alpha=4", "adapter.targets=attention")
+    (told,) = problems(*CONTINUED, "adapter.targets=attention")
     assert told.startswith("adapter.targets: model.layers.0.mlp.up_proj is only in the files of ")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"factors": {}}, "it holds no adapter"),
+        ({"factors": FACTORS | {A_OF_Q: [3, 4]}}, "q_proj.lora_A.weight has shape [3, 4], and rank 2 on "),
+        ({"factors": FACTORS | {A_OF_Q: [2, 5]}}, "needs [2, 4]: take both files of the adapter from one place"),
+        ({"factors": FACTORS | {A_OF_Q: []}}, "q_proj.lora_A.weight has shape [], and rank 2 on "),
+        ({"r": 4, "lora_alpha": 8}, "q_proj.lora_A.weight has shape [2, 4], and rank 4 on "),
+        ({"factors": FACTORS | {A_OF_Q.replace("_A", "_B"): [7, 2]}}, "q_proj.lora_B.weight has shape [7, 2]"),
+        ({"factors": {n: s for n, s in FACTORS.items() if n != A_OF_Q}}, "q_proj.lora_A.weight is missing: merge it"),
+        ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
+        ({"factors": FACTORS | {A_OF_Q.replace(".weight", ".default.weight"): [2, 4]}}, "is not loaded here: merge it"),
+        ({"factors": {n.replace("0.mlp", "7.mlp"): s for n, s in FACTORS.items()}}, "has no layer model.layers.7.mlp.up"),
+        ({"factors": FACTORS | {"base_model.model.lm_head.weight": [8, 4]}}, "lm_head.weight (BF16) is no factor that"),
+        ({"dtype": "I16"}, "lora_A.weight (I16) is no factor that is loaded here"),
+        ({"lora_alpha": math.nan}, "needs r, lora_alpha and base_model_name_or_path"),
+        ({"base_model_name_or_path": "adapter"}, "adapter is an adapter itself: merge that one: "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("words", [START, CONTINUED])
+def test_an_adapter_that_is_not_whole_or_of_another_model_is_found_before_torch(
+    here: Path, given: dict[str, Any], told: str, words: tuple[str, ...]
+) -> None:
+    start_adapter(here, **given)
+    (found,) = problems(*words)
+    assert found.startswith("model.path: ")
+    assert told in found
+
+
+def test_the_model_of_a_start_adapter_is_looked_at_before_torch(here: Path) -> None:
+    folder = start_adapter(here)
+    (here / "adapter/manifest.json").write_text(json.dumps({"base": {"sha256": base_digest(folder)}}))
+    assert problems(*CONTINUED) == []
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    (found,) = problems(*CONTINUED)
+    assert "its adapter was trained on other weights than" in found
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (found,) = problems(*CONTINUED)
+    assert found.startswith(f"model.path: {weights}: cannot read weights")
+
+
+def tensors(file: Path, shapes: dict[str, list[int]], dtype: str = "BF16") -> None:
+    """Write a safetensors file of zeros."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + 2 * math.prod(shape)]}
+    header = json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
 
 
 def write(path: Path, *records: object) -> Path:
@@ -298,6 +347,35 @@ def test_a_run_of_an_adapter_is_not_resumed_with_another_one(here: Path) -> None
         assert f"adapter.{line}" in text
     assert "adapter.rank: 16 in the checkpoint, null in this run" in refused("train.resume=auto", "adapter=null")
     assert "adapter.rank" not in str(problems("train.resume=auto", "adapters=[{name: a}]"))
+    text = refused("train.resume=auto", "adapter.targets=attention", "adapter.experts=false")
+    assert 'adapter.targets: ["all-linear"] in the checkpoint, ["attention"] in this run' in text
+    assert "adapter.experts: true in the checkpoint, false in this run" in text
+
+
+def test_a_run_of_an_adapter_is_resumed_with_its_layers_however_they_are_named(here: Path) -> None:
+    folder = start_adapter(here)
+    recipe = RECIPE.replace("{scratch: {model_type: llama}, tokenizer: words}", "{path: start}\nadapter: {rank: 2}")
+    (here / "recipe.yaml").write_text(recipe)
+    own = {"method": "lora", "rank": 2, "scale": 16.0, "modules": [*LAYERS]}
+    step = checkpoint(here / "runs/mine/step-000001", sources={}, base=base_digest(folder), adapter=own)
+    for same in ("[q_proj, up_proj]", "[attention, mlp]"):
+        assert problems("train.resume=auto", f"adapter.targets={same}") == []
+    text = refused("train.resume=auto", "adapter.targets=q_proj")
+    assert 'adapter.targets: ["all-linear"] in the checkpoint, ["q_proj"] in this run' in text
+    assert "Resume with the original ones, or start a new run from its weights with model.path" in text
+    # Of several, by the rank that they share.
+    state = step / "training_state" / "state.json"
+    known = json.loads(state.read_text())
+    known["identity"]["adapter"] = dict.fromkeys("ab", own)
+    state.write_text(json.dumps(known))
+    entries = "adapters=[{name: a}, {name: b, rank: 1}]"
+    (step / "recipe.yaml").write_text(to_yaml(read_config("recipe.yaml", ["optim.name=adamw", entries], 1)))
+    resumed = ("train.resume=auto", entries)
+    assert problems(*resumed) == problems(*resumed, "adapter.targets=[q_proj, up_proj]") == []
+    text = refused(*resumed, "adapter.rank=4")
+    assert "adapters.a.rank: 2 in the checkpoint, 4 in this run" in text
+    assert "adapters.b" not in text
+    assert "adapter.targets" in refused(*resumed, "adapter.targets=q_proj")
 
 
 def refused(*words: str, stage: str | None = "sft") -> str:

@@ -9,8 +9,9 @@ import yaml
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles
+from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles, check_adapter
 from sftkit.models.files import adapter_at, fields_of
+from sftkit.rundir.files import read_manifest
 from sftkit.rundir.names import RECIPE
 
 LARGEST_FILE = "5GB"
@@ -46,7 +47,8 @@ def check_export(
         raise ConfigError(f"--out {out}: it is there already: name another folder, or move it away{published}")
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard):
         raise ConfigError(f"--max-shard {max_shard}: a number and KB, MB, GB or TB, such as 5GB")
-    files = adapter_at(ModelConfig(path=path))
+    if (files := adapter_at(ModelConfig(path=path))) is not None:
+        check_adapter(files, None)
     if merge and files is None:
         raise ConfigError(f"--merge: {path} is a whole model, so there is nothing to merge: leave --merge out")
     if files is not None and not merge and dtype is not None:
@@ -69,9 +71,10 @@ def model_type(files: AdapterFiles) -> str:
 def trained_on(files: AdapterFiles) -> Mapping[str, Any]:
     """Return how a run had the model under an adapter, by its recipe: `base` (full or nf4) and `precision`; empty: it
     is of no run of ours."""
-    for folder in (files.folder, files.folder.parent.parent):  # one of several is two folders deeper
-        if (folder / RECIPE).is_file():
-            recipe = yaml.safe_load((folder / RECIPE).read_text())
-            adapter = recipe.get("adapter") or {}
-            return {"base": adapter.get("base", "bf16"), "precision": recipe["train"]["precision"]}
-    return {}
+    step = files.folder.parent.parent  # of one of several
+    folder = step if isinstance(read_manifest(step), dict) else files.folder
+    if not (folder / RECIPE).is_file():
+        return {}
+    recipe = yaml.safe_load((folder / RECIPE).read_text())
+    adapter = recipe.get("adapter") or {}
+    return {"base": adapter.get("base", "bf16"), "precision": recipe["train"]["precision"]}

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sftkit.config.commands import invocation
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
 from sftkit.errors import ConfigError, config_error, did_you_mean
 from sftkit.models.files import (
     COPY_AGAIN,
+    FLOATS,
     GATED,
     fields_of,
     folder_of,
@@ -62,6 +64,11 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
 MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
 "Architectures whose files have the names of the live model, but a matrix for each expert."
+AS_STORED = (
+    *("gemma2", "phi", "phi3", "cohere", "cohere2", "granite", "hyperclovax", "ministral3", "granite_swa"),
+    *("mimo_v2_flash", "lfm2", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+)
+"Other architectures whose files have the layers of the live model, by their names."
 PER_EXPERT = {
     **dict.fromkeys(MIXTURES, ("mlp", "gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -122,7 +129,8 @@ def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigEr
         parts = ", ".join(part.strip() for part in target.split(","))
         return ConfigError(f"adapter.targets: {target} is one name with commas: write a list, [{parts}]")
     last = sorted({name.rpartition(".")[2] for name in shapes})
-    hint = did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "") or f"There are {', '.join(last) or 'none'}"
+    near = "" if target in ADAPTER_GROUPS else did_you_mean(target, [*ADAPTER_GROUPS, *last, *shapes], "")
+    hint = near or (f"There are {', '.join(last)}" if last else "It has none: adapter=null trains all weights")
     return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of the model. {hint}")
 
 
@@ -132,7 +140,7 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     that is in the hub's cache."""
     fields = fields_of(model)
     folder = folder_of(resolve(model.path or ""), model.revision)
-    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES) or folder is None:
+    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES, *AS_STORED) or folder is None:
         return None
     shapes = shapes_in(folder)
     if not shapes and of_fields(fields) is not None:
@@ -233,12 +241,13 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     }
     if wrong := [name for name, given in odd.items() if given]:
         raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
-    rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
+    given: list[Any] = [found.get(key) for key in ("r", "lora_alpha", "base_model_name_or_path")]
+    rank, alpha, base = given
+    numbers = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and math.isfinite(alpha)
+    if not (numbers and isinstance(base, str) and base):
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     try:
-        if with_base:
-            resolve(base)
+        nested = with_base and (Path(resolve(base)) / ADAPTER_CONFIG).is_file()
     except ConfigError as error:
         cure = f"Start in the folder where the training was started (here: {Path.cwd()}), or move the model back there"
         if Path(base).is_absolute():
@@ -246,6 +255,9 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         raise ConfigError(
             f"{path}: base_model_name_or_path, the model that the adapter was trained on: {base} is not there. {cure}"
         ) from error
+    if nested:
+        cure = f"{invocation('scripts/export.py', base, '--merge', '--out', 'DIR')}, and name DIR there"
+        raise ConfigError(f"{path}: base_model_name_or_path: {base} is an adapter itself: merge that one: {cure}")
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return AdapterFiles(
         folder,
@@ -257,6 +269,49 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         _token_ids(folder / ADAPTER_WEIGHTS, found.get("trainable_token_indices")),
         parameters >= {*EXPERT_WEIGHTS},
     )
+
+
+def check_adapter(files: AdapterFiles, folder: Path | None) -> list[str]:
+    """Return the names of the layers that have factors, experts also with base_layer behind theirs. Reject an
+    adapter that is not whole, or does not belong to its model, as far as headers and digests tell.
+
+    Args:
+        folder: with the weights of its model; None, or none on this machine: only the adapter's file and the shapes of
+            the model are looked at.
+    """
+    path = files.folder / ADAPTER_WEIGHTS
+    cure = f"merge it: {merge_command(files.folder)}"
+    wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
+    there: dict[str, dict[str, list[int]]] = {}
+    for key, tensor in header_of(path).items():
+        if (own := name_in_model(key)).removesuffix(TRAINED_ROWS) in files.tokens:
+            continue
+        name, _, factor = own.rpartition(".lora_")
+        if not name or tensor["dtype"] not in FLOATS:
+            raise ConfigError(f"{path}: {key} ({tensor['dtype']}) is no factor that is loaded here: {cure}")
+        there.setdefault(name, {})[factor] = tensor["shape"]
+    if not there:
+        raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {COPY_AGAIN}")
+    known = known_shapes(files.base)
+    for name, found in there.items():
+        if different := sorted(found.keys() ^ wanted):
+            word = "not loaded here" if different[0] in found else "missing"
+            raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
+        if (known is None and files.experts) or (known is not None and name.removesuffix(".base_layer") in known[1]):
+            continue  # factors of all experts are in one tensor
+        outputs, inputs = found["B.weight"][:1], found["A.weight"][1:]
+        if known is not None and _IN_BLOCK.match(f"{name}.weight"):
+            if name not in known[0]:
+                raise ConfigError(f"{path}: {files.base.path} has no layer {name}: {cure}")
+            outputs, inputs = ([size] for size in known[0][name])
+        right = {"A.weight": [files.rank, *inputs], "B.weight": [*outputs, files.rank], "magnitude_vector": outputs}
+        for factor, shape in found.items():
+            if shape != (here := right[factor]):
+                factor = f"{path}: {name}.lora_{factor}"
+                raise config_error("factor of another shape", files=files, factor=factor, there=shape, here=here)
+    if folder and files.digest and folder.is_dir() and (digest := base_digest(folder)) != files.digest:
+        raise config_error("adapter of other weights", files=files, path=files.base.path, found=digest)
+    return [*there]
 
 
 def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:

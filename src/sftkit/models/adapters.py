@@ -30,12 +30,13 @@ from sftkit.models.adapter_files import (
     ROUTER,
     TRAINED_ROWS,
     AdapterFiles,
+    check_adapter,
     merge_command,
     name_in_model,
     scale_of,
     target_layers,
 )
-from sftkit.models.files import COPY_AGAIN, reading_files
+from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, num_experts, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
 from sftkit.models.towers import whole_of
@@ -474,6 +475,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     """
     from sftkit.models.expert_adapters import expert_weights, merged_experts
 
+    layers = check_adapter(files, None)
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     of_experts = expert_weights(orig_model) if files.experts else {}
@@ -487,20 +489,9 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
             make_room_for(orig_model, ids)
             merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{TRAINED_ROWS}"]))
             set_new_rows(orig_model, None)
-        there: dict[str, set[str]] = {}
-        for own, key in keys.items():
-            if own.removesuffix(TRAINED_ROWS) in files.tokens:
-                continue
-            name, _, factor = own.rpartition(".lora_")
+        for name in layers:
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
-                raise ConfigError(f"{path}: {key}: {files.base.path} has no layer with such an adapter here: {cure}")
-            there.setdefault(name, set()).add(factor)
-        if not there:
-            raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {COPY_AGAIN}")
-        for name, found in there.items():
-            if different := sorted(found ^ wanted):
-                word = "not loaded here" if different[0] in found else "missing"
-                raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
+                raise ConfigError(f"{path}: {name}: {files.base.path} has no layer with such an adapter here: {cure}")
             weight = of_experts[name] if name in of_experts else owners[name].weight
             assert isinstance(weight, torch.nn.Parameter)
             if weight is embedding_of(orig_model):

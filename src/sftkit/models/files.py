@@ -367,13 +367,16 @@ def adapter_at(model: ModelConfig, *, with_base: bool = True) -> AdapterFiles | 
 
 
 def find_with_base(path: str) -> str:
-    """Return what `find_model` finds; under an adapter there must be its model.
+    """Return what `find_model` finds; an adapter must be whole, and its model there.
 
     Raises:
-        ConfigError: a model is not there.
+        ConfigError: a model is not there, or an adapter is damaged.
     """
     found = find_model(path)
     if (files := adapter_at(ModelConfig(path=found))) is not None:
+        from sftkit.models.adapter_files import check_adapter
+
+        check_adapter(files, None)
         find_model(str(files.base.path), files.base.revision)
     return found
 

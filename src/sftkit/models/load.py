@@ -26,7 +26,6 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.commands import invocation
 from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError, config_error, did_you_mean
@@ -36,7 +35,7 @@ from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_room_for, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.files import check_loadable
-from sftkit.rundir.names import ADAPTER_CONFIG, resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.script import first_of, working
 
@@ -171,17 +170,12 @@ def checked_folder(model: ModelConfig, files: AdapterFiles | None) -> str:
     if files is not None:
         path = resolve(str(files.base.path))
         check_loadable(path)
-        if (Path(path) / ADAPTER_CONFIG).is_file():
-            cure = f"{invocation('scripts/export.py', path, '--merge --out DIR')}, and name DIR there"
-            raise ConfigError(f"{files.folder}: {ADAPTER_CONFIG}: {path} is an adapter itself: merge that one: {cure}")
     if os.path.isdir(path):
         model_files.check_model_files(Path(path))
-    if files is not None and files.digest is not None:
-        from sftkit.models.adapter_files import base_digest
+    if files is not None:
+        from sftkit.models.adapter_files import check_adapter
 
-        found = base_digest(local_folder(path, load_options(path, files.base)))
-        if found != files.digest:
-            raise config_error("adapter of other weights", files=files, path=path, found=found)
+        check_adapter(files, None if files.digest is None else local_folder(path, load_options(path, files.base)))
     return path
 
 

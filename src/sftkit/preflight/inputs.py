@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -321,8 +321,11 @@ def _check_model(path: str, revision: str | None) -> str | None:
             model_files.format_of(model_files.json_object(Path(cached)), f"{path}: config.json")
         return None
     if (adapter := model_files.adapter_at(schema.ModelConfig(path=path, revision=revision))) is not None:
-        find_model(str(adapter.base.path), adapter.base.revision)
-        return None
+        from sftkit.models.adapter_files import check_adapter
+
+        if (problem := _check_model(str(adapter.base.path), adapter.base.revision)) is None:
+            check_adapter(adapter, Path(find_model(str(adapter.base.path), adapter.base.revision)))
+        return problem
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
     model_files.check_model_files(folder)
@@ -385,13 +388,17 @@ def _check_several(model: schema.ModelConfig, template: str | None) -> str | Non
 
 
 def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> str | None:
-    from sftkit.models.adapter_files import check_continued, known_shapes, target_layers
+    from sftkit.models.adapter_files import check_adapter, check_continued, known_shapes, target_layers
 
     try:
-        files = model_files.adapter_at(model)
-        shapes = known_shapes(model if files is None else files.base)
+        if (files := model_files.adapter_at(model)) is not None:
+            check_adapter(files, None)
+        shapes = known_shapes(model)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None
+    fields = model_files.fields_of(model) or {}
+    if fields.get("is_encoder_decoder"):
+        return f"adapter: {model_files.not_causal(fields['model_type'], 'an adapter')}"
     if shapes is not None and shapes[1] and config.base == "nf4":
         return "adapter: base nf4 does not go with a mixture, whose experts are most of it: set adapter.base=bf16"
     layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
@@ -492,24 +499,24 @@ def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
 
 def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | None) -> str | None:
     """Return all that files tell of the differences between a recipe and the checkpoint that it resumes from."""
-    from sftkit.models.adapter_files import scale_of
     from sftkit.rundir.changes import compare_recipes, difference_lines, rejection
 
     recipe = to_yaml(cfg)
     allowed = cfg.train.resume_changes
     try:
         text = (folder / RECIPE).read_text()
-        there, here = (dict(flattened(yaml.load(one, Loader=RecipeLoader))) for one in (text, recipe))
+        old, new = (yaml.load(one, Loader=RecipeLoader) for one in (text, recipe))
+        there, here = dict(flattened(old)), dict(flattened(new))
         known = json.loads((folder / TRAINING_STATE).read_text()).get("identity") or {}
         settings, _ = compare_recipes(text, recipe, allowed)
         keys = ["data.layout"] if cfg.adapter else ["data.layout", "optim.name", "train.precision"]
         pairs = {key: (there[key], here[key]) for key in keys if "auto" not in (there[key], here[key])}
-        had = known.get("adapter", {})
-        if "rank" in had and not cfg.adapters:  # else one of them has several, or none had any: the start compares them
-            has = (
-                {} if (own := cfg.adapter) is None else {"method": own.method, "rank": own.rank, "scale": scale_of(own)}
-            )
-            pairs |= {f"adapter.{key}": (had[key], has.get(key)) for key in ("method", "rank", "scale")}
+        had, has = _of_adapters(old), _of_adapters(new)
+        # Several adapters on one side alone, or others by name, are a difference of the recipes.
+        compared = had.keys() & has.keys() or had | has
+        pairs |= {key: (had.get(key), has.get(key)) for key in sorted(compared)}
+        if had and has and _same_layers(cfg, known.get("adapter") or {}):  # which may be named in several ways
+            del pairs["adapter.targets"], pairs["adapter.experts"]
         if (length := cfg.data.max_length) is not None:
             pairs["data.max_length"] = known.get("rows", {}).get("max_length", length), length
         sources = {} if cfg.adapters else {name: one["documents"] for name, one in known.get("sources", {}).items()}
@@ -525,6 +532,41 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
         fixed += _other_base(cfg.model, read_base_digest(folder))
     error = rejection(str(folder), settings, allowed, grown=grown, fixed=fixed)
     return None if error is None else str(error)
+
+
+def _of_adapters(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key -> value of what makes the adapters of a resolved recipe; empty: it has none."""
+    from sftkit.models.adapter_files import scale_of
+
+    if recipe.get("adapter") is None:
+        return {}
+    own = {**asdict(schema.AdapterConfig()), **recipe["adapter"]}
+    found = {f"adapter.{key}": own[key] for key in ("method", "targets", "experts")}
+    for one in recipe.get("adapters") or [{}]:
+        at = f"adapters.{one['name']}" if one else "adapter"
+        words = {key: one.get(key) or own[key] for key in ("rank", "alpha")}
+        scale = scale_of(schema.AdapterConfig(**words, scaling=own["scaling"]))
+        found |= {f"{at}.rank": words["rank"], f"{at}.scale": scale}
+    return found
+
+
+def _same_layers(cfg: schema.Config, known: Mapping[str, Any]) -> bool:
+    """Return whether a recipe gives an adapter to the layers that have one in a checkpoint; False: others, or not known
+    before the model is loaded.
+
+    Args:
+        known: the checkpoint's adapters by its identity.
+    """
+    from sftkit.models.adapter_files import known_shapes, target_layers
+
+    one = (
+        known if isinstance(known.get("rank"), int) else next(iter(known.values()), {})
+    )  # members have the same layers
+    with suppress(ConfigError):  # what is wrong with the model or the targets is told without this
+        shapes = known_shapes(cfg.model)
+        if shapes is not None and cfg.adapter is not None:
+            return {*target_layers(shapes[0], cfg.adapter, experts=shapes[1])} == {*one.get("modules", ())}
+    return False
 
 
 def _other_base(model: schema.ModelConfig, known: str | None) -> list[str]:
