@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import preloaded
 import pytest
@@ -84,6 +85,7 @@ def test_a_second_process_compiles_nothing_and_leaves_the_file_alone(tmp_path: P
 @pytest.fixture
 def fake_torch(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What load handed to torch; torch in turn has b"artifacts" to save."""
+    monkeypatch.delenv("SFTKIT_CACHE_SECRET", raising=False)
     handed: list[bytes] = []
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: handed.append(content) or object())
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"arti\nfacts", object()))
@@ -150,6 +152,59 @@ def test_a_file_that_is_no_use_is_a_warning_and_then_replaced(tmp_path: Path, fa
     assert compile_cache.load_compiled(str(file), KEY).startswith("compiled code from")
 
 
+def loads(where: object) -> bool:
+    """Whether saved code is loaded; if not, nothing is handed to torch."""
+    return compile_cache.load_compiled(str(where), KEY).startswith("compiled code from")
+
+
+def test_code_that_others_can_have_written_is_loaded_with_the_signature_of_a_shared_secret_only(
+    tmp_path: Path, fake_torch, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    file = tmp_path / "x.compiled"
+    old_umask = os.umask(0o002)
+    try:
+        compile_cache.save_compiled(str(file), KEY, writes=True)
+    finally:
+        os.umask(old_umask)
+    assert loads(file)
+    file.chmod(0o664)
+    assert not loads(file)
+    assert "others can have written this code" in caplog.text
+    file.chmod(0o644)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(file).st_uid + 1)
+    assert loads(file) == (os.stat(file).st_uid == 0)
+    file.chmod(0o664)
+    monkeypatch.setenv("SFTKIT_CACHE_SECRET", "ours")
+    assert not loads(file)
+    assert "not signed with" in caplog.text
+    compile_cache.save_compiled(str(file), KEY, writes=True)
+    file.chmod(0o666)
+    assert loads(file)
+    monkeypatch.setenv("SFTKIT_CACHE_SECRET", "theirs")
+    assert not loads(file)
+    monkeypatch.setenv("SFTKIT_CACHE_SECRET", "ours")
+    with ZipFile(file) as signed:
+        signature, content = signed.read("signature"), signed.read("torch") + b"more"
+    with ZipFile(file, "w") as forged:
+        forged.comment = KEY.encode()
+        forged.writestr("signature", signature)
+        forged.writestr("torch", content)
+    assert not loads(file)
+    assert "ours" not in caplog.text
+    assert set(fake_torch) == {b"arti\nfacts"}
+
+
+def test_code_of_a_url_is_saved_and_loaded_with_a_secret_only(fake_torch, monkeypatch, caplog) -> None:
+    where = "memory://shared/graphs"
+    assert "without SFTKIT_CACHE_SECRET" in compile_cache.save_compiled(where, KEY, writes=True)
+    monkeypatch.setenv("SFTKIT_CACHE_SECRET", "ours")
+    assert "saved to" in compile_cache.save_compiled(where, KEY, writes=True)
+    assert loads(where)
+    monkeypatch.delenv("SFTKIT_CACHE_SECRET")
+    assert not loads(where)
+    assert "others can have written" in caplog.text
+
+
 def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"garbage", object()))
     compile_cache.save_compiled(str(tmp_path), KEY, writes=True)
@@ -158,7 +213,8 @@ def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", "unknown://bucket/graphs"])
-def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where: str, fake_torch, caplog) -> None:
+def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where, fake_torch, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("SFTKIT_CACHE_SECRET", "ours")
     compile_cache.load_compiled(where, KEY)
     assert "not saved" in compile_cache.save_compiled(where, KEY, writes=True)
     assert "cannot be written" in caplog.text

@@ -1,11 +1,12 @@
 """Save compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
 
 The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and
-machine code, which run when a graph asks for them. So a person who can write the file can run code in the training
-process.
+machine code, which run when a graph asks for them. So a person who can write the file could run code in the training
+process: only what this user or root alone can have written is loaded, or what is signed with a secret (HMAC-SHA256).
 """
 
 import hashlib
+import hmac
 import io
 import json
 import logging
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 SUFFIX = ".compiled"
 TORCH_CODE = "torch"
 "Name of torch's code in a file, a ZIP archive; all others are kernels. The archive's comment is the key."
+_SIGNATURE = "signature"
+_SECRET = "SFTKIT_CACHE_SECRET"
+"Environment variable: a secret of those who share saved code."
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 "Settings of compile that change no graph, so they are not in the key."
@@ -119,13 +123,18 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
         with suppress(Exception):  # fsspec's file systems have errors of their own
             _read(path, key)
             return f"compiled code in {path} is complete"
+    secret = os.environ.get(_SECRET)
+    if not secret and not _is_local(path):
+        return f"compiled code not saved to {path}: without {_SECRET} in the environment it would not be loaded"
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return f"nothing was compiled that {path} could hold"
     content = io.BytesIO()
+    parts = {TORCH_CODE: artifacts[0], **read_kernels()}
+    signature = {_SIGNATURE: _signed(parts, key, secret)} if secret else {}
     with ZipFile(content, "w") as file:
         file.comment = key.encode()
-        for name, code in {TORCH_CODE: artifacts[0], **read_kernels()}.items():
+        for name, code in {**parts, **signature}.items():
             file.writestr(name, code)
     try:
         _write(path, content.getvalue())
@@ -169,30 +178,53 @@ def _file(where: str, key: str, index: int) -> str | None:
     return f"{where.rstrip('/')}/{key[:32]}-{index}{SUFFIX}"
 
 
+def _is_local(path: str) -> bool:
+    return "://" not in path or path.startswith("file://")
+
+
+def _signed(parts: dict[str, bytes], key: str, secret: str) -> bytes:
+    """Return the signature of a file's parts."""
+    made = hmac.new(secret.encode(), key.encode(), hashlib.sha256)
+    for name, code in sorted(parts.items()):
+        made.update(f"\n{len(name)} {name} {len(code)} ".encode() + code)
+    return made.digest()
+
+
 def _read(path: str, key: str) -> dict[str, bytes]:
     """Return the parts of a file by their names, torch's and kernels.
 
     Raises:
-        Exception: it is not there, cannot be read, is damaged, or of another key.
+        Exception: it is not there, cannot be read, is damaged, of another key, or others can have written it.
     """
-    try:
-        with fsspec.open(path, "rb") as stream, ZipFile(stream) as file:  # of a path on disk, too
-            if file.comment != key.encode():
-                raise ValueError("made for another model, layout, version or device")
-            return {name: file.read(name) for name in file.namelist()}
-    except BadZipFile as error:
-        raise ValueError(f"damaged, or not a file of compiled code ({error})") from error
+    secret = os.environ.get(_SECRET)
+    with fsspec.open(path, "rb") as stream:  # of a path on disk, too
+        if not secret:
+            found = os.fstat(stream.fileno()) if _is_local(path) else None
+            if found is None or found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
+                raise ValueError(f"others can have written this code: give all who share it one {_SECRET}")
+        try:
+            with ZipFile(stream) as file:
+                if file.comment != key.encode():
+                    raise ValueError("made for another model, layout, version or device")
+                parts = {name: file.read(name) for name in file.namelist()}
+        except BadZipFile as error:
+            raise ValueError(f"damaged, or not a file of compiled code ({error})") from error
+    signature = parts.pop(_SIGNATURE, b"")
+    if secret and not hmac.compare_digest(signature, _signed(parts, key, secret)):
+        raise ValueError(f"not signed with the {_SECRET} of this process")
+    return parts
 
 
 def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
-    if "://" in path:
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    if not _is_local(path):
         # Processes that write the same file at once have a temporary name each; what is renamed last stays.
-        filesystem, inside = fsspec.core.url_to_fs(path)
         filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
         temporary = f"{inside}.{os.getpid()}.tmp"
         filesystem.pipe_file(temporary, content)
         filesystem.mv(temporary, inside)
     else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_shared(Path(path), content)
+        Path(inside).parent.mkdir(parents=True, exist_ok=True)
+        replace_shared(Path(inside), content)
+        Path(inside).chmod(Path(inside).stat().st_mode & ~0o022)
