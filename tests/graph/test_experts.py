@@ -51,7 +51,7 @@ def test_each_rank_computes_its_experts_and_together_they_are_transformers_own(
             share = SimpleNamespace(
                 gate_up_proj=experts.gate_up_proj[own],
                 down_proj=experts.down_proj[own],
-                _apply_gate=experts._apply_gate,
+                **{name: getattr(experts, name) for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed")},
             )
             shares.append(added(share, *given, first))
         return shares[0] + shares[1]

@@ -47,9 +47,9 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import config_error
 from sftkit.graph import compat
+from sftkit.models.experts import weighted_sums
 from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.grouped import by_expert, grouped_product, rows_in_order
 from sftkit.ops.tensors import local_region
 from sftkit.parallel.tensor import (
     COLUMNWISE,
@@ -105,27 +105,6 @@ class _Exchanged(torch.autograd.Function):
         return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
 
 
-def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
-    """Return the results of a rank's experts, [S, H], one row for each number; 0 where the number is E.
-
-    Args:
-        experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
-        hidden: [S / visits, H], each token as often as it visits experts.
-        numbers: int64 [S], of this rank's experts, or E: of none.
-    """
-    gate_up = experts.gate_up_proj
-    down = experts.down_proj
-    count = len(gate_up)
-    numbers, order, back, ends = by_expert(numbers, count)  # those of none are last
-    own = (numbers < count)[:, None]
-    # Rows of none are never written by the products, nor are their gradients: 0 before the first, and after the last.
-    rows = rows_in_order(hidden, order, back, visits).where(own, 0.0)
-    # Private: what transformers calls between the two products of its own experts (huggingface/transformers#42697), for
-    # which each architecture has its activation.
-    rows = grouped_product(experts._apply_gate(grouped_product(rows, gate_up, ends)), down, ends).where(own, 0.0)
-    return rows_in_order(rows, back, order, 1)
-
-
 _COMPUTE = "_sftkit_compute"
 "Attribute of experts: the function that computes them."
 
@@ -171,17 +150,14 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_e
     """Return the contribution of a rank's experts to tokens, [N, H]: 0 for tokens that visit none of them.
 
     Args:
-        experts: of grouped.computed.
+        experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
         hidden: [N, H]. chosen: int64 [N, K], numbers of experts. weights: [N, K].
         first_expert: number of its first expert.
     """
-    num_experts = len(experts.gate_up_proj)
-    visits = chosen.shape[1]
-    numbers = chosen.flatten() - first_expert
+    numbers = chosen - first_expert
     # Others than this rank's become one number behind the last: sorted, they come last, where the products skip them.
-    numbers = torch.where((numbers >= 0) & (numbers < num_experts), numbers, num_experts)
-    results = computed(experts, hidden, numbers, visits).unflatten(0, weights.shape)
-    return (results * weights[..., None]).sum(1).to(hidden.dtype)
+    count = len(experts.down_proj)
+    return weighted_sums(experts, hidden, torch.where((numbers >= 0) & (numbers < count), numbers, count), weights)
 
 
 _REDUCE_DTYPE = "_sftkit_reduce_dtype"
