@@ -39,10 +39,15 @@ def choices(ranks: int) -> dict[str, Tensor]:
     }
 
 
+def form(experts: Any) -> dict[str, Any]:
+    """What products read of experts next to the matrices."""
+    return {name: getattr(experts, name) for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed")}
+
+
 def outputs_and_gradients(experts: Any, forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
     """What comes out, and the gradients of hidden states, weights and matrices."""
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weights, experts.gate_up_proj, experts.down_proj)]
-    given = SimpleNamespace(gate_up_proj=leaves[2], down_proj=leaves[3], _apply_gate=experts._apply_gate)
+    given = SimpleNamespace(gate_up_proj=leaves[2], down_proj=leaves[3], **form(experts))
     out = forward(given, leaves[0], chosen, leaves[1])
     (out.float() * torch.linspace(-1, 1, WIDTH)).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
@@ -59,7 +64,7 @@ def difference(chosen: Tensor, dtype: torch.dtype) -> float:
     own, share = EXPERTS // ranks, slice(rank * TOKENS, (rank + 1) * TOKENS)
     mine = slice(rank * own, (rank + 1) * own)
     shared = SimpleNamespace(
-        gate_up_proj=experts.gate_up_proj[mine], down_proj=experts.down_proj[mine], _apply_gate=experts._apply_gate
+        gate_up_proj=experts.gate_up_proj[mine], down_proj=experts.down_proj[mine], **form(experts)
     )
     ours = outputs_and_gradients(
         shared, partial(by_all_gather, group=group), hidden[share], chosen[share], weights[share]
