@@ -1,6 +1,7 @@
 """What is known of adapters without torch: the layers that targets name, and folders that hold an adapter."""
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -58,8 +59,9 @@ _NOT_LOADED = (
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 "The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
-_IN_BLOCK = re.compile(r"^(?P<layer>.*\.\d+\..+)\.weight$")
-_EXPERT = re.compile(r"^(?P<layer>.*\.experts)\.0\.down_proj\.weight$")
+_IN_BLOCK = re.compile(r"^(model\.)?(?P<layer>layers\.(?P<block>\d+)\..+)\.weight$")
+"A model without a head is saved without the prefix. Blocks of other names predict more tokens, and are not loaded."
+_EXPERT = re.compile(r"^(model\.)?(?P<layer>layers\.(?P<block>\d+)\..*\bexperts)\.0\.down_proj\.weight$")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
 MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "dots1")
@@ -142,18 +144,27 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     folder = folder_of(resolve(model.path or ""), model.revision)
     if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES, *AS_STORED) or folder is None:
         return None
-    shapes = shapes_in(folder)
+    try:
+        shapes = shapes_in(folder)
+    except ConfigError:
+        if os.path.isdir(model.path or ""):
+            raise
+        return None  # a download that was interrupted goes on at the start
     if not shapes and of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
+    blocks = fields.get("num_hidden_layers", math.inf)
+    fused = False
     for name, shape in shapes.items():
-        if (expert := _EXPERT.match(name)) is not None:
-            found[expert["layer"]] = (shape[0], shape[1])
-            experts.add(expert["layer"])
-        elif (layer := _IN_BLOCK.match(name)) is not None and len(shape) == 2 and ".experts." not in name:
-            found[layer["layer"]] = (shape[0], shape[1])
-    return (found, experts) if found else None
+        expert = _EXPERT.match(name)
+        layer = expert or _IN_BLOCK.match(name)
+        if layer is None:
+            fused |= ".experts." in name
+        elif int(layer["block"]) < blocks and (expert or (len(shape) == 2 and ".experts." not in name)):
+            found[f"model.{layer['layer']}"] = (shape[0], shape[1])
+            experts |= {f"model.{layer['layer']}"} if expert else set()
+    return (found, experts) if found and (experts or not fused) else None
 
 
 def _shapes_of_fields(fields: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -295,14 +306,14 @@ def check_adapter(files: AdapterFiles, folder: Path | None) -> list[str]:
     known = known_shapes(files.base)
     for name, found in there.items():
         if different := sorted(found.keys() ^ wanted):
-            word = "not loaded here" if different[0] in found else "missing"
-            raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}: {cure}")
+            word = f"not loaded here: {cure}" if different[0] in found else f"missing. {COPY_AGAIN}"
+            raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}")
         if (known is None and files.experts) or (known is not None and name.removesuffix(".base_layer") in known[1]):
             continue  # factors of all experts are in one tensor
         outputs, inputs = found["B.weight"][:1], found["A.weight"][1:]
         if known is not None and _IN_BLOCK.match(f"{name}.weight"):
             if name not in known[0]:
-                raise ConfigError(f"{path}: {files.base.path} has no layer {name}: {cure}")
+                raise config_error("layer of another model", files=files, path=path, name=name)
             outputs, inputs = ([size] for size in known[0][name])
         right = {"A.weight": [files.rank, *inputs], "B.weight": [*outputs, files.rank], "magnitude_vector": outputs}
         for factor, shape in found.items():

@@ -83,13 +83,14 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     # An operator of its own: Inductor may store what it computes in other strides than it traced, for which the kernel
     # of a GPU ends in an assertion (torch 2.11). And torch traces the product in bf16 only.
     # The products want a row or a column of stride 1; the gradient of a sum is expanded, with strides of 0.
-    return F.grouped_mm(rows.contiguous(), matrices.transpose(-2, -1), offs=ends)
+    # Of a result whose rows are no multiple of 16 bytes they leave gaps.
+    return F.grouped_mm(rows.contiguous(), matrices.transpose(-2, -1), offs=ends).contiguous()
 
 
 @torch.library.custom_op("sftkit::grouped_product_backward", mutates_args=())
 def _gradient_of_matrices(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the matrices, [E, out, in]."""
-    return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends)
+    return F.grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=ends).contiguous()
 
 
 @grouped_product.register_fake

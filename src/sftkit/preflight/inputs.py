@@ -398,7 +398,7 @@ def _check_adapter(model: schema.ModelConfig, config: schema.AdapterConfig) -> s
         return None
     fields = model_files.fields_of(model) or {}
     if fields.get("is_encoder_decoder"):
-        return f"adapter: {model_files.not_causal(fields['model_type'], 'an adapter')}"
+        return f"adapter: {model_files.not_causal(str(fields.get('model_type')), 'an adapter')}"
     if shapes is not None and shapes[1] and config.base == "nf4":
         return "adapter: base nf4 does not go with a mixture, whose experts are most of it: set adapter.base=bf16"
     layers = None if shapes is None else target_layers(shapes[0], config, experts=shapes[1])
@@ -515,7 +515,8 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
         # Several adapters on one side alone, or others by name, are a difference of the recipes.
         compared = had.keys() & has.keys() or had | has
         pairs |= {key: (had.get(key), has.get(key)) for key in sorted(compared)}
-        if had and has and _same_layers(cfg, known.get("adapter") or {}):  # which may be named in several ways
+        # Layers may be named in several ways; those that are not known are compared when the model is there.
+        if had and has and _same_layers(cfg, known.get("adapter") or {}) is not False:
             del pairs["adapter.targets"], pairs["adapter.experts"]
         if (length := cfg.data.max_length) is not None:
             pairs["data.max_length"] = known.get("rows", {}).get("max_length", length), length
@@ -550,23 +551,22 @@ def _of_adapters(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _same_layers(cfg: schema.Config, known: Mapping[str, Any]) -> bool:
-    """Return whether a recipe gives an adapter to the layers that have one in a checkpoint; False: others, or not known
-    before the model is loaded.
+def _same_layers(cfg: schema.Config, known: Mapping[str, Any]) -> bool | None:
+    """Return whether a recipe gives an adapter to the layers that have one in a checkpoint; None: not known before the
+    model is loaded.
 
     Args:
         known: the checkpoint's adapters by its identity.
     """
     from sftkit.models.adapter_files import known_shapes, target_layers
 
-    one = (
-        known if isinstance(known.get("rank"), int) else next(iter(known.values()), {})
-    )  # members have the same layers
+    # Members have the same layers.
+    one = known if isinstance(known.get("rank"), int) else next(iter(known.values()), {})
     with suppress(ConfigError):  # what is wrong with the model or the targets is told without this
         shapes = known_shapes(cfg.model)
         if shapes is not None and cfg.adapter is not None:
             return {*target_layers(shapes[0], cfg.adapter, experts=shapes[1])} == {*one.get("modules", ())}
-    return False
+    return None
 
 
 def _other_base(model: schema.ModelConfig, known: str | None) -> list[str]:
