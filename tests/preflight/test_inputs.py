@@ -321,10 +321,14 @@ def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> No
     assert refused("train.resume=runs/mine") == newest
     one = "runs/mine/step-000002/adapters/one"
     (here / one).mkdir(parents=True)
+    checkpoint(here / "runs/mine/step-000002", sources={})
     assert refused(f"train.resume={one}").endswith(
         f"{one}: one adapter of a run with several, which resumes as a whole: name runs/mine/step-000002, or start a "
         f"new run from this adapter with model.path={one}"
     )
+    own = "runs/adapters/step-000001"  # a run of this name
+    checkpoint(here / own, sources={"chats": 1})
+    assert "one adapter of a run" not in str(problems("run.dir=runs/adapters", f"train.resume={own}"))
     assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +32,7 @@ from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import num_positions, plan_epoch
 from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import stage_rule
-from sftkit.data.types import Examples
+from sftkit.data.types import SPLIT_TOKENS, Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.tasks import benchmarks
 from sftkit.memory.plan import make_plan, shape_of
@@ -41,7 +41,7 @@ from sftkit.preflight import analysis
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight import analysis as preflight_costs
 from sftkit.preflight import terminal as inspection
-from sftkit.preflight.data import duplicate_facts
+from sftkit.preflight.data import answer_warnings, duplicate_facts
 from sftkit.preflight.terminal import page
 from sftkit.rundir.names import TRAINING_STATE
 from sftkit.train import assemble
@@ -852,3 +852,10 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     seconds = time.perf_counter() - started
     print(f"{seconds:.2f} s")
     assert seconds < 10.0
+
+
+@pytest.mark.parametrize(("trees", "told"), [(None, True), ({"factor": 1.1}, True), ({"factor": 3.0}, False)])
+def test_the_cost_of_separate_answers_is_a_warning_unless_rows_of_trees_share_it(trees: Any, told: bool) -> None:
+    answers = Counter({"answers": 20, "answers_learned": 20, SPLIT_TOKENS: 90})
+    source = {"name": "chats", "rows": 10, "tokens": 100, "answers": answers, "trees": trees}
+    assert any("data.split_turns=false saves them" in text for text in answer_warnings(source)) == told

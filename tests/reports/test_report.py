@@ -21,6 +21,7 @@ from huggingface_hub import ModelCard
 from made_run import CHECKS, TASKS, make_run, metrics, write_rows
 
 from sftkit.errors import ConfigError
+from sftkit.reports.card import model_card
 from sftkit.reports.collect import gather_report, hub_datasets, newest_run_under, origin
 from sftkit.reports.page import SECTIONS, report_of_folder, try_report, write_report
 from sftkit.reports.values import Series, line_chart, read_rows
@@ -391,6 +392,14 @@ def test_model_card_is_read_by_the_hub_client(run: Path) -> None:
     for part in ("## Training data", "smoltalk2", "**FAIL**", "Mask coverage", "AutoTokenizer"):
         assert part in card.text
     assert re.search(r"\| arc\\_easy \| acc\\_norm \| 0\.\d+ \| 0\.\d+ to 0\.\d+ \| 0\.25 \| 600 \| 300 \|", card.text)
+
+
+def test_a_card_names_the_weights_that_were_trained_and_what_they_began_as(run: Path) -> None:
+    report = gather_report(run)
+    base = {"path": "runs/mid/step-000020", "sha256": "ab" * 32}
+    report["run"].update(base_model=None, model="runs/mid", start={"model": "runs/base"}, adapter_base=base)
+    table = model_card(report, {}).partition("## Start")[2].partition("##")[0]
+    assert re.search(r"\| model \| <code>runs/mid</code> \|.*\| which began as \| <code>runs/base</code> \|.*abab", table, re.DOTALL), table
 
 
 def test_model_card_without_evaluations_has_no_results(run: Path) -> None:

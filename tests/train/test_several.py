@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -192,6 +193,10 @@ def test_each_adapter_is_trained_as_if_alone(tmp_path: Path, tokenizer: Any, bas
             atol=1e-7,
         )
     assert len(steps) == 2  # the short data has ended before
+    names = {name for row in (tmp_path / "many/metrics.jsonl").read_text().splitlines() for name in json.loads(row)}
+    assert "train/loss/" + FOUR[1].name in names
+    # Adapters may share a source, so none is counted by itself.
+    assert not [name for name in names if re.match(r"data/(share|tokens|epochs)/|train/.*/loss$", name)]
     red = {row: found for row, found in proof_rows(tmp_path / "many").items() if found["ok"] is False}
     assert {*red} <= {"Answers end with a learned end of turn"}, red
 

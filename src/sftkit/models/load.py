@@ -130,7 +130,8 @@ def load_model(
         if files is not None and adapter is None and not empty:
             from sftkit.models.adapters import merge_files
 
-            merge_files(orig_model, files, nf4_of)
+            with working(f"merging the adapter {files.folder} into it"):
+                merge_files(orig_model, files, nf4_of)
         elif files is not None:
             for ids in files.tokens.values():
                 make_room_for(orig_model, ids)
@@ -223,7 +224,8 @@ def _adapt(
         raise config_error("adapters that continue")
     if files is not None:
         check_continued(files, config)
-    add_adapters(orig_model, adapters)
+    with nullcontext() if files is None else working(f"continuing the adapter {files.folder}"):
+        add_adapters(orig_model, adapters)
     join_layers(orig_model)
 
 

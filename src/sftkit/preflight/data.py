@@ -108,7 +108,8 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[chat.THINKING_OFF]:
         rows = counted(source["rows"], "conversation")
         texts.append(hint("trained with thinking off", name=name, count=answers[chat.THINKING_OFF], rows=rows))
-    if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
+    shared = (source.get("trees") or {"factor": 1.0})["factor"] >= WORTH_IT  # rows of trees compute them once
+    if not shared and answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
         share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(hint("tokens of split turns", name=name, share=share))
     return texts

@@ -586,7 +586,7 @@ def _check_checkpoint(path: str) -> str | None:
     if not folder.is_dir():
         return _missing(path, "folder", Path.is_dir)
     problem = read_manifest(folder)
-    if folder.parent.name == ADAPTER_FOLDERS:
+    if folder.parent.name == ADAPTER_FOLDERS and isinstance(read_manifest(folder.parents[1]), dict):
         whole = f"{path}: one adapter of a run with several, which resumes as a whole: name {folder.parents[1]}"
         return f"{whole}, or start a new run from this adapter with model.path={path}"
     if not isinstance(problem, str):

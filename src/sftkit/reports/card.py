@@ -94,7 +94,8 @@ def _start(report: Report) -> list[tuple[str, str | None]]:
     if run["model"] is None and not start:
         return []
     local = base.get("path") if base.get("path") != run["base_model"] else None
-    found = [("model", run["base_model"] or start.get("model") or run["model"])]
+    model, origin = run["base_model"] or run["model"] or start.get("model"), start.get("model")
+    found = [("model", model), *([("which began as", origin)] if origin and origin != model else [])]
     found.append(("commit", start.get("revision") or (None if local else base.get("revision"))))
     found.append(("licence", start.get("licence")))
     if base:

@@ -107,6 +107,8 @@ class Meter:
         self.seen_targets = self.planned_targets = 0
         """targets of all logged steps: as counted in the batches of all ranks, and as planned, which is what
         gradients are divided by"""
+        self._several = False
+        "whether steps are of several adapters, which may share a source"
         self._reset()
 
     def _reset(self) -> None:
@@ -180,6 +182,7 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
+        self._several |= bool(step_batches.adapters)
         self._learned += np.asarray(step_batches.source_targets)
         # Chosen on the device: the host does not know yet whether the step was skipped, and must not wait for it here.
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
@@ -247,7 +250,7 @@ class Meter:
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(trees if self.shapes.layout.kind == "tree" else {}),
             **(encoded if self._encoder_positions else {}),
-            **(of_sources if len(self.sources) > 1 else {}),
+            **(of_sources if len(self.sources) > 1 and not self._several else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
