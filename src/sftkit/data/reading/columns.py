@@ -146,6 +146,7 @@ REJECTED_KEYS = {
     **dict.fromkeys(MEDIA, "only text is learned"),
 }
 "Keys of a message that training cannot honour, and what to do instead."
+_READ = frozenset(("role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS))
 _METADATA = """
 _id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
 category categories subject topic domain tags tree_state lang language languages model model_name generator url license
@@ -194,7 +195,7 @@ def is_nan(value: object) -> bool:
 
 def is_empty(value: object) -> bool:
     """Return whether a value is empty: null, blank text, an empty list or object, or NaN, the null of tables."""
-    return is_nan(value) or value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
+    return not value.strip() if isinstance(value, str) else value is None or value in ([], {}) or is_nan(value)
 
 
 def named(found: JsonObject, where: str) -> JsonObject:
@@ -463,24 +464,23 @@ def unused_keys(
         reasoning: the reasoning of answers is read.
     """
     found: dict[str, None] = {}
+    answer = ("tool_calls", *REASONING) if reasoning else ("tool_calls",)
     for message in messages:
         role = message["role"]
         parts = message.get("content")
         if is_plain(message):
             continue
-        unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
-        if role == "assistant":
-            unread -= {"tool_calls", *(REASONING if reasoning else ())}
-        for key in unread:
-            if not is_metadata(key) and not is_empty(message[key]) and not renders(role, key):
+        for key in message.keys() - _READ:
+            known = is_metadata(key) or (role == "assistant" and key in answer)
+            if not known and not is_empty(message[key]) and not renders(role, key):
                 found[f"message key {_shown(key)}"] = None
         for part in parts if isinstance(parts, list) else ():
             found.update((f"content part key {name}", None) for name in unread_keys(part, ("type", "text")))
         for call in message.get("tool_calls") or ():
             function = call.get("function")
-            found.update((f"tool call key {name}", None) for name in unread_keys(call, CALL_KEYS))
-            if isinstance(function, dict):
-                found.update((f"tool call key function.{name}", None) for name in unread_keys(function, CALL_KEYS[2:]))
+            for value, prefix, known_keys in ((call, "", CALL_KEYS), (function, "function.", CALL_KEYS[2:])):
+                for name in unread_keys(value, known_keys):
+                    found[f"tool call key {prefix}{name}"] = None
     return tuple(sorted(found))
 
 

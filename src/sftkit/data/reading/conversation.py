@@ -194,8 +194,8 @@ def _reject_special_tokens(row: Row, messages: list[Message], special_tokens: tu
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
     # First in all of them at once. JSON changes only characters that no special token has.
-    plain = [message["content"] for message in messages if is_plain(message)]
-    others = (None if len(plain) == len(messages) else messages, row.tools, row.template_args)
+    others = ([message for message in messages if len(message) != 2], row.tools, row.template_args)
+    plain = [message["content"] for message in messages if len(message) == 2]
     with suppress(TypeError, ValueError, RecursionError):
         whole = "\0".join((*plain, *ROLES, "role", "content", _WRITER.encode(others) if any(others) else ""))
         firsts = _first_characters(special_tokens)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import numpy as np
@@ -213,16 +213,9 @@ class RowBatches:
         backend.no_padding()
         backend.encode_special_tokens = split
         result: list[list[int]] = []
-        first = 0
-        while first < len(texts):
-            past = first + 1
-            characters = len(texts[first])
-            while past < len(texts) and characters < CHARACTERS_OF_A_CALL:
-                characters += len(texts[past])
-                past += 1
-            encoded = backend.encode_batch_fast(texts[first:past], add_special_tokens=whole)
-            result += [one.ids for one in encoded]
-            first = past
+        ends = zip(accumulate(map(len, texts)), texts, strict=True)
+        for _, call in groupby(ends, lambda one: one[0] // CHARACTERS_OF_A_CALL):
+            result += [one.ids for one in backend.encode_batch_fast([t for _, t in call], add_special_tokens=whole)]
         return result
 
     # ---- texts -------------------------------------------------------------------------------------------------------
@@ -398,7 +391,7 @@ class RowBatches:
 
     def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""
-        ids = np.array(encoded, dtype=np.int32)
+        ids = np.fromiter(encoded, np.int32, len(encoded))
         if one.prompt is not None:
             ids = np.concatenate([one.prompt, ids])
         places = self._is_special.take(ids).nonzero()[0]

@@ -127,7 +127,7 @@ def steps(
         if not row.learned:
             counts = Counter({"answers": len(skipped), loss_mask.MARKED: len(skipped)})
             return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
-        given = replace(row, messages=loss_mask.without_marks(messages))
+        given = row.changed(messages=loss_mask.without_marks(messages))
         locator = loss_mask.AnswerLocator(tokenizer, given, learning.thinking, seen)
         unused = templates.unused_arguments(row, locator.template)
         conversation.require_answer(locator.messages, row.where)  # without reasoning that is left out

@@ -44,7 +44,7 @@ def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
     after that token."""
     start, end = span
     trimmed = start + len(text[start:end].rstrip())
-    if text[start:trimmed].endswith(end_tokens):
+    if text.endswith(end_tokens, start, trimmed):
         return trimmed
     for token in end_tokens:
         following = re.compile(r"\s*" + re.escape(token)).match(text, end)
@@ -89,7 +89,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
-        marked = _marked(message, row.where, i)
+        marked = None if _NO_MARKS(message) else _marked(message, row.where, i)
         if message["role"] != "assistant":
             if marked is False and targets == "all":
                 raise fault(row.where, "bad train mark", i=i, role=message["role"])
@@ -143,8 +143,6 @@ def placed_parts(message: Message, parts: list[Span], text: str, start: int) -> 
 
 def _marked(message: Message, row: str, i: int) -> bool | None:
     """Return whether all marks of a message are true: it is learned; None: it has no mark."""
-    if _NO_MARKS(message):
-        return None
     where = f"{row}: messages[{i}]"
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
@@ -399,9 +397,7 @@ class AnswerMatcher:
             return self._known_features[i]
         message = self.messages[i]
         content = message["content"]
-        tags: Hashable = None
-        if "<" in content:
-            tags = "<think>" in content, "</think>" in content, content.startswith("<tool_response>")
+        tags = "<" in content and ("<think>" in content, "</think>" in content, content.startswith("<tool_response>"))
         keys = None if len(message) == 2 else (len(message.get("tool_calls", ())), *sorted(message))
         around = bool(content), content[:1].isspace(), content[-1:].isspace()
         found = message["role"], keys, around, tags, bool(reasoning_of(message))
@@ -501,7 +497,7 @@ class AnswerLocator:
         args = self.arguments(last)
         wanted = sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
-        marked = marks and all(self.arguments(k) == args for k in wanted)
+        marked = marks and (not self.template.thinking_argument or all(self.arguments(k) == args for k in wanted))
         document = self._marked(last, wanted) if marked else self._located(last, wanted)
         self._check_context(last, args, document.text)
         if not document.spans[last]:
@@ -546,7 +542,7 @@ class AnswerLocator:
         """Reject a conversation of which the template leaves something out before answer `last`."""
 
         def render(messages: list[Message], tools: Tools) -> str:
-            row = replace(self.row, messages=messages, tools=tools, template_args=args)
+            row = self.row.changed(messages=messages, tools=tools, template_args=args)
             return render_conversation(self.tokenizer, self.template, row)[0]
 
         # Answers are checked where they are learned, this one too.
@@ -630,10 +626,11 @@ class AnswerLocator:
             return self._located(last, wanted)
         spans = {}
         before = 0
+        ends = self.template.end_tokens
         for k, (start, end) in zip(answers, marks, strict=True):
-            past = end_of_marked(text, (start, end), self.template.end_tokens)
+            past = end_of_marked(text, (start, end), ends)
             first = self._after_header(text, start)
-            self._check(k, text[first:past], text[before:past])
+            self._check(k, text[first:past], text[before:past] if k in self.reasons else "")
             before = past
             if k in wanted:
                 spans[k] = [(first, past)]
@@ -739,8 +736,7 @@ class AnswerLocator:
 
     def _check_reasoning(self, k: int, text: str) -> None:
         """Reject an answer whose reasoning is not in the text."""
-        reasoning = reasoning_of(self.messages[k])
-        if reasoning and reasoning not in text:
+        if k in self.reasons and reasoning_of(self.messages[k]) not in text:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
@@ -765,7 +761,7 @@ class AnswerLocator:
     def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
         """Render messages with the tools, `how` as render_conversation takes it; a template that rejects them
         is a DataError."""
-        row = replace(self.row, messages=messages, template_args=args)
+        row = self.row.changed(messages=messages, template_args=args)
         try:
             return render_conversation(self.tokenizer, self.template, row, **how)
         except TemplateError as error:

@@ -319,21 +319,17 @@ class Shapes:
         if any(one is None or one in mark for one in noted for mark in marks):
             return None
         self._looked_for.update(filter(None, noted))
-        found = {last: _framed(one, marks) for last, one in documents.items()}
-        framed = {last: one for last, one in found.items() if one is not None}
-        if locator.odd or len(framed) < len(found):
+        framed = {last: one for last, whole in documents.items() if (one := _framed(whole, marks))}
+        if locator.odd or len(framed) < len(documents):
             return None
         every = frozenset(range(len(roles)))
         for free in (every, every.difference(locator.answers)):
             texts = [_SPACED.format(mark) if i in free else mark for i, mark in enumerate(marks)]
             with suppress(DataError):
                 _, documents, _ = self._documents(roles, texts, context_messages)
-                spaced = {last: _framed(one, marks) for last, one in documents.items()}
-                if framed == {
-                    last: one and one._replace(stripped=framed[last].stripped) for last, one in spaced.items()
-                }:
-                    framed = {last: one for last, one in spaced.items() if one is not None}
-                    return ChatShape(locator, self._seen, skipped, framed, free, self._placement(framed))
+                spaced = {last: one for last, whole in documents.items() if (one := _framed(whole, marks))}
+                if framed == {last: one._replace(stripped=framed[last].stripped) for last, one in spaced.items()}:
+                    return ChatShape(locator, self._seen, skipped, spaced, free, self._placement(spaced))
         return ChatShape(locator, self._seen, skipped, framed, frozenset(), self._placement(framed))
 
     def _placement(self, documents: Mapping[int, Framed]) -> Placement | None:

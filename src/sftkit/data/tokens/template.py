@@ -15,16 +15,16 @@ import re
 import signal
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import Macro
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -42,8 +42,6 @@ MAX_MEMORY = 4 * 2**30
 MAX_OPERATION = 2**24
 "Characters or elements of a repeated text or list, and bits of a product or power."
 _POLL_SECONDS = 0.25
-_BLOCKS = 4096
-"Blocks of output between two looks at their length."
 
 Span = tuple[int, int]
 "Character positions [start, end) in the rendered text."
@@ -61,7 +59,7 @@ def render(source: str, variables: dict[str, Any], *, where: str, marks: bool = 
         ConfigError: it exceeds a limit.
     """
     try:
-        return limited(_rendered_marks if marks else _joined, source, variables)
+        return limited(_rendered, source, variables, marks=marks)
     except TemplateError:
         raise
     except ConfigError as error:
@@ -137,42 +135,22 @@ def _check_limits(_signal: int, _frame: object) -> None:
         raise _Ended(exceeded)
 
 
-def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return the text and no spans. Many blocks are counted at a time: a look at each would take a tenth of the
-    time of rendering."""
+def _rendered(source: str, variables: dict[str, Any], *, marks: bool) -> tuple[str, list[Span]]:
+    """Return the text and, with `marks`, the marked spans, as transformers does with return_assistant_tokens_mask. That
+    joins all of the text so far for every answer, which takes minutes for a conversation of thousands. Here the tracker
+    is given an empty list of blocks, and spans are moved to where the text ends."""
     compiled = _compiled(source)
-    blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
     found = list[str]()
-    length = 0
-    while chunk := list(islice(blocks, _BLOCKS)):
-        length += sum(map(len, chunk))
-        _check_length(length)
-        found += chunk
-    return "".join(found), []
-
-
-def _check_length(length: int) -> None:
-    if length > MAX_RENDERED:
-        raise config_error("endless chat template", most=MAX_RENDERED)
-
-
-def _rendered_marks(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return text and marked spans, as transformers does with return_assistant_tokens_mask. That joins all of the text
-    so far for every answer, which takes minutes for a conversation of thousands. Here the tracker is given an empty
-    list of blocks, and spans are moved to where the text ends."""
-    compiled = _compiled(source)
-    blocks = list[str]()
-    length = 0
     spans = _Spans()
+    length = 0
     # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
-    environment: Any = compiled.environment
-    with environment.activate_tracker([], spans):
-        for block in compiled.generate(variables):
-            blocks.append(block)
-            length += len(block)
-            _check_length(length)
-            spans.length = length
-    return "".join(blocks), spans
+    with compiled.environment.activate_tracker([], spans) if marks else nullcontext():
+        for block in compiled.root_render_func(compiled.new_context(variables)):  # render() without the join at its end
+            found.append(block)
+            spans.length = length = length + len(block)
+            if length > MAX_RENDERED:
+                raise config_error("endless chat template", most=MAX_RENDERED)
+    return "".join(found), spans
 
 
 class _Spans(list[Span]):
@@ -207,13 +185,30 @@ def _compiled(source: str) -> Any:
         return known[type(owner), name]
 
     found = environment.getattr
+    of_dicts = frozenset(dir(dict))
 
     def attribute_of(owner: Any, name: str) -> Any:
         # A key of a message, which Jinja takes only after the attribute of an object is not there.
-        return owner[name] if type(owner) is dict and name in owner and not hasattr(dict, name) else found(owner, name)
+        if type(owner) is not dict or name in of_dicts:
+            return found(owner, name)
+        return owner[name] if name in owner else environment.undefined(obj=owner, name=name)
 
+    call = environment.call
+
+    def called(context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
+        # As Jinja calls a macro, without asking of it what is the same for all.
+        if type(function) is not Macro:
+            return call(context, function, *args, **named)
+        named.pop("_loop_vars", None)
+        named.pop("_block_vars", None)
+        return function(context.eval_ctx, *args, **named)
+
+    write = json.JSONEncoder(ensure_ascii=False).encode
+    tojson = environment.filters["tojson"]
+    environment.filters["tojson"] = lambda x, *args, **how: (tojson if args or how else write)(x, *args, **how)
     environment.is_safe_attribute = is_safe_attribute
     environment.getattr = attribute_of
+    environment.call = called
     return environment.from_string(source)
 
 
