@@ -10,7 +10,8 @@ import torch
 from graph_worker import MODELS
 from torch import Tensor
 
-from sftkit.graph.sharding import added, use_grouped_products
+from sftkit.graph.sharding import added, share_experts
+from sftkit.models.experts import compute_experts_here
 
 
 def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,8 +42,7 @@ def test_each_rank_computes_its_experts_and_together_they_are_transformers_own(
     model.set_experts_implementation("eager")
     experts = model.model.layers[1].mlp.experts
     expected = results(experts, experts, dtype)
-    use_grouped_products(model)
-    assert type(experts).__name__ == "DeepseekV3Experts"
+    compute_experts_here(model)
 
     def halves(*given: Tensor) -> Tensor:
         shares = []
@@ -63,5 +63,5 @@ def test_each_rank_computes_its_experts_and_together_they_are_transformers_own(
 
 def test_experts_of_another_form_stay_transformers_own() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    use_grouped_products(model)  # type: ignore[arg-type]
+    share_experts(model, None)  # type: ignore[arg-type]
     assert type(model[0]) is torch.nn.Linear

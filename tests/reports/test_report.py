@@ -399,7 +399,9 @@ def test_a_card_names_the_weights_that_were_trained_and_what_they_began_as(run: 
     base = {"path": "runs/mid/step-000020", "sha256": "ab" * 32}
     report["run"].update(base_model=None, model="runs/mid", start={"model": "runs/base"}, adapter_base=base)
     table = model_card(report, {}).partition("## Start")[2].partition("##")[0]
-    assert re.search(r"\| model \| <code>runs/mid</code> \|.*\| which began as \| <code>runs/base</code> \|.*abab", table, re.DOTALL), table
+    assert re.search(
+        r"\| model \| <code>runs/mid</code> \|.*\| which began as \| <code>runs/base</code> \|.*abab", table, re.DOTALL
+    ), table
 
 
 def test_model_card_without_evaluations_has_no_results(run: Path) -> None:

@@ -30,5 +30,7 @@ def test_what_other_processes_may_read_has_the_mode_that_the_umask_leaves(tmp_pa
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
     held.release()
     assert {mode for path, mode in found.items() if path.is_dir()} == {0o770}
+    # Nobody else may change code that this user runs.
+    assert found.pop(tmp_path / "compile" / "key.compiled") == 0o640
     assert {mode for path, mode in found.items() if path.is_file()} == {0o660}
     assert not list(tmp_path.rglob("*.tmp"))

@@ -36,6 +36,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import gradients
 from sftkit.graph.engine import GraphEngine
+from sftkit.models.load import compute_here
 from sftkit.objectives.objective import NextToken, Totals
 from sftkit.optim.protocol import parameters_of
 from sftkit.runtime import start as runtime
@@ -177,6 +178,7 @@ def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt, cfg.data.layout)
     orig_model = MODELS[model]().to(rt.device)
+    compute_here(orig_model)
     return make_engine(cfg, rt, Path(), Training(orig_model, NextToken(cfg.loss, num_sources=2), layout)), batches
 
 

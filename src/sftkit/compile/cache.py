@@ -131,10 +131,10 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
         return f"nothing was compiled that {path} could hold"
     content = io.BytesIO()
     parts = {TORCH_CODE: artifacts[0], **read_kernels()}
-    signature = {_SIGNATURE: _signed(parts, key, secret)} if secret else {}
+    parts |= {_SIGNATURE: _signed(parts, key, secret)} if secret else {}
     with ZipFile(content, "w") as file:
         file.comment = key.encode()
-        for name, code in {**parts, **signature}.items():
+        for name, code in parts.items():
             file.writestr(name, code)
     try:
         _write(path, content.getvalue())
@@ -184,10 +184,8 @@ def _is_local(path: str) -> bool:
 
 def _signed(parts: dict[str, bytes], key: str, secret: str) -> bytes:
     """Return the signature of a file's parts."""
-    made = hmac.new(secret.encode(), key.encode(), hashlib.sha256)
-    for name, code in sorted(parts.items()):
-        made.update(f"\n{len(name)} {name} {len(code)} ".encode() + code)
-    return made.digest()
+    whole = key, sorted((name, hashlib.sha256(code).hexdigest()) for name, code in parts.items())
+    return hmac.digest(secret.encode(), repr(whole).encode(), "sha256")
 
 
 def _read(path: str, key: str) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ returns an optim.protocol.Optimizer, and its entry in optimizers.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftkit.errors import did_you_mean, texts
@@ -185,8 +184,3 @@ CHAIN = ("base", "mid", "sft")
 "The stages that follow one another."
 STAGE_SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py", "caption": "caption_train.py"}
 "Name -> file of the script."
-
-
-def stage_of_script(script: str) -> str | None:
-    """Return the stage that a script runs, by its file name; None for a script that is not one of sftkit's."""
-    return next((stage for stage, name in STAGE_SCRIPTS.items() if Path(script).name == name), None)

@@ -80,14 +80,13 @@ def distribute_for_graph(model: ModelWithLoss, source: schema.ModelConfig | None
         source: where the weights of an empty model come from (models.load).
     """
     if not rt.topology.sharded:
-        sharding.use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
     # pass that gathers weights gives them to the others, so it must be the outermost.
     every, mesh = sharding.make_graph_meshes(rt.topology, rt.device.type)
-    sharding.use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"))
     if mesh is not None:
+        sharding.share_experts(model.orig_model, mesh.get_group("tensor"))
         sharding.exchange_activations(model.orig_model, mesh)
     sharding.shard_for_graph(model, sharding.weight_placement(model.orig_model, every, mesh), rt.precision)
     # Weights are read when their places are known, so that each rank reads no more than its own shards.

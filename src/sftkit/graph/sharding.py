@@ -105,31 +105,22 @@ class _Exchanged(torch.autograd.Function):
         return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
 
 
-_COMPUTE = "_sftkit_compute"
-"Attribute of experts: the function that computes them."
-
-
-def use_grouped_products(orig_model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
-    """Let the experts of a model be computed here, in place; call it before weights are sharded.
-
-    Args:
-        group: each of its ranks has an equal share of every block's experts, in order.
-    """
-    compute = partial(added, first_expert=0) if group is None else partial(by_all_gather, group=group)
+def share_experts(orig_model: PreTrainedModel, group: ProcessGroup) -> None:
+    """Let each rank of a group compute an equal share of every block's experts, in order; call it before weights are
+    sharded."""
     # Experts as most architectures have them: gated, without biases, [experts, out, in].
     form = {"has_gate": True, "has_bias": False, "is_transposed": False}
     for module in orig_model.modules():
         if all(getattr(module, name, None) is wanted for name, wanted in form.items()):
-            module.__class__ = _grouped(type(module))  # type: ignore[arg-type]  # torch hashes modules
-            module.__dict__[_COMPUTE] = compute
+            module.__class__ = _shared_out(type(module), group)  # type: ignore[arg-type]  # torch hashes modules
 
 
 @cache
-def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return a class of the same name whose experts are computed here."""
+def _shared_out(cls: type[torch.nn.Module], group: ProcessGroup) -> type[torch.nn.Module]:
+    """Return a class of the same name whose experts are computed by all ranks of a group."""
 
     def forward(self: torch.nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.__dict__[_COMPUTE](self, hidden, top_k_index, top_k_weights)
+        return by_all_gather(self, hidden, top_k_index, top_k_weights, group)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

@@ -332,7 +332,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    rules = [run_can_be_written, *input_rules(tables.stage_of_script(script))]
+    stage = next((stage for stage, name in tables.STAGE_SCRIPTS.items() if Path(script).name == name), None)
+    rules = [run_can_be_written, *input_rules(stage)]  # None: not a script of sftkit
     cfg = load.read_config(recipe, overrides, world_size=1, more=rules)
     script = commands.shipped(script)
     refuse_at_work(Path(cfg.run.dir))

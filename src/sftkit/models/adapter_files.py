@@ -154,8 +154,7 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
         return _shapes_of_fields(fields), set()
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
-    blocks = fields.get("num_hidden_layers", math.inf)
-    fused = False
+    blocks, fused = fields.get("num_hidden_layers", math.inf), False
     for name, shape in shapes.items():
         expert = _EXPERT.match(name)
         layer = expert or _IN_BLOCK.match(name)

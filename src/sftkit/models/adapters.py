@@ -31,7 +31,6 @@ from sftkit.models.adapter_files import (
     TRAINED_ROWS,
     AdapterFiles,
     check_adapter,
-    merge_command,
     name_in_model,
     scale_of,
     target_layers,
@@ -479,8 +478,6 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     of_experts = expert_weights(orig_model) if files.experts else {}
-    wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
-    cure = f"merge it: {merge_command(files.folder)}"
     for layer in () if nf4_of is None else _layers_in_nf4(orig_model):
         layer.weight.data = dequantize(quantize(layer.weight.to(nf4_of)), layer.weight.dtype)
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
@@ -491,18 +488,18 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
             set_new_rows(orig_model, None)
         for name in layers:
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
-                raise ConfigError(f"{path}: {name}: {files.base.path} has no layer with such an adapter here: {cure}")
+                raise config_error("layer of another model", files=files, path=path, name=name)
             weight = of_experts[name] if name in of_experts else owners[name].weight
             assert isinstance(weight, torch.nn.Parameter)
             if weight is embedding_of(orig_model):
                 raise config_error("adapter of a tied weight", path=path, name=name)
-            held = {one: file.get_tensor(keys[f"{name}.lora_{one}"]) for one in wanted}
-            factors_of = held["A.weight"], held["B.weight"]
+            a, b = (file.get_tensor(keys[f"{name}.lora_{one}.weight"]) for one in "AB")
             if name in of_experts:
                 transposed = owners[name.removesuffix(".base_layer")].is_transposed
-                merged = merged_experts(weight, *factors_of, files.scale, transposed=bool(transposed))
+                merged = merged_experts(weight, a, b, files.scale, transposed=bool(transposed))
             else:
-                merged = merged_weight(weight, *factors_of, files.scale, held.get("magnitude_vector"))
+                lengths = file.get_tensor(keys[f"{name}.lora_magnitude_vector"]) if files.dora else None
+                merged = merged_weight(weight, a, b, files.scale, lengths)
             if isinstance(weight, DTensor):
                 weight.to_local().copy_(merged)
             else:  # not in place: the weights of files that are mapped into memory stay as they are

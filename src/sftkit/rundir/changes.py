@@ -83,7 +83,8 @@ def compare_recipes(there: str, here: str, allowed: Sequence[str]) -> tuple[dict
     # A key that only one side has came or went with a version of sftkit: the recipe did not change.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
-    kept = {key: values for key, values in sorted(changed.items()) if key in optim or _is_kept(key)}
+    fixed = {key for key in changed if key in _FIXED or _OF_ORDER.fullmatch(key)}
+    kept = {key: values for key, values in sorted(changed.items()) if key in optim | fixed}
     rejected = {key: values for key, values in kept.items() if _allowing(key) not in allowed}
     # The length may change without permission, but it is reported because the learning rate follows it.
     kept |= {key: changed[key] for key in LENGTH if key in changed}
@@ -139,10 +140,6 @@ def _of_entries(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
         else:
             found |= {f"adapters.{i}.{key}": values for key, values in key_differences(a, b).items()}
     return found
-
-
-def _is_kept(key: str) -> bool:
-    return key in _FIXED or _OF_ORDER.fullmatch(key) is not None
 
 
 def _allowing(key: str) -> str:

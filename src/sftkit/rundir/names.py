@@ -157,11 +157,6 @@ def being_written(folder: Path, token: str) -> Path:
     return folder.with_name(f".{folder.name}.{token}.tmp")
 
 
-def being_deleted(folder: Path, token: str) -> Path:
-    """Return what a step directory is called while the owner of this token deletes it; UNFINISHED finds it."""
-    return folder.with_name(f".{folder.name}.{token}.del")
-
-
 def evaluation_dir(run_dir: Path, step: int) -> Path:
     """Return the folder with every example of a step's evaluation."""
     return run_dir / EVALUATIONS / step_name(step)
@@ -175,11 +170,6 @@ def random_state_file(folder: Path, rank: int) -> Path:
 def error_file(run_dir: Path, rank: int) -> Path:
     """Return the file with the error of a rank that failed."""
     return run_dir / ERRORS / f"{_rank(rank)}.json"
-
-
-def error_files(run_dir: Path) -> list[Path]:
-    """Return the files of all ranks that have failed so far."""
-    return list((run_dir / ERRORS).glob("rank*.json"))
 
 
 def heartbeat_file(beats: Path, rank: int) -> Path:

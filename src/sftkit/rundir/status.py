@@ -273,7 +273,7 @@ class RunStatus:
     def failures(self) -> list[Failure]:
         """Return the failures of all ranks in this start, causes before symptoms, earliest first."""
         found = []
-        for path in names.error_files(self.run_dir):
+        for path in (self.run_dir / names.ERRORS).glob("rank*.json"):
             with suppress(TypeError):  # half a file, or one of another version
                 found.append(Failure(**files.read_object(path)))
         found = [failure for failure in found if failure.start_id == self.start_id]

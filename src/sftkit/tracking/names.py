@@ -154,15 +154,11 @@ _WORDS = dict.fromkeys(("adapter", "metric", "task"), r"[^/]+")
 _WORDS |= {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "phase": r".+"}
 
 
-def regex(name: str) -> str:
-    """Return a regular expression, without anchors, of the names that a pattern stands for."""
-    return re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], name)
-
-
 @cache
 def find_metric(name: str) -> Metric | None:
     """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
-    return next((metric for metric in METRICS if re.fullmatch(regex(metric.name), name)), None)
+    patterns = (re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], metric.name) for metric in METRICS)
+    return next((metric for metric, one in zip(METRICS, patterns, strict=True) if re.fullmatch(one, name)), None)
 
 
 def summary_of(name: str) -> Summary:

@@ -325,8 +325,3 @@ def pairs_to_messages(pairs: Iterable[Iterable[object]]) -> list[JsonObject]:
 
 SPEAKER = re.compile(r"(?:\A\s*|\n\n\s*)(Human|Assistant|SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
 "Begins a turn in the text of turns."
-
-
-def is_transcript(text: object) -> bool:
-    """Return whether a value is the text of turns, each after its speaker, as HH-RLHF and Glaive write them."""
-    return isinstance(text, str) and SPEAKER.match(text) is not None

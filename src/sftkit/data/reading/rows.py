@@ -334,7 +334,7 @@ def _plain(raw: Raw, where: str, column: str) -> Row:
 def _messages(raw: Raw, where: str, column: str) -> Row:
     """Take messages as they are, or from text: of JSON, or of turns after their speakers."""
     messages = raw[column]
-    if conversation.is_transcript(messages):
+    if isinstance(messages, str) and conversation.SPEAKER.match(messages):
         messages = _rare("transcript_messages")(messages, where)
     elif isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"{where}: {column}")

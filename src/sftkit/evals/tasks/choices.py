@@ -64,14 +64,12 @@ def openbookqa(row: data.CheckedRow, format: str) -> Item:
 def hellaswag(row: data.CheckedRow, format: str) -> Item:
     """Return a row of HellaSwag as an item: four endings of a text."""
     context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
-    start, *endings = map(_cleaned, (f"{row.text('activity_label')}: {context}", *row.texts("endings")))
+    texts = [f"{row.text('activity_label')}: {context}", *row.texts("endings")]
+    # Without the brackets that WikiHow's markup left, exactly as lm-evaluation-harness does.
+    unmarked = (re.sub(r"\[.*?\]", "", one.strip().replace(" [title]", ". ")) for one in texts)
+    start, *endings = (one.replace("  ", " ") for one in unmarked)
     question = f"Which ending continues this text best?\n\n{start}"
     return Item(start, question, endings, (row.number("label", len(endings)),))
-
-
-def _cleaned(text: str) -> str:
-    """Remove the brackets that WikiHow's markup left, exactly as lm-evaluation-harness does."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def piqa(row: data.CheckedRow, format: str) -> Item:
