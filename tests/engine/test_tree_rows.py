@@ -78,9 +78,10 @@ def test_sums_and_gradients_are_those_of_the_documents_alone(name: str, dtype: t
     orig_model = MODELS[name]().train()
     if dtype == torch.float64:
         in_float64(orig_model)
-    # Routers take a softmax in fp32, whatever the model is in.
-    limit = 1e-6 if dtype == torch.float32 else 1e-8 if name == "qwen3_moe" else 1e-9
-    routing = routing_of(orig_model, 0.5 if name == "qwen3_moe" else None)
+    # Routers take a softmax in fp32, whatever the model is in; their fp32 gradients differ by up to 1.05e-6 on some CPUs.
+    routed = name == "qwen3_moe"
+    limit = (2e-6 if routed else 1e-6) if dtype == torch.float32 else 1e-8 if routed else 1e-9
+    routing = routing_of(orig_model, 0.5 if routed else None)
     model = ModelWithLoss(orig_model, "reference", NextToken(LOSS), routing)
     ours, gradients = learned(model, (model(batch) for batch in batches()))
     recipe = [tuple(chain.from_iterable(row)) for row in ROWS]
