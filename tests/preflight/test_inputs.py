@@ -27,7 +27,7 @@ from sftkit.data.reading import readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.models.adapter_files import base_digest
-from sftkit.models.files import not_causal
+from sftkit.models.files import find_with_base, not_causal
 from sftkit.preflight import inputs
 from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
@@ -249,6 +249,14 @@ def test_a_start_adapter_whose_model_is_not_whole_in_the_hubs_cache_yet_starts(h
     index = {"weight_map": dict.fromkeys(WEIGHTS, "model-00001-of-00001.safetensors")}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     assert problems(*CONTINUED) == problems(*START) == []
+
+
+def test_a_damaged_adapter_is_found_before_it_is_evaluated(here: Path) -> None:
+    start_adapter(here)
+    assert find_with_base("adapter")
+    tensors(here / "adapter" / "adapter_model.safetensors", {})
+    with pytest.raises(ConfigError, match="it holds no adapter"):
+        find_with_base("adapter")
 
 
 def test_the_model_of_a_start_adapter_is_looked_at_before_torch(here: Path) -> None:
