@@ -251,6 +251,26 @@ def test_a_start_adapter_whose_model_is_not_whole_in_the_hubs_cache_yet_starts(h
     assert problems(*CONTINUED) == problems(*START) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "words", "told"),
+    [
+        ({}, (), True),
+        ({"max_position_embeddings": 65}, (), False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, (), False),
+        ({}, ("model.rope_scaling={rope_type: yarn, factor: 4.0}",), False),
+        ({"vision_config": {}}, (), False),
+    ],
+)
+def test_more_than_the_positions_of_a_model_is_found_before_torch_where_its_config_alone_says_so(
+    here: Path, fields: dict[str, Any], words: tuple[str, ...], told: bool
+) -> None:
+    folder = start_adapter(here) / "config.json"
+    folder.write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64, **fields}))
+    found = problems("model.scratch=null", "model.path=start", "data.max_length=65", *words)
+    wanted = "data.max_length: 65 is more than the model's 64 positions: set 64 or less, or extend"
+    assert any(one.startswith(wanted) for one in found) == told
+
+
 def test_a_damaged_adapter_is_found_before_it_is_evaluated(here: Path) -> None:
     start_adapter(here)
     assert find_with_base("adapter")

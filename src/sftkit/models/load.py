@@ -28,7 +28,7 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import AdapterConfig, ModelConfig, RopeScaling
 from sftkit.data.tokens import chat
-from sftkit.errors import ConfigError, config_error, did_you_mean
+from sftkit.errors import ConfigError, config_error, did_you_mean, hint
 from sftkit.models import files as model_files
 from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.structure import scale_rope, use_document_lengths, vocab_size
@@ -587,7 +587,7 @@ def resolve_max_length(
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
-        raise config_error("more than the positions", length=length, positions=positions)
+        raise ConfigError(f"data.max_length: {hint('more than the positions', length=length, positions=positions)}")
     start = f"from {resolve(model.path)}" if model.path else "new model"
     if (stored := model_files.stored_format(model)) is not None:
         start += f", whose weights were {stored}, de-quantized while loading"

@@ -427,19 +427,17 @@ def _patterns(get: Get, made: Collection[str]) -> Iterator[Problem]:
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
-    path = get("model.path")
-    if get("data.max_length") is not None or (path is None and get("model.scratch") is None):
-        return
-    if path is None or not _is_made(path, made):
-        yield from _as_problem("data.max_length", _check_length, path)
-
-
-def _check_length(path: str | None) -> str | None:
-    try:
-        length = None if path is None else trained_length(Path(resolve(path)))
-    except (ConfigError, ValueError):  # a missing or damaged model has a problem of its own
-        return None
-    return unresolved_reason(path) if length is None else None
+    path, length, fields = get("model.path"), get("data.max_length"), _text_config(get)
+    # With a factor, and with an encoder, the loaded model says how far it reaches.
+    ropes = [get("model.rope_scaling"), *(fields.get(name) for name in ("rope_parameters", "rope_scaling"))]
+    plain = "factor" not in str(ropes) and not {"encoder", "is_encoder_decoder", "vision_config"} & fields.keys()
+    positions = fields.get("max_position_embeddings")
+    if plain and length is not None and isinstance(positions, int) and length > positions:
+        yield "data.max_length", hint("more than the positions", length=length, positions=positions)
+    if length is None and (path is None or not _is_made(path, made)) and (path or get("model.scratch") is not None):
+        with suppress(ConfigError, ValueError):  # a missing or damaged model has a problem of its own
+            if path is None or trained_length(Path(resolve(path))) is None:
+                yield "data.max_length", unresolved_reason(path)
 
 
 def _trees(get: Get) -> Iterator[Problem]:
