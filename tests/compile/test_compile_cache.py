@@ -169,7 +169,7 @@ def test_code_that_others_can_have_written_is_loaded_with_the_signature_of_a_sha
     assert loads(file)
     file.chmod(0o664)
     assert not loads(file)
-    assert "others can have written this code" in caplog.text
+    assert "other users could have written this code" in caplog.text
     file.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(file).st_uid + 1)
     assert loads(file) == (os.stat(file).st_uid == 0)
@@ -202,7 +202,7 @@ def test_code_of_a_url_is_saved_and_loaded_with_a_secret_only(fake_torch, monkey
     assert loads(where)
     monkeypatch.delenv("SFTKIT_CACHE_SECRET")
     assert not loads(where)
-    assert "others can have written" in caplog.text
+    assert "other users could have written" in caplog.text
 
 
 def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -394,13 +394,13 @@ def test_model_card_is_read_by_the_hub_client(run: Path) -> None:
     assert re.search(r"\| arc\\_easy \| acc\\_norm \| 0\.\d+ \| 0\.\d+ to 0\.\d+ \| 0\.25 \| 600 \| 300 \|", card.text)
 
 
-def test_a_card_names_the_weights_that_were_trained_and_what_they_began_as(run: Path) -> None:
+def test_a_card_names_the_weights_that_were_trained_and_their_original_model(run: Path) -> None:
     report = gather_report(run)
     base = {"path": "runs/mid/step-000020", "sha256": "ab" * 32}
     report["run"].update(base_model=None, model="runs/mid", start={"model": "runs/base"}, adapter_base=base)
     table = model_card(report, {}).partition("## Start")[2].partition("##")[0]
     assert re.search(
-        r"\| model \| <code>runs/mid</code> \|.*\| which began as \| <code>runs/base</code> \|.*abab", table, re.DOTALL
+        r"\| model \| <code>runs/mid</code> \|.*\| original model \| <code>runs/base</code> \|.*abab", table, re.DOTALL
     ), table
 
 

@@ -92,7 +92,7 @@ def flush_lines(run_dir: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a step directory; it is renamed first, so that no reader finds it half deleted."""
-    doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.del")  # rundir.UNFINISHED finds it
+    doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.del")  # matches rundir.UNFINISHED
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

@@ -1,8 +1,9 @@
 """Save compiled code in a file, so that the next start, on this machine or one like it, compiles nothing.
 
 The content is torch's own (`torch.compiler.save_cache_artifacts`) and the kernels of FlashAttention-4: pickles and
-machine code, which run when a graph asks for them. So a person who can write the file could run code in the training
-process: only what this user or root alone can have written is loaded, or what is signed with a secret (HMAC-SHA256).
+machine code, which run when a graph asks for them. A person who can write the file could run code in the training
+process, so a process loads only files that no other user but root can write, or files signed with its secret
+(HMAC-SHA256).
 """
 
 import hashlib
@@ -37,7 +38,7 @@ TORCH_CODE = "torch"
 "Name of torch's code in a file, a ZIP archive; all others are kernels. The archive's comment is the key."
 _SIGNATURE = "signature"
 _SECRET = "SFTKIT_CACHE_SECRET"
-"Environment variable: a secret of those who share saved code."
+"Environment variable with the secret that signs shared files."
 _PACKAGES = ("sftkit", "torch", "triton", "transformers", "flash-attn-4")
 NOT_IN_GRAPH = ("enabled", "on_recompile", "on_failure", "cache")
 "Settings of compile that change no graph, so they are not in the key."
@@ -192,14 +193,14 @@ def _read(path: str, key: str) -> dict[str, bytes]:
     """Return the parts of a file by their names, torch's and kernels.
 
     Raises:
-        Exception: it is not there, cannot be read, is damaged, of another key, or others can have written it.
+        Exception: it is not there, cannot be read, is damaged, of another key, or not trusted.
     """
     secret = os.environ.get(_SECRET)
     with fsspec.open(path, "rb") as stream:  # of a path on disk, too
         if not secret:
             found = os.fstat(stream.fileno()) if _is_local(path) else None
             if found is None or found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
-                raise ValueError(f"others can have written this code: give all who share it one {_SECRET}")
+                raise ValueError(f"other users could have written this code: share one {_SECRET}")
         try:
             with ZipFile(stream) as file:
                 if file.comment != key.encode():

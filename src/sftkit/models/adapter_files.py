@@ -60,7 +60,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 "The parameters with the matrices of all experts of a block, in the order in which peft wraps them."
 _KEEPS_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 _IN_BLOCK = re.compile(r"^(model\.)?(?P<layer>layers\.(?P<block>\d+)\..+)\.weight$")
-"A model without a head is saved without the prefix. Blocks of other names predict more tokens, and are not loaded."
+"Models saved without a head lack the prefix. transformers ignores blocks with other names, which predict more tokens."
 _EXPERT = re.compile(r"^(model\.)?(?P<layer>layers\.(?P<block>\d+)\..*\bexperts)\.0\.down_proj\.weight$")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Config fields with the number of routed experts of a block."
@@ -149,7 +149,7 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     except ConfigError:
         if os.path.isdir(model.path or ""):
             raise
-        return None  # a download that was interrupted goes on at the start
+        return None  # the start continues an interrupted download
     if not shapes and of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
     found: dict[str, tuple[int, int]] = {}

@@ -130,7 +130,7 @@ def load_model(
         if files is not None and adapter is None and not empty:
             from sftkit.models.adapters import merge_files
 
-            with working(f"merging the adapter {files.folder} into it"):
+            with working(f"merging the adapter {files.folder}"):
                 merge_files(orig_model, files, nf4_of)
         elif files is not None:
             for ids in files.tokens.values():

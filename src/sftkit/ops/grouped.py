@@ -77,13 +77,13 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     the last, anything.
 
     Args:
-        rows: [S, in]. matrices: [E, out, in], contiguous, or the transpose of something contiguous.
+        rows: [S, in]. matrices: [E, out, in], contiguous, or the transpose of a contiguous tensor.
         ends: int32 [E], ascending.
     """
-    # An operator of its own: Inductor may store what it computes in other strides than it traced, for which the kernel
-    # of a GPU ends in an assertion (torch 2.11). And torch traces the product in bf16 only.
+    # A custom operator, because Inductor may give an operand other strides than it traced, and the GPU kernel then
+    # fails an assertion (torch 2.11). torch also traces the plain function in bf16 only.
     # The products want a row or a column of stride 1; the gradient of a sum is expanded, with strides of 0.
-    # Of a result whose rows are no multiple of 16 bytes they leave gaps.
+    # The kernel pads the rows of its result to 16 bytes.
     return F.grouped_mm(rows.contiguous(), matrices.transpose(-2, -1), offs=ends).contiguous()
 
 

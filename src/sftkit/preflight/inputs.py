@@ -428,14 +428,14 @@ def _patterns(get: Get, made: Collection[str]) -> Iterator[Problem]:
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
     path, length, fields = get("model.path"), get("data.max_length"), _text_config(get)
-    # With a factor, and with an encoder, the loaded model says how far it reaches.
+    # The start computes the reach of a model with a rope factor or an encoder.
     ropes = [get("model.rope_scaling"), *(fields.get(name) for name in ("rope_parameters", "rope_scaling"))]
     plain = "factor" not in str(ropes) and not {"encoder", "is_encoder_decoder", "vision_config"} & fields.keys()
     positions = fields.get("max_position_embeddings")
     if plain and length is not None and isinstance(positions, int) and length > positions:
         yield "data.max_length", hint("more than the positions", length=length, positions=positions)
     if length is None and (path is None or not _is_made(path, made)) and (path or get("model.scratch") is not None):
-        with suppress(ConfigError, ValueError):  # a missing or damaged model has a problem of its own
+        with suppress(ConfigError, ValueError):  # another rule reports a missing or damaged model
             if path is None or trained_length(Path(resolve(path))) is None:
                 yield "data.max_length", unresolved_reason(path)
 
@@ -513,7 +513,7 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
         # Several adapters on one side alone, or others by name, are a difference of the recipes.
         compared = had.keys() & has.keys() or had | has
         pairs |= {key: (had.get(key), has.get(key)) for key in sorted(compared)}
-        # Layers may be named in several ways; those that are not known are compared when the model is there.
+        # A recipe can name the same layers in several ways. The start compares layers that headers do not reveal.
         if had and has and _same_layers(cfg, known.get("adapter") or {}) is not False:
             del pairs["adapter.targets"], pairs["adapter.experts"]
         if (length := cfg.data.max_length) is not None:
@@ -560,7 +560,7 @@ def _same_layers(cfg: schema.Config, known: Mapping[str, Any]) -> bool | None:
 
     # Members have the same layers.
     one = known if isinstance(known.get("rank"), int) else next(iter(known.values()), {})
-    with suppress(ConfigError):  # what is wrong with the model or the targets is told without this
+    with suppress(ConfigError):  # other rules report a wrong model or target
         shapes = known_shapes(cfg.model)
         if shapes is not None and cfg.adapter is not None:
             return {*target_layers(shapes[0], cfg.adapter, experts=shapes[1])} == {*one.get("modules", ())}

@@ -95,7 +95,7 @@ def _start(report: Report) -> list[tuple[str, str | None]]:
         return []
     local = base.get("path") if base.get("path") != run["base_model"] else None
     model, origin = run["base_model"] or run["model"] or start.get("model"), start.get("model")
-    found = [("model", model), *([("which began as", origin)] if origin and origin != model else [])]
+    found = [("model", model), *([("original model", origin)] if origin and origin != model else [])]
     found.append(("commit", start.get("revision") or (None if local else base.get("revision"))))
     found.append(("licence", start.get("licence")))
     if base:

@@ -196,7 +196,7 @@ def _compiled(source: str) -> Any:
     call = environment.call
 
     def called(context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
-        # As Jinja calls a macro, without asking of it what is the same for all.
+        # Call a macro as Jinja does, without its tests of marks that no macro has.
         if type(function) is not Macro:
             return call(context, function, *args, **named)
         named.pop("_loop_vars", None)
