@@ -45,7 +45,7 @@ dev: .venv/.installed-dev ## the same with what tests and lint need; they run it
 	@touch $@
 
 test: dev ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 $(ARGS)
 
 lint: dev ## ruff and mypy
 	$(PY) -m ruff check .

@@ -30,22 +30,42 @@ def batches_of(workers: int) -> Batches:
     return Batches(StepDataset(examples, make_layout_of("packed", examples.lengths)), seed=0, num_workers=workers)
 
 
-def test_a_data_worker_that_is_killed_ends_the_run_with_its_cause() -> None:
-    batches = batches_of(1)
+def too_long(*_: object) -> None:
+    pytest.fail("the run waits for a lock of a worker that is gone")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_data_worker_that_is_killed_ends_the_run_with_its_cause(held: bool) -> None:
+    """`held`: while it had the lock that torch takes to end the others."""
+    batches = batches_of(2)
     steps = batches.steps(0, 40)
+    workers: list[Any] = []
 
     def train() -> None:
         with batches.workers_named():
             next(steps)
-            (worker,) = batches._iterator._workers  # type: ignore[attr-defined]
-            os.kill(worker.pid, signal.SIGKILL)
+            workers.extend(batches._iterator._workers)  # type: ignore[attr-defined]
+            if held:
+                batches._iterator._workers_done_event._cond.acquire()  # type: ignore[attr-defined]
+            os.kill(workers[0].pid, signal.SIGKILL)
             for _ in range(1000):  # torch says so in a signal handler, wherever this is
                 time.sleep(0.01)
 
-    with pytest.raises(
-        WorkerError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed: .*data.num_workers"
-    ):
-        train()
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(20)
+    try:
+        with pytest.raises(
+            WorkerError, match=r"^DataLoader worker \(pid \d+\) is killed by signal: Killed: .*data.num_workers"
+        ):
+            train()
+        for worker in workers:
+            worker.join(10)
+            assert not worker.is_alive()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        for worker in workers:
+            worker.kill()
 
 
 def test_an_error_that_is_not_of_a_data_worker_stays_what_it_is() -> None:

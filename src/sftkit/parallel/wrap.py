@@ -86,7 +86,9 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     whole = meshes.blocks.size() == 1
     for block in () if whole else blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
-    alone = _alone(orig_model)
+    # If embedding and head are one weight, it belongs to the root, which keeps it for both.
+    embedding, projection = structure.embedding_module(orig_model), structure.output_projection(orig_model)
+    alone = [] if projection.weight is embedding.weight else [embedding, projection]
     # Neither is read in the backward pass (pytorch/pytorch#137922): the loss has its gradients by then. If weights are
     # kept, the setting changes nothing (pytorch/pytorch#144800).
     for module in alone:
@@ -123,13 +125,6 @@ def add_up_gradients(model: torch.nn.Module) -> None:
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
-    embedding = structure.embedding_module(orig_model)
-    projection = structure.output_projection(orig_model)
-    return [] if projection.weight is embedding.weight else [embedding, projection]
 
 
 def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> None:

@@ -107,6 +107,9 @@ def _from_block(fields: dict[str, Any], block: torch.Tensor) -> StepBatches:
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
 "torch's error message when a data worker has died."
+_KEPT: list[Iterator[StepBatches]] = []
+"""Iterators of which a worker has died, kept to the end of the process: dropped, they would end their other workers in
+good order, and wait for a lock that the dead one may hold for ever."""
 
 
 class StepDataset(Dataset[StepBatches]):
@@ -281,6 +284,9 @@ class Batches:
         except RuntimeError as error:
             if not _WORKER_DIED.search(str(error)):
                 raise
+            _KEPT.append(self._iterator)
+            for worker in self._iterator._workers:  # type: ignore[attr-defined]
+                worker.kill()
             said = str(error).partition("\n")[0].strip().rstrip(".")
             cause = script.likely_cause(signal.SIGKILL) if "Killed" in said else "a crash"
             raise WorkerError(hint("dead data worker", said=said, cause=cause)) from error
@@ -325,8 +331,5 @@ def load_examples(
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
-    """Ignore signals in a data worker, and give it one thread; the main process decides when to stop."""
+    """Ignore signals in a data worker: the main process decides when to stop."""
     signals.ignore_signals()
-    # Collating is small numpy work: more threads would only take cores from the process that launches kernels. torch's
-    # worker loop sets the same, which is not documented.
-    torch.set_num_threads(1)
