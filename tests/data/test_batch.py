@@ -339,19 +339,6 @@ def test_a_template_that_looks_at_texts_renders_those_it_looks_for(make_tokenize
     assert not tokenize.differs
 
 
-def test_a_long_text_with_which_rows_begin_is_encoded_once(of_template) -> None:
-    tokenize = RowTokenizer(chat.tokenize, of_template("llama3"), 2**20)
-    long = "Answer as a captain would, in few words. " * 50 + "Ahoy!"
-    given = [*asked(30, system=long), *asked(30, system="Be brief."), *asked(30, system=f"{long} {long}世")]
-    encoded: list[str] = []
-    encode = tokenize._batch._encode
-    tokenize._batch._encode = lambda texts, **how: encoded.extend(texts) or encode(texts, **how)  # type: ignore
-    found = tokenize.many(given)
-    assert sum(long in text for text in encoded) == 4, "the first row of each, and the text by itself"
-    assert all(map(batch.same, one_by_one(tokenize, given), found))
-    assert_same(tokenize, given, (7, 512))
-
-
 # ---- real data -------------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,10 @@
 """Tokenize many rows at a time, with the results of tokenizing them one by one.
 
-Each document is rendered once: how the template renders an answer after its prompt is known from other rows. All texts
-are encoded in one call, without offsets: special tokens cut a text, and no token reaches across them, so the n-th
-special token of the text is the n-th special id, and an answer begins after the ids of its header. A row of which this
-does not hold is tokenized by itself. So is one in 128 of the others, to compare; after a difference, all rows are.
+Each document is rendered once: how the template renders an answer after its prompt is known from other rows. Texts are
+encoded without offsets, by their words if the tokenizer's splits are known. Special tokens cut a text, and no token
+reaches across them, so the n-th special token of the text is the n-th special id, and an answer begins after the ids of
+its header. A row of which this does not hold is tokenized by itself. So is one in 128 of the others, to compare; after
+a difference, all rows are.
 """
 
 import gc
@@ -13,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
 from sftkit.data.tokens.shapes import ChatShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
+from sftkit.data.tokens.words import words_of
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, hint
 
@@ -37,12 +39,6 @@ CHARACTERS_OF_A_CALL = 2**20
 LONGEST_HEADER = 256
 "Characters from a special token to an answer; more is no header but the text of a prompt, other in each row."
 MOST_HEADERS = 1024
-LONG_BEGINNING = 256
-"Characters between two of the first BEGINNING_TOKENS special tokens of a document, whose ids are kept for others."
-KNOWN_WORDS = 2**17
-"Words whose ids a tokenizer keeps, some 300 bytes for each: its own 10,000 are a few hundred rows of a corpus."
-BEGINNING_TOKENS = 4
-MOST_BEGINNINGS = 1024
 
 RowResult = Tokenized | DataError
 log = logging.getLogger(__name__)
@@ -89,10 +85,6 @@ class _Waiting:
     "special tokens of the text"
     ends: list[int]
     "where each of them ends"
-    beginning: tuple[int, str] | None = None
-    "(n, long text before special token n, with which other rows begin too)"
-    cut: np.ndarray | None = None
-    "ids of that text, which is not encoded again"
     prompt: np.ndarray | None = None
     "ids of the text before the last answer, if the two are encoded apart"
     shape: ChatShape | None = None
@@ -100,14 +92,8 @@ class _Waiting:
 
     @property
     def to_encode(self) -> str:
-        """Return the text, or what is not known of it."""
-        if self.prompt is not None:
-            return self.text[self.spans[self.last][0][0] :]
-        if self.cut is None or self.beginning is None:
-            return self.text
-        n, known = self.beginning
-        begin = self.ends[n - 1] if n else 0
-        return self.text[:begin] + self.text[begin + len(known) :]
+        """Return the text, or what is to be encoded apart."""
+        return self.text if self.prompt is None else self.text[self.spans[self.last][0][0] :]
 
 
 class RowBatches:
@@ -153,18 +139,12 @@ class RowBatches:
         return [self.by_itself(row) if one is None else one for row, one in zip(rows, done, strict=True)]
 
     def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
-        model = self.tokenizer.backend_tokenizer.model
-        if hasattr(model, "_resize_cache"):  # of BPE and Unigram, since tokenizers 0.20.2; no public name
-            model._resize_cache(KNOWN_WORDS)
+        self._words = words_of(self.tokenizer.backend_tokenizer)
         self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
         self._seen = Seen()
         learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS
         self._shapes = Shapes(self.tokenizer, self.settings.get("learning", learning), specials, self._seen)
         self._headers: dict[str, list[int]] = {}
-        self._beginnings: dict[str, np.ndarray] = {}
-        "Long text between special tokens that several rows begin with -> its ids."
-        self._met: set[int] = set()
-        "Hashes of texts of which that is not known."
         self._pattern = re.compile(f"({special_pattern(specials).pattern})")
         special_ids: Any = self.tokenizer.convert_tokens_to_ids(list(specials))
         self._special_ids: dict[str, int] = dict(zip(specials, special_ids, strict=True))
@@ -201,22 +181,21 @@ class RowBatches:
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return
 
-    def _encode(self, texts: Sequence[str], *, split: bool, whole: bool) -> list[list[int]]:
-        """Return the ids of texts.
-
-        Args:
-            split: special tokens in a text are ordinary characters.
-            whole: the tokenizer puts its own around it.
-        """
+    def _encode(self, texts: Sequence[str], *, split: bool) -> list[np.ndarray]:
+        """Return the ids of texts. `split`: special tokens in a text are ordinary characters."""
+        words = self._words
+        found = [None if words is None else words.encode(text, split=split) for text in texts]
+        left = [(i, texts[i]) for i, ids in enumerate(found) if ids is None]
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = split
-        result: list[list[int]] = []
-        ends = zip(accumulate(map(len, texts)), texts, strict=True)
-        for _, call in groupby(ends, lambda one: one[0] // CHARACTERS_OF_A_CALL):
-            result += [one.ids for one in backend.encode_batch_fast([t for _, t in call], add_special_tokens=whole)]
-        return result
+        ends = zip(accumulate(len(text) for _, text in left), left, strict=True)
+        for _, group in groupby(ends, lambda one: one[0] // CHARACTERS_OF_A_CALL):
+            places, call = zip(*(one for _, one in group), strict=True)
+            for i, encoded in zip(places, backend.encode_batch_fast(call, add_special_tokens=False), strict=True):
+                found[i] = np.array(encoded.ids, np.int32)
+        return found  # type: ignore[return-value]
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
@@ -235,12 +214,14 @@ class RowBatches:
                         found[i] = given, odd
                 except DataError as error:
                     self._results[i] = error
-        encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse", whole=True)
+        encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse")
+        before, after = text.around(self.tokenizer)
         for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
             # Special tokens that are parsed are counted otherwise.
             if self._sizes.sizes.take(ids).sum() == len(given.encode()):
                 max_length = self.settings["max_length"]
-                self._results[i] = text.documents_of_text(ids, odd, self.tokenizer, max_length, self._sizes)
+                whole = np.concatenate([before, ids, after])
+                self._results[i] = text.documents_of_text(whole, odd, self.tokenizer, max_length, self._sizes)
 
     # ---- conversations -----------------------------------------------------------------------------------------------
 
@@ -265,9 +246,8 @@ class RowBatches:
                     waiting.append(self._waiting(i, steps, given, {}, 0))
                     waiting[-1].shape = shaped.shape
         while waiting:
-            self._cut(waiting)
-            encoded = self._encode([one.to_encode for one in waiting], split=False, whole=False)
-            alike: dict[ChatShape, list[tuple[_Waiting, list[int]]]] = {}
+            encoded = self._encode([one.to_encode for one in waiting], split=False)
+            alike: dict[ChatShape, list[tuple[_Waiting, np.ndarray]]] = {}
             following = []
             for one, ids in zip(waiting, encoded, strict=True):
                 if one.shape is None:
@@ -296,42 +276,12 @@ class RowBatches:
     def _waiting(
         self, row: int, steps: chat.ChatSteps[Tokenized], text: str, spans: dict[int, list[Span]], last: int
     ) -> _Waiting:
-        """Return a text that is to be encoded, without its long beginning (instructions, tools) if that is known."""
+        """Return a text that is to be encoded."""
         pieces = self._pattern.split(text)
-        specials = pieces[1::2]
         ends = list(accumulate(map(len, pieces)))[1::2]
-        begin = 0
-        for n, (end, token) in enumerate(zip(ends[:BEGINNING_TOKENS], specials, strict=False)):
-            if end - len(token) - begin >= LONG_BEGINNING:
-                known = text[begin : end - len(token)]
-                if known in self._beginnings or hash(known) in self._met:
-                    return _Waiting(row, steps, text, spans, last, specials, ends, (n, known))
-                if len(self._met) >= MOST_BEGINNINGS:
-                    self._met.clear()
-                self._met.add(hash(known))
-                break
-            begin = end
-        return _Waiting(row, steps, text, spans, last, specials, ends)
+        return _Waiting(row, steps, text, spans, last, pieces[1::2], ends)
 
-    def _cut(self, waiting: list[_Waiting]) -> None:
-        """Leave the long beginnings out of texts; those that are new are encoded, between their special tokens."""
-        new = {one.beginning[1]: one for one in waiting if one.beginning and one.beginning[1] not in self._beginnings}
-        if len(self._beginnings) + len(new) > MOST_BEGINNINGS:
-            self._beginnings.clear()
-            new = {one.beginning[1]: one for one in waiting if one.beginning}
-        texts = []
-        for known, one in new.items():
-            n = one.beginning[0] if one.beginning else 0
-            texts.append("".join((one.specials[n - 1] if n else "", known, one.specials[n])))
-        for (known, one), ids in zip(new.items(), self._encode(texts, split=False, whole=False), strict=True):
-            inner = np.array(ids[1 if one.beginning and one.beginning[0] else 0 : -1], np.int32)
-            if not self._is_special.take(inner).any() and self._text_sizes.take(inner).sum() == len(known.encode()):
-                self._beginnings[known] = inner
-        for one in waiting:
-            if one.beginning and one.prompt is None:
-                one.cut = self._beginnings.get(one.beginning[1])
-
-    def _place(self, shape: ChatShape, group: list[tuple[_Waiting, list[int]]]) -> list[tuple[_Waiting, list[int]]]:
+    def _place(self, shape: ChatShape, group: list[tuple[_Waiting, np.ndarray]]) -> list[tuple[_Waiting, np.ndarray]]:
         """Make the documents of rows of a shape from their ids, all at once, as _after does one by one. Return the rows
         whose answers are not where the shape has them."""
         assert shape.placement is not None
@@ -339,7 +289,7 @@ class RowBatches:
         assert self._sizes is not None
         specials, answers = shape.placement
         lengths = np.array([len(encoded) for _, encoded in group])
-        ids = np.fromiter(chain.from_iterable(encoded for _, encoded in group), np.int32, lengths.sum())
+        ids = np.concatenate([encoded for _, encoded in group])
         starts = lengths.cumsum() - lengths
         at = self._is_special.take(ids).nonzero()[0]
         number = np.bincount(np.searchsorted(starts, at, side="right") - 1, minlength=len(group)).tolist()
@@ -351,16 +301,6 @@ class RowBatches:
         places = at.reshape(len(group), -1)
         fits = (ids.take(places) == specials).all(1)
         places -= starts[:, None]
-        if any(one.cut is not None for one, _ in group):
-            pieces = np.split(ids, starts[1:])
-            for i, (one, _) in enumerate(group):
-                if one.cut is not None and one.beginning is not None:
-                    n = one.beginning[0]
-                    pieces[i] = np.concatenate([pieces[i][: places[i, n]], one.cut, pieces[i][places[i, n] :]])
-                    places[i, n:] += len(one.cut)
-            ids = np.concatenate(pieces)
-            lengths = np.array(list(map(len, pieces)))
-            starts = lengths.cumsum() - lengths
         fits &= (lengths <= self.settings["max_length"]) & (places[:, -1] + 1 == lengths)
         fits &= self._sizes.whole.take(ids.take(starts))
         fits &= np.add.reduceat(self._text_sizes.take(ids), starts) == [len(one.text.encode()) for one, _ in group]
@@ -389,18 +329,12 @@ class RowBatches:
             )
         return left
 
-    def _after(self, one: _Waiting, encoded: list[int]) -> list[_Waiting]:
+    def _after(self, one: _Waiting, encoded: np.ndarray) -> list[_Waiting]:
         """Place the tokens of a text; return what is to be encoded next for its row."""
-        ids = np.fromiter(encoded, np.int32, len(encoded))
-        if one.prompt is not None:
-            ids = np.concatenate([one.prompt, ids])
+        ids = encoded if one.prompt is None else np.concatenate([one.prompt, encoded])
         places = self._is_special.take(ids).nonzero()[0]
         if ids.take(places).tolist() != list(map(self._special_ids.__getitem__, one.specials)):
             return []
-        if one.cut is not None and one.beginning is not None:
-            n = one.beginning[0]
-            ids = np.concatenate([ids[: places[n]], one.cut, ids[places[n] :]])
-            places[n:] += len(one.cut)
         is_long = len(ids) > self.settings["max_length"]
         if is_long or self._text_sizes.take(ids).sum() != len(one.text.encode()):
             return []
@@ -420,7 +354,7 @@ class RowBatches:
             if ids[first : first + len(header)].tolist() == header:
                 at[start] = first + len(header)
             elif k == one.last and one.prompt is None:
-                return [replace(one, cut=None, prompt=np.append(ids[:first], np.array(header, np.int32)))]
+                return [replace(one, prompt=np.append(ids[:first], np.array(header, np.int32)))]
             else:
                 shared.add(k)
         return self._next(one.row, one.steps, (Placed(ids, at), shared))

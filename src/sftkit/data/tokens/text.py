@@ -72,7 +72,7 @@ def text_and_warnings(row: Row, specials: Sequence[str], special_tokens: Special
 
 
 def documents_of_text(
-    token_ids: list[int],
+    token_ids: Sequence[int] | np.ndarray,
     odd: dict[str, str],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
@@ -192,7 +192,7 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
     eos = _eos_id(tokenizer)
     if text_start(tokenizer) is None:
         return [start], [eos]
-    before, after = _around(tokenizer, target=True)
+    before, after = around(tokenizer, target=True)
     return [start, *(before[1:] if before[:1] == [start] else before)], after if eos in after else [*after, eos]
 
 
@@ -208,23 +208,22 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, *, split: bool) -> list[
         return list(
             tokenizer(text, return_attention_mask=False, split_special_tokens=split, verbose=False)["input_ids"]
         )
-    before, after = _around(tokenizer)
+    before, after = around(tokenizer)
     return [*before, *encode(tokenizer, text, split_special_tokens=split).ids.tolist(), *after]
 
 
-def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def _ended(token_ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the ids of a text with at most one BOS and with eos, int32 [n]."""
+    ids = np.asarray(token_ids, np.int32)
     bos = tokenizer.bos_token_id
     eos = _eos_id(tokenizer)
     # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
-    if ids[:2] == [bos, bos]:
+    if ids[:2].tolist() == [bos, bos]:
         ids = ids[1:]
-    if ids[-1:] != [eos]:
-        ids.append(eos)
-    return np.asarray(ids, dtype=np.int32)
+    return ids if ids[-1:].tolist() == [eos] else np.append(ids, np.int32(eos))
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> tuple[list[int], list[int]]:
+def around(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer puts before a text and after it.
 
     Args:

@@ -1,0 +1,174 @@
+"""Texts that are encoded by their words have the ids that the tokenizer gives them in one call, or are left to it."""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from sftkit.data.tokens import words
+from sftkit.data.tokens.words import Words, words_of
+
+ISOLATED: dict[str, Any] = {"behavior": "isolated", "invert": False}
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT_4O = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), **ISOLATED)
+
+
+def byte_level(**more: Any) -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, **more)
+
+
+STEPS = {
+    "gpt2": [byte_level()],
+    "smollm2": [pre_tokenizers.Digits(individual_digits=True), byte_level()],
+    "whole numbers": [pre_tokenizers.Digits(individual_digits=False), byte_level()],
+    "llama3": [split(LLAMA3), byte_level(use_regex=False)],
+    "gpt4o": [split(GPT_4O), byte_level(use_regex=False)],
+    "deepseek": [
+        *(split(r"\p{N}{1,3}"), split(r"[一-龥぀-ゟ゠-ヿ]+")),
+        *(split(DEEPSEEK), byte_level(use_regex=False)),
+    ],
+}
+
+
+@pytest.fixture
+def of_steps(small_bpe: str) -> Any:
+    def make(*steps: Any, normalizer: Any = None) -> Tokenizer:
+        backend = Tokenizer.from_str(small_bpe)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(list(steps)) if len(steps) > 1 else steps[0]
+        backend.normalizer = normalizer
+        return backend
+
+    return make
+
+
+def alone(backend: Tokenizer, text: str, split: bool = False) -> list[int]:
+    backend.encode_special_tokens = split
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def known_texts() -> list[str]:
+    """Every character that is known, in several places."""
+    old, new = unicodedata.ucd_3_2_0.category, unicodedata.category
+    known = [c for c in map(chr, range(0x10000)) if old(c) == new(c) and new(c) not in ("Cn", "Cs")]
+    return ["".join(f"a{c}b {c}1{c} {c}{c}'{c}\n" for c in known[i : i + 50]) for i in range(0, len(known), 50)]
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+@pytest.mark.parametrize("kind", STEPS)
+def test_each_character_that_is_known_is_split_as_the_tokenizer_splits_it(
+    of_steps: Any, kind: str, normalizer: Any
+) -> None:
+    backend = of_steps(*STEPS[kind], normalizer=normalizer)
+    encoder = words_of(backend)
+    assert encoder is not None
+    found = [encoder.encode(text, split=False) for text in known_texts()]
+    left = sum(ids is None for ids in found)
+    assert left < (len(found) / 2 if normalizer else 4)  # compositions; separators and letters of known_texts' own kind
+    for ids, text in zip(found, known_texts(), strict=True):
+        assert ids is None or ids.tolist() == alone(backend, text)
+
+
+PIECES = ["a", "ab", "don't", "I'LL", "''s", "1", "23", " ", "  ", "\n", "\r\n", "\t ", "!", "...", "/", "é", "e\u0301"]
+PIECES += [
+    "世界",
+    "ж",
+    "½",
+    "\xa0",
+    "\x85",
+    "\u2028",
+    "_",
+    "$^",
+    "<|im_end|>",
+    "<|im_",
+    "end|>",
+    "<think>",
+    "</think>",
+    "<",
+]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_random_texts_with_added_tokens_have_the_ids_of_the_tokenizer(of_steps: Any, kind: str) -> None:
+    backend = of_steps(*STEPS[kind])
+    encoder = words_of(backend)
+    assert encoder is not None
+    chance = random.Random(0)
+    for n in range(600):
+        text = "".join(chance.choices(PIECES, k=chance.randint(0, 12)))
+        as_text = bool(n % 2)  # special tokens in it are ordinary characters
+        ids = encoder.encode(text, split=as_text)
+        assert ids is not None
+        assert ids.dtype == np.int32
+        assert ids.tolist() == alone(backend, text, as_text), repr(text)
+
+
+@pytest.mark.parametrize("text", ["a\x1cb", "ſ", "\u212a", "\U0001fae0", "\u32ff", "e\u0301"])
+def test_a_text_that_tokenizers_may_split_otherwise_is_left_to_the_tokenizer(of_steps: Any, text: str) -> None:
+    encoder = words_of(of_steps(split(LLAMA3), byte_level(use_regex=False), normalizer=normalizers.NFC()))
+    assert encoder is not None
+    assert encoder.encode(f"so {text} it is", split=False) is None
+    assert encoder.encode("so it is", split=False) is not None
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [pre_tokenizers.ByteLevel(add_prefix_space=True)],
+        [pre_tokenizers.Metaspace()],
+        [pre_tokenizers.Whitespace(), byte_level()],
+        *([split(pattern), byte_level(use_regex=False)] for pattern in (r"\w+", r"a$", r"(a)b", r"[a&&b]", r"\p{Han}")),
+        [split(r"[a-z&&[^b]]+"), byte_level(use_regex=False)],
+        [pre_tokenizers.Split(Regex("a"), behavior="removed", invert=False), byte_level()],
+        [pre_tokenizers.Split(Regex("a"), behavior="isolated", invert=True), byte_level()],
+        [pre_tokenizers.Split("a", behavior="isolated", invert=False), byte_level()],
+    ],
+)
+def test_a_tokenizer_of_another_kind_encodes_its_texts_itself(of_steps: Any, steps: list[Any]) -> None:
+    assert words_of(of_steps(*steps)) is None
+
+
+def test_added_tokens_that_take_spaces_and_other_normalizers_are_left_to_the_tokenizer(of_steps: Any) -> None:
+    assert words_of(of_steps(byte_level(), normalizer=normalizers.NFKC())) is None
+    for token in (AddedToken("<x>", lstrip=True), AddedToken("<x>", rstrip=True), AddedToken("<x>", single_word=True)):
+        backend = of_steps(byte_level())
+        backend.add_tokens([token])
+        assert words_of(backend) is None
+    backend = of_steps(byte_level())
+    backend.model.dropout = 0.5
+    assert words_of(backend) is None
+
+
+def test_words_that_are_kept_are_limited(of_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MOST_WORDS", 3)
+    backend = of_steps(byte_level())
+    encoder = words_of(backend)
+    assert isinstance(encoder, Words)
+    for text in ("She sells sea shells", "by the sea shore"):
+        ids = encoder.encode(text, split=False)
+        assert ids is not None
+        assert ids.tolist() == alone(backend, text)
+        assert len(encoder) <= 3
