@@ -26,7 +26,7 @@ from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
 from sftkit.data.tokens.shapes import ChatShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
-from sftkit.data.tokens.words import words_of
+from sftkit.data.tokens.words import word_encoder
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, hint
 
@@ -139,7 +139,7 @@ class RowBatches:
         return [self.by_itself(row) if one is None else one for row, one in zip(rows, done, strict=True)]
 
     def _read_tokenizer(self, specials: tuple[str, ...]) -> None:
-        self._words = words_of(self.tokenizer.backend_tokenizer)
+        self._words = word_encoder(self.tokenizer.backend_tokenizer)
         self._sizes = token_bytes(self.tokenizer, len(self.tokenizer))
         self._seen = Seen()
         learning = chat.EVERYTHING if self.rule is text.tokenize_any else chat.ANSWERS

@@ -210,7 +210,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenByt
         if i in added:
             data = b"" if added[i].special else added[i].content.encode()
         elif byte_level:
-            data = bytes(map(BYTES.__getitem__, token)) if BYTES.keys() >= set(token) else token.encode()
+            data = bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
         elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             data = bytes.fromhex(found[1])
         else:
@@ -222,5 +222,5 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenByt
 
 _SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 "The characters by which byte-level tokenizers write bytes."

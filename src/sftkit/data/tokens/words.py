@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from sftkit.data.tokens.encode import BYTES
+from sftkit.data.tokens.encode import BYTE_OF
 
 MOST_WORDS = 2**17
 "Words that are kept, some 250 bytes each."
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 "The pattern of ByteLevel: byte_level.rs of tokenizers."
-_CHARACTERS = {byte: character for character, byte in BYTES.items()}
+_CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
 
 
 class Words(dict[str, bytes]):
@@ -77,7 +77,7 @@ class Words(dict[str, bytes]):
         return words
 
 
-def words_of(backend: Tokenizer) -> Words | None:
+def word_encoder(backend: Tokenizer) -> Words | None:
     """Return an encoder for a tokenizer; None: its splits are not known here."""
     parts = json.loads(backend.to_str())
     model, normalizer, steps = (parts[name] or {} for name in ("model", "normalizer", "pre_tokenizer"))

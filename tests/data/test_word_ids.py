@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from sftkit.data.tokens import words
-from sftkit.data.tokens.words import Words, words_of
+from sftkit.data.tokens.words import Words, word_encoder
 
 ISOLATED: dict[str, Any] = {"behavior": "isolated", "invert": False}
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -83,7 +83,7 @@ def test_each_character_that_is_known_is_split_as_the_tokenizer_splits_it(
     of_steps: Any, kind: str, normalizer: Any
 ) -> None:
     backend = of_steps(*STEPS[kind], normalizer=normalizer)
-    encoder = words_of(backend)
+    encoder = word_encoder(backend)
     assert encoder is not None
     found = [encoder.encode(text, split=False) for text in known_texts()]
     left = sum(ids is None for ids in found)
@@ -114,7 +114,7 @@ PIECES += [
 @pytest.mark.parametrize("kind", STEPS)
 def test_random_texts_with_added_tokens_have_the_ids_of_the_tokenizer(of_steps: Any, kind: str) -> None:
     backend = of_steps(*STEPS[kind])
-    encoder = words_of(backend)
+    encoder = word_encoder(backend)
     assert encoder is not None
     chance = random.Random(0)
     for n in range(600):
@@ -128,7 +128,7 @@ def test_random_texts_with_added_tokens_have_the_ids_of_the_tokenizer(of_steps: 
 
 @pytest.mark.parametrize("text", ["a\x1cb", "ſ", "\u212a", "\U0001fae0", "\u32ff", "e\u0301"])
 def test_a_text_that_tokenizers_may_split_otherwise_is_left_to_the_tokenizer(of_steps: Any, text: str) -> None:
-    encoder = words_of(of_steps(split(LLAMA3), byte_level(use_regex=False), normalizer=normalizers.NFC()))
+    encoder = word_encoder(of_steps(split(LLAMA3), byte_level(use_regex=False), normalizer=normalizers.NFC()))
     assert encoder is not None
     assert encoder.encode(f"so {text} it is", split=False) is None
     assert encoder.encode("so it is", split=False) is not None
@@ -148,24 +148,24 @@ def test_a_text_that_tokenizers_may_split_otherwise_is_left_to_the_tokenizer(of_
     ],
 )
 def test_a_tokenizer_of_another_kind_encodes_its_texts_itself(of_steps: Any, steps: list[Any]) -> None:
-    assert words_of(of_steps(*steps)) is None
+    assert word_encoder(of_steps(*steps)) is None
 
 
 def test_added_tokens_that_take_spaces_and_other_normalizers_are_left_to_the_tokenizer(of_steps: Any) -> None:
-    assert words_of(of_steps(byte_level(), normalizer=normalizers.NFKC())) is None
+    assert word_encoder(of_steps(byte_level(), normalizer=normalizers.NFKC())) is None
     for token in (AddedToken("<x>", lstrip=True), AddedToken("<x>", rstrip=True), AddedToken("<x>", single_word=True)):
         backend = of_steps(byte_level())
         backend.add_tokens([token])
-        assert words_of(backend) is None
+        assert word_encoder(backend) is None
     backend = of_steps(byte_level())
     backend.model.dropout = 0.5
-    assert words_of(backend) is None
+    assert word_encoder(backend) is None
 
 
 def test_words_that_are_kept_are_limited(of_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "MOST_WORDS", 3)
     backend = of_steps(byte_level())
-    encoder = words_of(backend)
+    encoder = word_encoder(backend)
     assert isinstance(encoder, Words)
     for text in ("She sells sea shells", "by the sea shore"):
         ids = encoder.encode(text, split=False)
