@@ -317,16 +317,40 @@ def test_malformed_overrides_are_problems(recipe: Path, word: str):
     assert problem.startswith("command line: ")
 
 
-def test_a_setting_with_dashes_is_told_by_its_name_here_in_the_same_report(recipe: Path):
-    for word in ("--learning_rate=1e-4", "--learning_rate"):
-        with pytest.raises(
-            ConfigError, match=r"Settings have no dashes.*\n.*learning_rate: .*Did you mean \"optim.lr\""
-        ):
-            read_config(recipe, [word])
-    with pytest.raises(ConfigError) as caught:
-        read_config(recipe, ["--optim.lr"])
-    assert "no dashes" in str(caught.value)
-    assert "must be" not in str(caught.value)
+NO_DASHES = "no such option. Settings have no dashes"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--resume auto", f'--resume: {NO_DASHES}: "train.resume=auto"'),
+        ("--resume=auto", f'--resume: {NO_DASHES}: "train.resume=auto"'),
+        ("--resume", f'--resume: {NO_DASHES}: "train.resume=..."'),
+        ("--learning-rate 1e-4", f'--learning-rate: {NO_DASHES}: "optim.lr=1e-4"'),
+        ("--max_steps 10", f'--max_steps: {NO_DASHES}: "train.max_steps=10"'),
+        ("--train.max_steps 10", f'--train.max_steps: {NO_DASHES}: "train.max_steps=10"'),
+        ("--optim adamw8bit", f'--optim: {NO_DASHES}: "optim=adamw8bit"'),
+        ("--lora_dropout 0.1", f'--lora_dropout: {NO_DASHES}: "adapter.dropout=0.1"'),
+        ("--x.y 1", f"--x.y: {NO_DASHES}, and without them it is not a known key. Known here: run, model, "),
+        ("--tune x", f"--tune: {NO_DASHES}, and without them it is not a known key. Known here: run, model, "),
+    ],
+)
+def test_a_setting_with_dashes_is_one_problem_that_says_what_to_type(recipe: Path, words: str, text: str):
+    (problem,) = problems(recipe, *words.split())
+    assert problem.startswith(f"command line: {text}")
+
+
+def test_a_word_after_a_setting_with_dashes_is_its_value_only_if_it_can_be_one(recipe: Path):
+    assert [line.split(":")[1].strip() for line in problems(recipe, "--resume", "--max_steps", "x.y=3")] == [
+        *("--resume", "--max_steps", "x"),
+    ]
+    assert problems(recipe, "--resume=auto", "10")[1] == "command line: 10: is not key=value"
+
+
+def test_a_setting_that_is_required_is_not_missing_if_it_was_given_with_dashes(write):
+    path = write("model: {path: x}\ndata: {train: [{path: x}]}\ntrain: {max_steps: 1}\n")
+    (problem,) = problems(path, "--run.dir", "runs/x")
+    assert problem.endswith('"run.dir=runs/x"')
 
 
 def test_overrides_that_leave_the_tree_are_problems(recipe: Path):

@@ -79,9 +79,65 @@ def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
     )
 
 
+HEADS = "model.scratch={model_type: llama, num_attention_heads: 3, num_key_value_heads: 2, intermediate_size: 96}"
+MIXED = "model.scratch={model_type: lfm2, layer_types: [conv, full_attention]}"
+FP8, PLAIN = "train.fp8=rowwise", ("train.engine=reference", "train.precision=fp32", "compile.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("topology", "words", "message"),
+    [
+        (
+            TENSOR,
+            (HEADS,),
+            "model: parallelism_config_tp_size=2 does not divide the model's num_attention_heads, 3: take",
+        ),
+        (
+            TENSOR,
+            ("model.scratch={model_type: gpt_neox, num_attention_heads: 3}",),
+            "model: parallelism_config_tp_size=2: gpt_neox has no tensor-",
+        ),
+        (
+            TENSOR,
+            (FP8,),
+            "train.fp8=rowwise does not work with tensor parallelism: set parallelism_config_tp_size to 1",
+        ),
+        (CONTEXT, (MIXED,), "model: lfm2 is not supported with context parallelism: a layer of type conv carries a "),
+        (CONTEXT, ("attention.backend=flex",), "attention.backend: flex attends within whole rows, which context "),
+        (SHARDS, PLAIN, "train.engine=reference computes in fp32 with a whole model on every process"),
+        (
+            SHARDS,
+            ("model.scratch={model_type: t5, is_encoder_decoder: true}",),
+            "model: t5 has an encoder and is trained",
+        ),
+    ],
+)
+def test_what_processes_cannot_share_is_refused_before_torch_is_loaded(
+    topology: Topology, words: tuple[str, ...], message: str
+) -> None:
+    (found,) = problem(topology, *words).splitlines()
+    assert message in found
+
+
+def test_the_model_types_and_backends_that_are_refused_early_are_those_of_the_engines() -> None:
+    from sftkit.models.hybrids import MIXERS
+    from sftkit.ops.attention import BACKENDS
+
+    assert {mixer.layer_type for mixer in MIXERS.values()} <= inputs.RECURRENT
+    for name, backend in BACKENDS.items():
+        refused = problem(CONTEXT, f"attention.backend={name}", "data.layout=fixed")
+        assert bool(refused) is not backend.in_chunks, name
+
+
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
+        (TENSOR, ("model.scratch.num_attention_heads=4", "model.scratch.num_key_value_heads=2")),
+        (TENSOR, ("model.scratch={model_type: llama}",)),
+        (TENSOR, (GRAPH, "model.scratch.model_type=deepseek_v3")),
+        (CONTEXT, (HEADS, FP8)),
+        (SHARDS, (MIXED, "attention.backend=flex")),
+        (REPLICAS, (*PLAIN, "model.scratch={model_type: t5, is_encoder_decoder: true}")),
         (STAGES, (PIPELINE, "train.pipeline_layers=[4,2]")),
         (STAGES, (PIPELINE, INTERLEAVED)),
         (STAGES, (PIPELINE, INTERLEAVED, "train.pipeline_layers=[1,1,1,1,1,1]")),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +236,26 @@ def test_rows_that_are_dropped_or_truncated_warn_by_source(tmp_path: Path, token
     assert any("source data: 20 of 20 rows longer than data.max_length (64)" in w for w in cut["warnings"])
     dropped = Prepared(tmp_path, tokenizer, [*CHATS, *long], data__too_long="drop").look()
     assert any("source data: 20 of 40 rows not used" in w for w in dropped["warnings"])
+
+
+def test_rows_that_lost_a_document_are_dropped_in_part_and_not_truncated(
+    tmp_path: Path,
+    make_tokenizer: Callable[..., PreTrainedTokenizerBase],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a template that renders history differently each answer ends a document, and the second is too long."""
+    tokenizer = make_tokenizer("qwen3", bos="<s>")
+    turns = [turn for answer in ("Yes.", "one two three four " * 40) for turn in chat("Count", answer)["messages"]]
+    prepared = Prepared(tmp_path, tokenizer, [{"messages": turns}] * 3, data__too_long="drop")
+    found = prepared.look()
+    (source,) = found["sources"]
+    assert (source["truncated"], source["partly_dropped"], source["dropped_too_long"]) == (0, 3, 0)
+    longer = "source data: 3 of 3 rows longer than data.max_length (64)"
+    assert f"{longer} and dropped in part. Raise data.max_length, or set data.too_long=truncate" in found["warnings"]
+    plain = shown(prepared, 0, capsys)
+    assert "% targets, 3 with documents dropped as too long\n" in plain
+    assert "truncated" not in plain
+    assert ">partly dropped</th>" in page("A", found, [])
 
 
 def test_rows_are_told_by_reason_with_the_first_of_each(

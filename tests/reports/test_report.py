@@ -143,6 +143,7 @@ def test_page_and_card_have_several_adapters_side_by_side(run: Path) -> None:
     table = page.text[page.text.index("Adapters, newest values") :]
     assert "a8320.001rows3001.252.252200–" in table  # the lowest at step 200
     assert "lr-1e-34320.0001rows3002.51.251.253007" in table
+    assert table.index("lr-1e-3432") < table.index("a832"), "the lowest validation loss is not first"
     assert "(2 adapters, 1 k parameters: a, lr-1e-3)" in page.text
     assert "validation loss1.25lr-1e-3, the lowest of 2 adapters, last evaluation" in page.text
     card = (run / "step-000300" / "README.md").read_text()

@@ -23,6 +23,7 @@ from wandb_file import Offline, records_of
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
+from sftkit.reports.collect import newest_adapter_rows
 from sftkit.rundir.files import drop_rows_after, read_metric_rows
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import DashboardWriter, Ending, LoggedTable, wandb_mode
@@ -151,6 +152,15 @@ def test_several_adapters_are_side_by_side_on_console_and_dashboard(tmp_path: Pa
     table = next(one[2] for one in reversed(dashboard.seen) if one[0] == "table")
     assert table.name == "adapters"
     assert table.rows[0] == ["a", 8, 1e-3, 20, 1.25, 1.75, 1.5, 10.0]
+
+
+def test_the_table_of_adapters_begins_with_the_lowest_validation_loss_and_ends_with_those_without(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "preflight.json").write_text(json.dumps({"adapters": [{"name": name} for name in "abcd"]}))
+    losses = {"val/b/loss": 2.0, "val/c/loss": 1.0, "val/d/loss": 1.5}
+    (tmp_path / "evals.jsonl").write_text(json.dumps({"step": 1, **losses}) + "\n")
+    assert [row["adapter"] for row in newest_adapter_rows(tmp_path)] == ["c", "d", "b", "a"]
 
 
 @pytest.fixture(scope="module")

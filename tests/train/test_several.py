@@ -54,6 +54,7 @@ from sftkit.rundir.names import resolve, trained_length
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 from sftkit.train import assemble, several
+from sftkit.train.end import Trained, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import LoadedModel, Run, TrainServices
 from sftkit.verify.round_trip import verify_checkpoint
@@ -338,6 +339,20 @@ def test_each_folder_is_a_model_and_the_step_directory_says_so(tokenizer: Any, b
             load_model(ModelConfig(path=str(folder)), tokenizer, 0)
     finally:
         (base / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize("losses", [{"a": 2.0, "b": 1.25}, {}])
+def test_the_end_of_a_run_names_the_folder_of_the_best_adapter(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], losses: dict[str, float]
+) -> None:
+    (tmp_path / "preflight.json").write_text(json.dumps({"adapters": [{"name": one.name} for one in FOUR]}))
+    evaluated = {f"val/{name}/loss": loss for name, loss in losses.items()}
+    (tmp_path / "evals.jsonl").write_text(json.dumps({"step": 10, **evaluated}) + "\n")
+    trained = Trained(10, 10, metrics={"train/loss": 1.0}, checkpoint=str(last_step(whole)))
+    write_summary(tmp_path, trained, cpu_runtime())
+    found = re.findall(r"^best adapter: (.*) \(validation loss (.*)\), for ", capsys.readouterr().out, re.MULTILINE)
+    assert found == ([(f"{last_step(whole)}/adapters/b", "1.2500")] if losses else [])
+    assert [resolve(folder) for folder, _ in found] == [folder for folder, _ in found]
 
 
 def _at(folder: Path) -> Any:

@@ -57,13 +57,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: start
     parts = {
         "model": [structure.plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
-        "settings": [
-            compile,
-            asdict(cfg.attention),
-            asdict(cfg.loss),
-            cfg.train.fp8,
-            cfg.train.memory,
-        ],
+        "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
         "trained": [cfg.train.freeze, None if cfg.adapter is None else asdict(cfg.adapter)],
         "ranks": [one.rank for one in cfg.adapters or ()],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),

@@ -41,10 +41,7 @@ def describe_guards(message: str, owner: object) -> str:
     file, name, line = place.groups()
     # A wrapper of the owner's forward, which speaks of its args and kwargs, is replaced by the forward itself.
     wrappers: list[tuple[str, str]] = []
-    own = inspect.unwrap(
-        getattr(owner, "forward", describe_guards),
-        stop=lambda f: wrappers.append(_code_of(f)),
-    )
+    own = inspect.unwrap(getattr(owner, "forward", describe_guards), stop=lambda f: wrappers.append(_code_of(f)))
     if (file, name) in wrappers:
         file, _ = _code_of(own)
         line = str(own.__code__.co_firstlineno)

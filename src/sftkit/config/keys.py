@@ -211,13 +211,26 @@ def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     return f': write {keys[-1]}: {listed} in a recipe, "{dotted(keys)}={listed}" on the command line'
 
 
+def explain_dashes(word: str) -> tuple[str, list[KeyPath]]:
+    """Return what to write instead of `--name=value`, and the keys that were probably meant."""
+    name, _, value = word.partition("=")
+    keys = keys_of(name.lstrip("-").replace("-", "_"))
+    known = row_of(keys) in key_table() or row_of(keys) in section_classes()
+    text, meant = ("", [keys]) if known else _unknown(keys)
+    if not meant:
+        return f"{name}: no such option. Settings have no dashes, and without them it {text}", meant
+    settings = " or ".join(f'"{dotted(key)}={value or "..."}"' for key in meant)
+    remark = hints()["takes"].get(dotted(meant[0]))
+    return f"{name}: no such option. Settings have no dashes: {settings}{f' ({remark})' if remark else ''}", meant
+
+
 def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return the message about an unknown key, and the keys that were probably meant."""
     name = str(keys[-1])
     parent = row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
     inside = [key.removeprefix(prefix) for key in key_table() if key.startswith(prefix)]
-    level = [key for key in inside if "." not in key] if parent else list(section_classes())
+    level = [key for key in inside if "." not in key] or list(section_classes())
     elsewhere = ending_in(name, in_adapters=parent.startswith("adapters"))
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []

@@ -125,8 +125,13 @@ def _resolve(
 ) -> tuple[Config, Node]:
     problems: list[str] = []
     # Limits first, on raw text: whatever comes later may be slow in its length.
-    words = [word for word in overrides if len(word) <= yaml.MAX_CHARACTERS]
-    if len(words) < len(overrides):
+    words: list[str] = []
+    for word in overrides:
+        # `--name value` is one setting.
+        if words and words[-1].startswith("-") and "=" not in words[-1] + word and not word.startswith("-"):
+            word = f"{words.pop()}={word}"
+        words.append(word)
+    if len(words) > len(words := [word for word in words if len(word) <= yaml.MAX_CHARACTERS]):
         long = f"a word of more than {yaml.MAX_CHARACTERS:,} characters"
         problems.append(f"{COMMAND_LINE}: {long}: put it into the recipe")
     if sum(map(len, words)) > yaml.MAX_RECIPE_BYTES:
@@ -137,8 +142,14 @@ def _resolve(
     tree = yaml.read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise _report(problems)  # no file: the settings that it lacks are no news
+    dropped: set[KeyPath] = set()
     for word in words:
-        yaml.apply_override(tree, word, problems)
+        if not word.startswith("-") or len(word.partition("=")[0]) > yaml.MAX_KEY_CHARACTERS:
+            yaml.apply_override(tree, word, problems)
+            continue
+        text, meant = key_names.explain_dashes(word)
+        problems.append(f"{COMMAND_LINE}: {text}")
+        dropped.update(meant)
     _reject_secrets((dotted(keys), node.value, node.origin) for keys, node in _walk(tree, ()))
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
@@ -147,7 +158,6 @@ def _resolve(
         # A section that is absent or empty gets its defaults, unless null is one of its values.
         if not str(kind).endswith(" | None") and (section not in tree.value or tree.value[section].value is None):
             tree.value[section] = Node({}, str(recipe))
-    dropped: set[KeyPath] = set()
     # Rules between settings run although values are wrong, so that one start shows all problems; those that ask for a
     # wrong value are skipped (Unusable).
     cfg = _validate(tree, str(recipe), dropped, problems)

@@ -253,6 +253,8 @@ def _graph(get: Get) -> Iterator[Problem]:
 
 PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose decoder is an embedding, layers that are alike, and a norm."
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"Numbers of a model's config that tensor-parallel ranks must divide."
 
 
 def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_size: int) -> int:

@@ -329,14 +329,7 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     """Set one `key.sub=value` of the command line in the tree; the value is YAML."""
     name, equals, text = word.partition("=")
     before = len(problems)
-    if word.startswith("-"):
-        problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
-        # The same report says what a setting of this name is called here.
-        name = name.lstrip("-")
-        assert isinstance(tree.value, dict)
-        if name and "." not in name and name not in tree.value:
-            _set(tree, Node(None, COMMAND_LINE), name, [])
-    elif len(name) > MAX_KEY_CHARACTERS:
+    if len(name) > MAX_KEY_CHARACTERS:
         most = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
         problems.append(f"{COMMAND_LINE}: {name[:20]}...: {most}")
     elif not equals or not name:

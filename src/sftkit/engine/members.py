@@ -94,13 +94,7 @@ class Member:
     """State that each of several adapters has for itself in a run."""
 
     def __init__(
-        self,
-        number: int,
-        name: str,
-        optim: OptimConfig,
-        numerics: NumericsConfig,
-        monitored: str,
-        device: torch.device,
+        self, number: int, name: str, optim: OptimConfig, numerics: NumericsConfig, monitored: str, device: torch.device
     ) -> None:
         """Begin at step 0. `number`: its place in the recipe. `monitored`: see Objective."""
         self.number = number

@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from sftkit.config.rules import DIVIDED
 from sftkit.config.topology import Topology
 from sftkit.errors import config_error
 from sftkit.graph import compat
@@ -51,16 +52,7 @@ from sftkit.models.experts import weighted_sums
 from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.tensors import local_region
-from sftkit.parallel.tensor import (
-    COLUMNWISE,
-    DIVIDED,
-    HEAD_NORMS,
-    NORMS,
-    ROWWISE,
-    TENSOR_MODEL_TYPES,
-    Activations,
-    check_split,
-)
+from sftkit.parallel.tensor import COLUMNWISE, HEAD_NORMS, NORMS, ROWWISE, TENSOR_MODEL_TYPES, Activations, check_split
 from sftkit.runtime.start import replaced_in_each
 
 

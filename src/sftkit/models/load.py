@@ -252,12 +252,7 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def full_model(
-    path: str,
-    precision: str,
-    options: dict[str, object],
-    rope: RopeScaling | None = None,
-    *,
-    independent: bool = False,
+    path: str, precision: str, options: dict[str, object], rope: RopeScaling | None = None, *, independent: bool = False
 ) -> PreTrainedModel:
     """Load the model with from_pretrained; a missing weight or a wrong shape is an error, never filled at random.
 

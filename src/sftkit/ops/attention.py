@@ -431,12 +431,7 @@ BACKENDS = {
     "sdpa": Backend(lambda _: {}, _sdpa, _sdpa_unsupported, timed=True, in_chunks=False, dropout=True, sinks=False),
     "flex": Backend(_flex_boundaries, _flex, _flex_unsupported, eager=False, in_chunks=False, trees=True),
     "reference": Backend(
-        _reference_boundaries,
-        _reference,
-        lambda *_, **__: None,
-        trees=True,
-        dropout=True,
-        relative_positions=True,
+        _reference_boundaries, _reference, lambda *_, **__: None, trees=True, dropout=True, relative_positions=True
     ),
 }
 "By attention.backend. auto tries those that are timed first; one that does not support what a model has is rejected."

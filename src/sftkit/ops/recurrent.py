@@ -123,13 +123,7 @@ def normalized(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("sftkit::gated_delta_rule", mutates_args=())
 def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    borders: Tensor,
-    kernel: str,
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gated delta rule within documents.
 

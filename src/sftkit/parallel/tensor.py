@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from sftkit.errors import ConfigError, config_error
+from sftkit.config.rules import DIVIDED
+from sftkit.errors import config_error
 from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import replaced
 
@@ -27,8 +28,6 @@ COLUMNWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.g
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"Numbers of a model's config that the ranks must divide."
 
 
 class Activations:
@@ -133,9 +132,7 @@ def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str]
     config = orig_model.config.get_text_config()
     for name in divided:
         if (number := getattr(config, name)) % size:
-            raise ConfigError(
-                f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
-            )
+            raise config_error("number that ranks do not divide", size=size, name=name, number=number)
     for block in decoder_blocks(orig_model):
         odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
         if odd:

@@ -382,7 +382,8 @@ def analyse(  # noqa: PLR0913 - what a page of facts is made of
     # The data is counted, the machine estimated.
     end_of_turn_pct = facts.end_of_turn_pct(examples, tokenizer)
     template = str(tokenizer.chat_template or "") if end_of_turn_pct is not None else None
-    sources = [source | {"licence": source_licence(cfg, source["name"])} for source in facts.source_facts(examples)]
+    known = facts.source_facts(examples, cfg.data.too_long)
+    sources = [source | {"licence": source_licence(cfg, source["name"])} for source in known]
     lengths = examples.lengths
     planned_lengths = lengths if trees is None or layout.kind != "tree" else trees.expanded
     for source, of_trees in zip(sources, facts.tree_facts(trees) if trees else (), strict=bool(trees)):
@@ -410,7 +411,7 @@ def analyse(  # noqa: PLR0913 - what a page of facts is made of
     found: dict[str, Any] = {
         "start": start_facts(cfg.model),
         "sources": sources,
-        "validation": [source for one in validation.values() for source in facts.source_facts(one)],
+        "validation": [source for one in validation.values() for source in facts.source_facts(one, cfg.data.too_long)],
         "max_length": layout.max_length,
         "lengths": facts.length_facts(lengths),
         "adapter": cfg.adapter
@@ -548,6 +549,7 @@ def source_text(source: dict[str, Any]) -> str:
     share = 100.0 * source["targets"] / source["tokens"] if source["tokens"] else 0.0
     became = {
         "truncated": "truncated",
+        "partly_dropped": "with documents dropped as too long",
         "dropped_too_long": "dropped as too long",
         "dropped_no_target": "dropped without target",
         "dropped_where": "left out by where",
@@ -631,11 +633,13 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     rows = max(source["rows"], 1)
     found = []
     skipped = ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
-    if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
-        found.append(
-            f"source {source['name']}: {source['truncated']:,} of {counted(source['rows'], 'row')} longer than "
-            f"data.max_length ({max_length}) and truncated. Raise data.max_length, or set data.too_long=drop"
-        )
+    ways = {"truncated": ("truncated", "drop"), "partly_dropped": ("dropped in part", "truncate")}
+    for key, (became, other) in ways.items():
+        if 100.0 * source.get(key, 0) > TRUNCATED_PCT * rows:
+            found.append(
+                f"source {source['name']}: {source[key]:,} of {counted(source['rows'], 'row')} longer than "
+                f"data.max_length ({max_length}) and {became}. Raise data.max_length, or set data.too_long={other}"
+            )
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first "

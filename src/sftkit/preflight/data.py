@@ -115,9 +115,9 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     return texts
 
 
-def source_facts(examples: Examples) -> list[dict[str, Any]]:
+def source_facts(examples: Examples, too_long: str = "truncate") -> list[dict[str, Any]]:
     """Return for each source its name, what became of its rows and why, its tokens and targets, and of conversations
-    what is learned of their answers.
+    what is learned of their answers. `too_long`: data.too_long, which decides what a row lost that was kept in part.
 
     Tokens are positions of rows, as everywhere in training: the last token of a document is only ever a target.
     """
@@ -130,6 +130,8 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
     for i, name in enumerate(examples.source_names):
         counts = examples.counts.get(name, {})
         numbers = {key: int(counts.get(key, 0)) for key in COUNTS}
+        if too_long == "drop":
+            numbers |= {"truncated": 0, "partly_dropped": numbers["truncated"]}
         found = [asdict(finding) for finding in examples.findings.get(name, ())]
         answers = (
             {key: int(counts.get(key, 0)) for key in (*chat.ANSWER_COUNTS, ANSWERS_LEFT_OUT)}

@@ -29,9 +29,7 @@ def parse(description: str | None) -> tuple[schema.Config, argparse.Namespace]:
     """
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
-        "--stage",
-        choices=tuple(STAGE_SCRIPTS),
-        help="what its script learns is shown; run.stage of the recipe",
+        "--stage", choices=tuple(STAGE_SCRIPTS), help="what its script learns is shown; run.stage of the recipe"
     )
     documents = whole_number("documents", 0, ", say 3")
     gpus = whole_number("GPUs", 1, ", say 8")

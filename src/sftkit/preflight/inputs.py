@@ -39,17 +39,8 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError, LeftOut, did_you_mean, hint
 from sftkit.models import files as model_files
 from sftkit.models.trained import frozen_names, pattern_problem, unmatched
+from sftkit.rundir import names as rundir
 from sftkit.rundir.files import WEIGHTS, read_base_digest, read_manifest
-from sftkit.rundir.names import (
-    ADAPTER_FOLDERS,
-    RECIPE,
-    TRAINING_STATE,
-    latest_checkpoint,
-    resolve,
-    step_dirs,
-    trained_length,
-    unresolved_reason,
-)
 from sftkit.runtime.hub import find_model
 from sftkit.runtime.launcher import may_have_gpu
 from sftkit.runtime.script import counted, first_of
@@ -379,7 +370,7 @@ def _check_several(model: schema.ModelConfig, template: str | None) -> str | Non
         return hint("adapters that continue one", files=files)
     if shapes is not None and shapes[1]:
         return "do not go with a mixture of experts yet, whose tokens change places: leave adapters out, and train one"
-    file = Path(resolve(model.path or "")) / "tokenizer.json"
+    file = Path(rundir.resolve(model.path or "")) / "tokenizer.json"
     if template in CHAT_TEMPLATES and file.is_file():
         known = file.read_text(encoding="utf-8", errors="replace")
         if new := [token for token in CHAT_TEMPLATES[template] if json.dumps(token) not in known]:
@@ -436,8 +427,8 @@ def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
         yield "data.max_length", hint("more than the positions", length=length, positions=positions)
     if length is None and (path is None or not _is_made(path, made)) and (path or get("model.scratch") is not None):
         with suppress(ConfigError, ValueError):  # another rule reports a missing or damaged model
-            if path is None or trained_length(Path(resolve(path))) is None:
-                yield "data.max_length", unresolved_reason(path)
+            if path is None or rundir.trained_length(Path(rundir.resolve(path))) is None:
+                yield "data.max_length", rundir.unresolved_reason(path)
 
 
 def _trees(get: Get) -> Iterator[Problem]:
@@ -487,7 +478,7 @@ def _resume(get: Get, made: Collection[str] | None) -> Iterator[Problem]:
         yield from found
         folders = [] if found else [Path(setting)]
     else:
-        folders = step_dirs(Path(get("run.dir"))) if setting == "auto" else []
+        folders = rundir.step_dirs(Path(get("run.dir"))) if setting == "auto" else []
     if folders and isinstance(read_manifest(folders[-1]), dict):
         sections = {name: value for name in section_classes() if (value := get(name)) is not None}
         cfg = adapter().validate_json(json.dumps(sections), strict=True)
@@ -502,10 +493,10 @@ def _resume_problem(cfg: schema.Config, folder: Path, made: Collection[str] | No
     recipe = to_yaml(cfg)
     allowed = cfg.train.resume_changes
     try:
-        text = (folder / RECIPE).read_text()
+        text = (folder / rundir.RECIPE).read_text()
         old, new = (yaml.load(one, Loader=RecipeLoader) for one in (text, recipe))
         there, here = dict(flattened(old)), dict(flattened(new))
-        known = json.loads((folder / TRAINING_STATE).read_text()).get("identity") or {}
+        known = json.loads((folder / rundir.TRAINING_STATE).read_text()).get("identity") or {}
         settings, _ = compare_recipes(text, recipe, allowed)
         keys = ["data.layout"] if cfg.adapter else ["data.layout", "optim.name", "train.precision"]
         pairs = {key: (there[key], here[key]) for key in keys if "auto" not in (there[key], here[key])}
@@ -584,12 +575,12 @@ def _check_checkpoint(path: str) -> str | None:
     if not folder.is_dir():
         return _missing(path, "folder", Path.is_dir)
     problem = read_manifest(folder)
-    if folder.parent.name == ADAPTER_FOLDERS and isinstance(read_manifest(folder.parents[1]), dict):
+    if folder.parent.name == rundir.ADAPTER_FOLDERS and isinstance(read_manifest(folder.parents[1]), dict):
         whole = f"{path}: one adapter of a run with several, which resumes as a whole: name {folder.parents[1]}"
         return f"{whole}, or start a new run from this adapter with model.path={path}"
     if not isinstance(problem, str):
         return None
-    if (newest := latest_checkpoint(folder)) is not None:
+    if (newest := rundir.latest_checkpoint(folder)) is not None:
         return f"{path}: a run, whose newest checkpoint is {newest}: name that"
     return f"{problem}, so nothing can be resumed from it{similar_paths(path)}"
 
@@ -615,7 +606,34 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     Args:
         here: they are on this machine, whose GPU counts if the launcher names no device.
     """
-    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here)), OfLaunch(partial(_nf4, here=here))]
+    return [OfLaunch(_shared), OfLaunch(_pipeline), *(OfLaunch(partial(rule, here=here)) for rule in (_graph, _nf4))]
+
+
+RECURRENT = frozenset(("conv", "linear_attention", "mamba"))
+"Types of layers, in a model's config, that carry a state along the row."
+
+
+def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
+    """Yield why processes cannot share a model or its rows, as far as the recipe and the model's config say it."""
+    fields = _text_config(get)
+    kind, size = fields.get("model_type"), topology.tensor
+    if get("train.engine") == "reference" and topology.sharded:
+        yield "train.engine", hint("reference in parts")
+    if fields.get("is_encoder_decoder") and topology.partial:
+        yield "model", hint("encoder in parts", model_type=kind)
+        return
+    if size > 1 and get("train.fp8") is not None:
+        yield "train.fp8", hint("float8 with tensor parallelism", fp8=get("train.fp8"))
+    if size > 1 and get("train.engine") == "blocks" and kind is not None:  # the graph engine has plans of its own
+        if kind not in (known := recipe_rules.PIPELINE_MODEL_TYPES):
+            yield "model", hint("no tensor-parallel plan", size=size, model_type=kind, known=", ".join(known))
+        for name in recipe_rules.DIVIDED if kind in known else ():
+            if isinstance(number := fields.get(name), int) and number % size:
+                yield "model", hint("number that ranks do not divide", size=size, name=name, number=number)
+    if topology.context > 1 and (backend := get("attention.backend")) in ("sdpa", "flex"):
+        yield "attention.backend", f"{backend} attends within whole rows, which context parallelism cuts: take auto"
+    if topology.context > 1 and (found := RECURRENT & {*(fields.get("layer_types") or ())}):
+        yield "model", hint("recurrent layers in chunks", model=kind, reason=f"a layer of type {min(found)}")
 
 
 def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ runs compared: losses at steps that both have, speeds, peak memory.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -565,7 +566,8 @@ ADAPTER_COLUMNS = {
 
 
 def adapter_rows(preflight: Mapping[str, Any], curves: Curves) -> Rows:
-    """Return several adapters side by side: settings, data, newest and lowest losses; none for a run without."""
+    """Return several adapters side by side: settings, data, newest and lowest losses; none for a run without. The
+    lowest validation loss comes first, adapters without one last."""
     named = [name.removeprefix("train/loss/") for name in curves if name.startswith("train/loss/")]
     rows = []
     for one in dicts(preflight.get("adapters")) or [{"name": name} for name in named]:
@@ -576,7 +578,7 @@ def adapter_rows(preflight: Mapping[str, Any], curves: Curves) -> Rows:
                 lowest = min(points, key=lambda step: points[step])
                 row[column] = {"best": points[lowest], "at step": lowest}.get(column, points[max(points)])
         rows.append(row)
-    return rows
+    return sorted(rows, key=lambda row: math.inf if row["validation loss"] is None else row["validation loss"])
 
 
 def adapter_table(rows: Rows) -> tuple[list[str], list[list[str]]]:

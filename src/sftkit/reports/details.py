@@ -6,7 +6,7 @@ from typing import Any
 from sftkit.reports import values
 
 SOURCES = (
-    *("name", "rows", "documents", "tokens", "targets", "truncated"),
+    *("name", "rows", "documents", "tokens", "targets", "truncated", "partly_dropped"),
     *("dropped_too_long", "dropped_no_target", "dropped_where", "skipped_bad", "left_out", "held_out"),
 )
 FINDINGS = ("name", "kind", "rows", "reason", "first")

@@ -14,7 +14,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine
 from sftkit.errors import RunDirError
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import PROOF, SUMMARY
+from sftkit.rundir.names import PROOF, SUMMARY, adapter_dir
 from sftkit.rundir.status import RunStatus, resume_command
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter
@@ -107,6 +107,9 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     )
     where = f"{trained.checkpoint} (for sftkit also {run_dir})" if trained.checkpoint else "none: no step was done"
     rt.print(f"checkpoint: {where}")
+    if trained.checkpoint and several and (loss := several[0]["validation loss"]) is not None:
+        folder = adapter_dir(Path(trained.checkpoint), several[0]["adapter"])
+        rt.print(f"best adapter: {folder} (validation loss {loss:.4f}), for sftkit chat, eval and export")
     if trained.stopped:
         rt.print(f"resume with: {resume_command(sys.argv)}")
     write_run_page(run_dir, rt.print)

@@ -286,14 +286,7 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
             moved = [relative(row_logits(model, expected.ids)[:, : logits.shape[1]], logits) for _ in range(DRAWS)]
         limit = max(limit, min(APART * max(moved), WIDEST))
     seconds = time.perf_counter() - started
-    return {
-        "problems": problems,
-        "logits": difference,
-        "limit": limit,
-        "same": same,
-        "how": how,
-        "seconds": seconds,
-    }
+    return {"problems": problems, "logits": difference, "limit": limit, "same": same, "how": how, "seconds": seconds}
 
 
 class RoundTrip:

@@ -297,10 +297,7 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig,
-    tokenize: RowTokenizer,
-    rt: Runtime | None = None,
-    benchmarks: Benchmarks | None = None,
+    data: DataConfig, tokenize: RowTokenizer, rt: Runtime | None = None, benchmarks: Benchmarks | None = None
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return (training documents, validation documents by source) that the settings choose. One process of each
     machine makes what is missing; the others wait, for as long as it takes.

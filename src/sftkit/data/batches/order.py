@@ -111,11 +111,7 @@ def known_by_source(known: Sequence[Cursor], earlier: Sequence[PlanSegment], mix
 
 
 def segments_of(
-    earlier: Sequence[PlanSegment],
-    step: int,
-    layout: Layout,
-    seed: int,
-    mixture: Mixture = NO_MIXTURE,
+    earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int, mixture: Mixture = NO_MIXTURE
 ) -> tuple[PlanSegment, ...]:
     """Return the segments of a run that continues at `step`, with a new segment only if batches are made differently
     from there on, and with those of its later stages.

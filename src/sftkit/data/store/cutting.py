@@ -122,12 +122,7 @@ def _check(source: SourceConfig, counts: Counter[str], tally: findings.Tally) ->
 
 
 def _of_shard(
-    shard: Shard,
-    path: str,
-    limits: Limits | None,
-    count_bytes: CountBytes,
-    counts: Counter[str],
-    tally: findings.Tally,
+    shard: Shard, path: str, limits: Limits | None, count_bytes: CountBytes, counts: Counter[str], tally: findings.Tally
 ) -> dict[str, np.ndarray]:
     """Return the columns of the documents that a shard has within the limits; add to counts and tally."""
     docs = shard.docs
