@@ -17,16 +17,14 @@ from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.protocol import Optimizer, build_optimizer
 from sftkit.parallel import tensor, wrap
-from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.script import counted, working
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, script, start
 
 
 class Blocks:
     """The default engine. See engine.Engine."""
 
     def __init__(
-        self, cfg: Config, training: Training, rt: Runtime, on_plan: Callable[[memory_plan.MemoryPlan], None]
+        self, cfg: Config, training: Training, rt: start.Runtime, on_plan: Callable[[memory_plan.MemoryPlan], None]
     ) -> None:
         """Build the engine for a model, in the only order that works; every rank calls it.
 
@@ -125,7 +123,7 @@ class Blocks:
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         oom = memory_plan.oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
         parts = "blocks" if cfg.compile.scope == "block" else "the model"
-        with working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
+        with script.working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
             with memory_plan.reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = contract.warm_up(
@@ -144,11 +142,11 @@ class Blocks:
         seconds = time.perf_counter() - started
         kind = f"{layout.kind} rows, shapes {', '.join(f'{rows} x {length}' for rows, length in layout.shapes)}"
         counts = self.watch.counts()
-        built = counted(int(counts["compile/graphs"]), "graph")
-        breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
+        built = script.counted(int(counts["compile/graphs"]), "graph")
+        breaks = script.counted(int(counts["compile/graph_breaks"]), "graph break")
         print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
         if rt.device.type == "cuda":
-            print_line(memory_plan.against_measured(self._plan, peak_memory_gib(rt.device)))
+            print_line(memory_plan.against_measured(self._plan, hardware.peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled and cfg.compile.cache:
             gpu = rt.device.index or 0

@@ -24,13 +24,11 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError, config_error
-from sftkit.models import adapter_files
+from sftkit.models import adapter_files, towers, vocabulary
 from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, num_experts, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
-from sftkit.models.towers import whole_of
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
-from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
 from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
@@ -376,7 +374,7 @@ def peft_name(orig_model: torch.nn.Module, name: str) -> str:
     """Return what the files of an adapter call a parameter: peft gives names to the whole model, of which a text model
     may be a part.
     """
-    whole = whole_of(orig_model)
+    whole = towers.whole_of(orig_model)
     return f"{adapter_files.PEFT_PREFIX}{name if whole is None else whole.live_name(name)}"
 
 
@@ -475,9 +473,9 @@ def merge_files(
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         keys = {adapter_files.name_in_model(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
         for name, ids in files.tokens.items():
-            make_room_for(orig_model, ids)
+            vocabulary.make_room_for(orig_model, ids)
             merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{adapter_files.TRAINED_ROWS}"]))
-            set_new_rows(orig_model, None)
+            vocabulary.set_new_rows(orig_model, None)
         for name in layers:
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
                 raise config_error("layer of another model", files=files, path=path, name=name)
@@ -540,7 +538,7 @@ def _in_whole(orig_model: PreTrainedModel, name: str) -> str:
 def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str]:
     """Return the last parts of names, if they name these modules and no others with weights; else the names
     themselves."""
-    if whole_of(orig_model) is not None:  # other parts of the whole model have layers of the same names
+    if towers.whole_of(orig_model) is not None:  # other parts of the whole model have layers of the same names
         return sorted(_in_whole(orig_model, name) for name in modules)
     last = {name.rpartition(".")[2] for name in modules}
     named = {

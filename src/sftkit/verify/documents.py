@@ -18,8 +18,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import PlainDocument, documents, documents_of, plain_logits
 from sftkit.errors import ConfigError, config_error
-from sftkit.models import structure
-from sftkit.models.hybrids import mixes_tokens
+from sftkit.models import hybrids, structure
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import attention_chunk, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -150,7 +149,7 @@ def check_documents(
     orig_model, name = model.orig_model, type(model.orig_model).__name__
     limit = min(limit, REFUSED_FROM) if _rounds(orig_model) else REFUSED_FROM
     # A convolution or a recurrent layer carries tokens across documents regardless of the masks.
-    mixer = mixes_tokens(orig_model)
+    mixer = hybrids.mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
     plain = plain or PlainModel(model, device)
