@@ -532,8 +532,7 @@ def _files(path: Path) -> list[Path]:
 
 def content_stamp(path: Path) -> list[int] | None:
     """Return size of a file and time of its content in ns; None: it cannot be read."""
-    try:
+    with suppress(OSError):
         found = path.stat()
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns]
+        return [found.st_size, found.st_mtime_ns]
+    return None
