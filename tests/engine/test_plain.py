@@ -37,7 +37,7 @@ from sftkit.train.assemble import make_engine
 from sftkit.verify import documents as document_check
 from sftkit.verify import gradients as gradient_check
 from sftkit.verify.documents import limits_of
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 from sftkit.verify.proof import verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -126,7 +126,7 @@ def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path
     source = saved(one_block_of_experts(), tmp_path)
     live = full_model(str(source.path), "fp32", {})
     gate = live.model.layers[0].mlp.gate
-    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), source)
     assert plain.differing == {}
     if kind == "parameter":
         gate.added = torch.nn.Parameter(torch.zeros(2))
@@ -135,7 +135,7 @@ def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path
     else:
         gate.register_buffer("e_score_correction_bias", gate.e_score_correction_bias, persistent=False)
     name = "added" if kind == "parameter" else "e_score_correction_bias"
-    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), source)
     assert plain.differing == {f"model.layers.0.mlp.gate.{name}": 1.0}
 
 
@@ -176,7 +176,7 @@ def test_rows_that_were_added_or_padded_are_left_out_and_all_others_compared(
 def test_a_new_model_has_no_files_and_lends_its_config_and_weights_to_modules_of_its_own() -> None:
     live = tiny_llama()
     model = ModelWithLoss(live, "reference", NextToken(LossConfig()))
-    plain = PlainModel(model, torch.device("cpu"), Start(ModelConfig(scratch={"model_type": "llama"})))
+    plain = PlainModel(model, torch.device("cpu"), ModelConfig(scratch={"model_type": "llama"}))
     assert not plain.has_files
     assert not set(map(id, plain.orig_model.modules())) & set(map(id, live.modules()))
     ours, theirs = dict(live.named_parameters()), dict(plain.orig_model.named_parameters())

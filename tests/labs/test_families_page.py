@@ -49,7 +49,6 @@ def test_the_page_has_every_model_type_once_and_no_crash_as_a_reason() -> None:
 
 def test_a_family_that_computes_something_else_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sftkit.models.kind.structure.logit_scale", lambda _: 1.0)
-    monkeypatch.setattr("sftkit.verify.documents.logit_scale", lambda _: 1.0)
     row = families.outcome("cohere", {})
     assert not row["accepted"]
     assert "logits" in row["reason"]

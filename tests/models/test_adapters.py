@@ -366,12 +366,10 @@ def test_one_graph_for_all_blocks_and_none_after_the_first_pass(
 
 
 def test_the_plain_model_has_the_adapters_of_the_files_and_finds_a_changed_factor(base: Path, tmp_path: Path) -> None:
-    from sftkit.verify.plain import Start
-
     tokenizer = tokenizer_of(base)
     config = AdapterConfig(rank=4)
-    start = Start(ModelConfig(path=str(base)))
-    live = load_model(start.model, tokenizer, 5, adapter=config)
+    start = ModelConfig(path=str(base))
+    live = load_model(start, tokenizer, 5, adapter=config)
     plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
     assert plain.differing == {}
     assert plain.compared == sum(1 for _ in live.named_parameters())
@@ -387,14 +385,12 @@ def test_weights_stored_in_another_precision_than_the_run_has_are_those_of_the_f
     base: Path, stored: str, precision: str, adapter: AdapterConfig | None, tmp_path: Path
 ) -> None:
     """The run rounds the model first and adds or measures then, and so does the model that it is compared with."""
-    from sftkit.verify.plain import Start
-
     plain = AutoModelForCausalLM.from_pretrained(base)
     plain.to(getattr(torch, stored)).save_pretrained(base)
     tokenizer = tokenizer_of(base)
     path = base if adapter else write_adapter(adapted_model(plain, str(base), rank=4), tmp_path / "a")
-    start = Start(ModelConfig(path=str(path)))
-    live = load_model(start.model, tokenizer, 5, precision, adapter=adapter)
+    start = ModelConfig(path=str(path))
+    live = load_model(start, tokenizer, 5, precision, adapter=adapter)
     found = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
     assert found.differing == {}
 

@@ -46,7 +46,7 @@ from sftkit.models.tokenizer import train_tokenizer
 from sftkit.models.trained import adapters_of, factors
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops.grouped import grouped_product
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +352,8 @@ def test_one_graph_for_all_blocks_that_computes_the_same(name: str, dtype: torch
 
 
 def test_the_plain_model_has_the_adapters_of_the_files_and_finds_a_changed_factor(base: Path) -> None:
-    start = Start(ModelConfig(path=str(base)))
-    live = load_model(start.model, tokenizer_of(base), 5, adapter=AdapterConfig(rank=4))
+    start = ModelConfig(path=str(base))
+    live = load_model(start, tokenizer_of(base), 5, adapter=AdapterConfig(rank=4))
     model = ModelWithLoss(live, "reference", NextToken(LossConfig()))
     plain = PlainModel(model, torch.device("cpu"), start)
     assert plain.differing == {}

@@ -32,7 +32,7 @@ from sftkit.models.quantized import Packed, Weight, float8, mxfp4, settings_for_
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.ops.nf4 import matrix_of, quantize
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 61
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
@@ -208,13 +208,13 @@ def test_the_plain_model_of_the_checks_is_dequantized_by_transformers_and_agrees
     live = load_model(source, tokenizer, 0, "bf16")
     if made[0] not in ("partial", "channel", "whole"):  # which transformers cannot
         monkeypatch.setattr(Weight, "__getitem__", None)
-    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), source)
     assert plain.differing == {}
     assert plain.compared == len(list(live.named_parameters(remove_duplicate=False)))
     name, weight = max(live.named_parameters(), key=lambda item: item[1].numel())
     with torch.no_grad():
         weight.mul_(1.5)
-    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), source)
     assert name in plain.differing
 
 

@@ -36,7 +36,7 @@ from sftkit.ops import nf4
 from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, matrix_of, quantize
 from sftkit.train.assemble import load_orig_model
 from sftkit.train.parts import Run
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 from sftkit.verify.replicas import FrozenWeights
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -222,7 +222,7 @@ def test_the_plain_model_has_the_dequantized_weights_of_the_files_and_finds_a_ch
     assert live is not None
     add_adapters(live, Adapters(AdapterConfig(rank=2, base="nf4"), 5, ModelConfig(path=str(base)), ""))
     model = ModelWithLoss(live, "reference", NextToken(LossConfig()))
-    start = Start(ModelConfig(path=str(base)))
+    start = ModelConfig(path=str(base))
     plain = PlainModel(model, torch.device("cpu"), start)
     assert plain.differing == {}
     name = "model.layers.1.mlp.up_proj"

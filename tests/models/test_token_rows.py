@@ -37,7 +37,7 @@ from sftkit.objectives.objective import ModelWithLoss, NextToken
 from sftkit.optim.protocol import parameter_groups
 from sftkit.preflight.analysis import meta_model
 from sftkit.verify.documents import check_documents
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "untied": (LlamaConfig, {"tie_word_embeddings": False}),
@@ -203,7 +203,7 @@ def test_an_adapter_with_rows_is_merged_continued_and_read_without_template(
     add_adapters(plain, adapters_in(files))
     assert torch.equal(logits_of(plain, ids), expected)
     # And the model that a run compares itself with.
-    for live, start in ((merged, Start(source)), (going, Start(source)), (ours, Start(ModelConfig(path=str(base))))):
+    for live, start in ((merged, source), (going, source), (ours, ModelConfig(path=str(base)))):
         found = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), start)
         wrong = {name for name in found.differing if ".lora_" not in name and TOKEN_ADAPTER not in name}
         assert (wrong, found.differing == {}) == (set(), live is not ours)  # `ours` has left its start

@@ -16,27 +16,17 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.checkpoint import states
 from sftkit.checkpoint.resume import ResumeCheckpoint, check_fit, find_checkpoint
 from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
-from sftkit.checkpoint.states import (
-    copies_done,
-    load_common_states,
-    load_states,
-    snapshot_states,
-    snapshot_weights,
-    write_config,
-)
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError, config_error
-from sftkit.models.kind import kind_of
-from sftkit.models.structure import stages_of
-from sftkit.models.towers import bytes_outside
-from sftkit.models.trained import members_in
+from sftkit.models import kind, structure, towers, trained
 from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
+from sftkit.rundir import status
 from sftkit.rundir.files import archive, replace_text
-from sftkit.rundir.status import describe_error
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.open import random_key, random_state, restore_random_state
 from sftkit.runtime.start import Runtime, seed_everything
@@ -142,16 +132,16 @@ class Checkpoints:
                 problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
         self._name_padding()
         # Collectives, in this order on all ranks.
-        weights = snapshot_weights(self.orig_model, rank, world_size)
-        named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
+        weights = states.snapshot_weights(self.orig_model, rank, world_size)
+        named, stages = named_states(self.optimizer, self.orig_model), structure.stages_of(self.orig_model)
         among = (rank, world_size)
         # each stage of a pipeline writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
             named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
             among = stages.replica
-        states = snapshot_states(named, *among)
+        of_optimizer = states.snapshot_states(named, *among)
         # the writer's thread reads host memory, so the queued copies must be complete
-        copies_done(self.rt.device)
+        states.copies_done(self.rt.device)
         kept = {
             "step": step,
             "optimizer": self.optimizer.kind,
@@ -160,7 +150,8 @@ class Checkpoints:
             "identity": self.identity,
             **state,
         }
-        return Snapshot(step, json.dumps(kept, indent=1), weights, states, random_state(), self._small_files, problem)
+        state_text = json.dumps(kept, indent=1)
+        return Snapshot(step, state_text, weights, of_optimizer, random_state(), self._small_files, problem)
 
     def write_files(self, folder: Path) -> Path:
         """Write what loads the weights of a checkpoint: configs and tokenizer, before there are weights.
@@ -170,11 +161,11 @@ class Checkpoints:
         """
         self._name_padding()
         self._small_files = self._unchanging_files(folder / "small")
-        write_config(self.orig_model, folder)
+        states.write_config(self.orig_model, folder)
         for name, content in self._small_files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        members = members_in(self.orig_model)
+        members = trained.members_in(self.orig_model)
         return rundir.adapter_dir(folder, members[0].name) if members else folder
 
     def _name_padding(self) -> None:
@@ -198,12 +189,12 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         files[rundir.RECIPE] = self.recipe.encode()
         # Each of several adapters is a separate model.
-        names = [member.name for member in members_in(self.orig_model)]
+        names = [member.name for member in trained.members_in(self.orig_model)]
         files |= {f"{rundir.ADAPTER_FOLDERS}/{name}/{file}": text for name in names for file, text in [*files.items()]}
         versions = environment(self.rt.device, self.rt.world_size)
         return {
             **files,
-            **kind_of(self.orig_model.config).files(self.orig_model),
+            **kind.kind_of(self.orig_model.config).files(self.orig_model),
             f"{rundir.STATE}/{rundir.ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
@@ -226,7 +217,7 @@ class Checkpoints:
             at_once = self.config.keep + 1 if self.config.every else 1
             there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
             needed = estimated_bytes * max(at_once - there, 1)
-            outside = 0 if there else bytes_outside(self.orig_model)
+            outside = 0 if there else towers.bytes_outside(self.orig_model)
             needed += outside
             free = free_bytes(self.run_dir)
             if free < needed:
@@ -266,12 +257,12 @@ class Checkpoints:
         # may draw numbers.
         load_checkpoint(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
-        stages = stages_of(self.orig_model)
-        states = folder / rundir.OPTIMIZER
+        stages = structure.stages_of(self.orig_model)
+        place = folder / rundir.OPTIMIZER
         if "train.freeze" in changes:
-            load_common_states(tensors, states)
+            states.load_common_states(tensors, place)
         else:
-            load_states(tensors, states, *([stages.elsewhere] if stages else []))
+            states.load_states(tensors, place, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)
@@ -290,7 +281,7 @@ class Checkpoints:
             try:
                 restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
             except Exception as error:  # errors of torch, of zip files, of states in another form
-                raise ConfigError(f"{file}: {describe_error(error)}; resume from another checkpoint") from None
+                raise ConfigError(f"{file}: {status.describe_error(error)}; resume from another checkpoint") from None
             return
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
         # 63 bits: a non-negative int64

@@ -30,12 +30,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError, config_error
+from sftkit.models import load, structure, vocabulary
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE, UNCHANGED
-from sftkit.models.load import from_config
-from sftkit.models.structure import plain_class, stages_of
 from sftkit.models.towers import Whole, loading_faults, whole_of, write_unchanged, write_whole_config
 from sftkit.models.trained import adapters_of, factors, members_in
-from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_dir
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
@@ -284,8 +282,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     trains them (experts of a mixture in one tensor): only a whole model can be converted, so the main rank keeps all
     of it. Padding of the vocabulary is left out. Pipeline stages each write their own files.
     """
-    tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
-    stages = stages_of(orig_model)
+    tensors, saved_rows = saved_tensors(orig_model), vocabulary.without_padding(orig_model)
+    stages = structure.stages_of(orig_model)
     if members_in(orig_model):
         from sftkit.models.many_adapters import member_files
 
@@ -400,14 +398,14 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     """
     if adapters_of(orig_model) is not None:  # its checkpoints hold nothing of the model
         return
-    plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
+    plain, config = structure.plain_class(orig_model), copy.deepcopy(orig_model.config)
     name = plain.__name__
     with torch.device("meta"), no_init_weights():
-        fresh: Any = plain(config) if orig_model.is_remote_code() else from_config(config, orig_model.dtype)
+        fresh: Any = plain(config) if orig_model.is_remote_code() else load.from_config(config, orig_model.dtype)
     fresh.tie_weights()
     if type(fresh).__name__ != name:
         raise config_error("class of another config", name=name, made=type(fresh).__name__)
-    rows = without_padding(orig_model)
+    rows = vocabulary.without_padding(orig_model)
     saved = {
         key: (rows.get(id(tensor), tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
         for key, tensor in saved_tensors(orig_model).items()

@@ -105,11 +105,15 @@ def _hash(parts: Iterable[str]) -> int:
 
 def drawn(row: np.ndarray, seed: int) -> np.ndarray:
     """Return a random number for each row, uint64, all different. Those of the first rows stay if rows are added."""
-    # SplitMix64, one to one: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
-    z = row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return mixed(row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64))
+
+
+def mixed(numbers: np.ndarray) -> np.ndarray:
+    """Return a hash of each number, uint64 [n], one to one."""
+    # SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(numbers ^ (numbers >> np.uint64(31)))
 
 
 def held_out(head: np.ndarray, fraction: float) -> np.ndarray:

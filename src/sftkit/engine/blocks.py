@@ -10,30 +10,22 @@ from sftkit.compile import cache, contract, watch
 from sftkit.config.schema import Config
 from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
 from sftkit.engine.step import TrainStep, shape_runner
-from sftkit.memory.plan import (
-    Fixed,
-    MemoryPlan,
-    against_measured,
-    checkpoint_bytes,
-    make_plan,
-    oom_advice,
-    reserve_optimizer_state,
-)
+from sftkit.memory import plan as memory_plan
 from sftkit.models import float8, structure
 from sftkit.models.routing import routing_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.protocol import Optimizer, build_optimizer
 from sftkit.parallel import tensor, wrap
-from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.script import counted, working
-from sftkit.runtime.start import Runtime
+from sftkit.runtime import hardware, script, start
 
 
 class Blocks:
     """The default engine. See engine.Engine."""
 
-    def __init__(self, cfg: Config, training: Training, rt: Runtime, on_plan: Callable[[MemoryPlan], None]) -> None:
+    def __init__(
+        self, cfg: Config, training: Training, rt: start.Runtime, on_plan: Callable[[memory_plan.MemoryPlan], None]
+    ) -> None:
         """Build the engine for a model, in the only order that works; every rank calls it.
 
         Args:
@@ -67,7 +59,7 @@ class Blocks:
             if mode:
                 rt.print(f"compile.mode {mode}")
             # A run that cannot fit ends before weights are read, moved or sharded.
-            plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
+            plan = memory_plan.make_plan(cfg, orig_model, layout, rt, memory_plan.Fixed(backend=choice.backend))
             on_plan(plan)
             self.forward = self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             compiled = contract.compile_model(
@@ -104,7 +96,7 @@ class Blocks:
             attention_reason=choice.reason,
             optimizer=plan.optim.name,
             memory_plan=plan.line,
-            checkpoint_bytes=checkpoint_bytes(orig_model, plan),
+            checkpoint_bytes=memory_plan.checkpoint_bytes(orig_model, plan),
             pipeline_layers=stages.layers if stages else None,
             fp8=cfg.train.fp8 is not None,
             compile_mode=mode,
@@ -129,11 +121,11 @@ class Blocks:
         orig_model.train()
         losses: Losses = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
-        oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
+        oom = memory_plan.oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
         parts = "blocks" if cfg.compile.scope == "block" else "the model"
-        with working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
+        with script.working(f"compiling {parts}" if cfg.compile.enabled else "trying the worst-case batches"), oom:
             # The optimizer's states are allocated, so that the peak is that of a step.
-            with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+            with memory_plan.reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 self.compiled = contract.warm_up(
                     self._wrapped, run_shape, layout.shapes, cfg.compile, rt.any_rank, sharded=rt.topology.partial
                 )
@@ -150,11 +142,11 @@ class Blocks:
         seconds = time.perf_counter() - started
         kind = f"{layout.kind} rows, shapes {', '.join(f'{rows} x {length}' for rows, length in layout.shapes)}"
         counts = self.watch.counts()
-        built = counted(int(counts["compile/graphs"]), "graph")
-        breaks = counted(int(counts["compile/graph_breaks"]), "graph break")
+        built = script.counted(int(counts["compile/graphs"]), "graph")
+        breaks = script.counted(int(counts["compile/graph_breaks"]), "graph break")
         print_line(f"{kind}; compiled {built}, {breaks}, in {seconds:.1f} s" if self.compiled else f"{kind}; eager")
         if rt.device.type == "cuda":
-            print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
+            print_line(memory_plan.against_measured(self._plan, hardware.peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled and cfg.compile.cache:
             gpu = rt.device.index or 0
@@ -166,7 +158,7 @@ class Blocks:
         advice."""
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
-        oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
+        oom = memory_plan.oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with contract.step_contract(on_recompile, self.watch.graph_break_reasons()), oom:
             yield
 

@@ -17,7 +17,6 @@ from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.config.tables import EVAL_TASKS
 from sftkit.config.yaml import parse as parse_recipe
 from sftkit.data.reading import origin
-from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError, config_error
 from sftkit.evals import tasks
 from sftkit.models.files import CAUSAL, auto_class, find_with_base, not_causal
@@ -111,7 +110,7 @@ def check_arguments(args: Namespace) -> None:
     if args.data is not None and not Path(args.data).is_dir():
         raise ConfigError(f"--data {args.data}: no such folder (looked in {Path.cwd()}){similar_paths(args.data)}")
     for source in args.val:
-        if find_here(source) is None:
+        if origin.find_here(source) is None:
             origin.check_dataset(source)
     if args.out is not None:
         try:

@@ -24,13 +24,12 @@ from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError, hint
 from sftkit.export import LARGEST_FILE, check_export, model_type, trained_on
 from sftkit.export.reread import answers, write_answers
-from sftkit.models import expert_adapters
+from sftkit.models import expert_adapters, towers
 from sftkit.models.adapter_files import PER_EXPERT, AdapterFiles, base_digest, belongs_to
 from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, local_folder, start_config
 from sftkit.models.tokenizer import PRE_TOKENIZER_PATTERN, load_tokenizer
-from sftkit.models.towers import whole_of
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, trained_length
@@ -92,7 +91,12 @@ def export(
     orig_model = load_model(source, tokenizer, 0, "bf16" if rounded else "fp32", nf4_of=nf4_of).eval()
     if precision == "bf16" or (precision == "fp16" and not alone):
         _round(orig_model, _DTYPES[precision])
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=_parent(out)))
+    parent = out.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
     try:
         temporary.chmod(0o755)
         if files is not None and alone:
@@ -126,15 +130,6 @@ def export(
     return [f"{out}: {what}, {size / 1e6:,.1f} MB in {len(list(out.iterdir()))} files", *lines, "", *served]
 
 
-def _parent(out: Path) -> Path:
-    """Return the folder that holds `out`, made if need be."""
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
-    return out.absolute().parent
-
-
 def _round(orig_model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the weights, but not buffers: rotary frequencies stay in fp32, as transformers has them.
 
@@ -150,7 +145,7 @@ def _round(orig_model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _write_model(orig_model: PreTrainedModel, folder: Path, max_shard: str) -> None:
     """Write a model, or the larger model that it belongs to. `max_shard`: a number and KB, MB, GB or TB."""
-    if (whole := whole_of(orig_model)) is None:
+    if (whole := towers.whole_of(orig_model)) is None:
         orig_model.save_pretrained(folder, max_shard_size=max_shard)
         return
     max_bytes = int(float(max_shard[:-2]) * 1000 ** ("KMGT".index(max_shard[-2]) + 1))

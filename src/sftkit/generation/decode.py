@@ -23,10 +23,8 @@ from sftkit.data.tokens.template import special_tokens_of, template_of
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
-from sftkit.generation.kv_cache import SharedPrefix, StaticStep, max_cached_positions, replay_unsupported_reason
 from sftkit.generation.repl import Answer, Sampling, right_answers
-from sftkit.models import load, structure
-from sftkit.models.hybrids import state_besides_keys
+from sftkit.models import hybrids, load, structure
 from sftkit.models.kind import Continuation, kind_of
 from sftkit.ops.attention import windows
 from sftkit.runtime.start import Runtime
@@ -141,7 +139,7 @@ def plan(
 
 def turns(
     orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
-) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
+) -> Iterator[tuple[PromptBatch | None, kv_cache.SharedPrefix]]:
     """Yield this rank's batches of the rows, each with its computed prefix; None if fewer batches than ranks are
     left. They are assigned to the ranks in turn, with the same batches for the tensor-parallel ranks of a group and
     for those of a pipeline. All ranks have equally many turns and check for a requested stop before each, which may
@@ -150,9 +148,9 @@ def turns(
     Args:
         max_targets: maximum targets of a batch; None: no limit.
     """
-    max_cached = max_cached_positions(orig_model)
+    max_cached = kv_cache.max_cached_positions(orig_model)
     batches = plan(rows, max_rows=batching.batch_size, max_cached=max_cached, max_targets=max_targets)
-    prefix = SharedPrefix(orig_model)
+    prefix = kv_cache.SharedPrefix(orig_model)
     rt = batching.rt
     index = 0
     count = 1
@@ -275,7 +273,7 @@ class Decoding:
         orig_model: PreTrainedModel,
         continuation: Continuation,
         rows: list[DecodedSequence],
-        prefix: SharedPrefix,
+        prefix: kv_cache.SharedPrefix,
         *,
         replay: bool,
     ) -> None:
@@ -284,7 +282,7 @@ class Decoding:
         self._orig_model = orig_model
         self._continuation = continuation
         self._replay = replay
-        self._static: StaticStep | None = None
+        self._static: kv_cache.StaticStep | None = None
         if not rows:
             return
         # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
@@ -336,7 +334,7 @@ class Decoding:
     def _replayed(self) -> torch.Tensor:
         """Return the next token of each row, int64 [B, 1], from a step of fixed shape that reads one token per row."""
         if self._static is None:
-            self._static = StaticStep(
+            self._static = kv_cache.StaticStep(
                 self._orig_model,
                 self._continuation,
                 cache=self._cache,
@@ -405,13 +403,13 @@ def generate(
     """
     rt = batching.rt
     # A replay repeats kernels of this rank alone: it neither gathers weights nor waits for other ranks.
-    reason = replay_unsupported_reason(orig_model)
+    reason = kv_cache.replay_unsupported_reason(orig_model)
     if rt is not None and rt.topology.partial:
         reason = "the model is spread over ranks"
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # Padding lies between a prefix and its rows, and windows count it.
-    if groups is None or state_besides_keys(orig_model) or windows(orig_model.config):
+    if groups is None or hybrids.state_besides_keys(orig_model) or windows(orig_model.config):
         groups = [""] * len(prompts)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     stops = stop_texts or [()] * len(prompts)

@@ -19,16 +19,7 @@ from sftkit.config import rules, schema, tables
 from sftkit.engine import engine, step
 from sftkit.errors import ConfigError, config_error
 from sftkit.graph import capture, graphs, sharding
-from sftkit.graph.capture import dump
-from sftkit.memory.plan import (
-    Fixed,
-    MemoryPlan,
-    against_measured,
-    checkpoint_bytes,
-    make_plan,
-    oom_advice,
-    reserve_optimizer_state,
-)
+from sftkit.memory import plan as memory_plan
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import choose_backend
@@ -102,7 +93,7 @@ class GraphEngine:
         training: engine.Training,
         rt: start.Runtime,
         run_dir: Path,
-        on_plan: Callable[[MemoryPlan], None] = lambda _: None,
+        on_plan: Callable[[memory_plan.MemoryPlan], None] = lambda _: None,
     ) -> None:
         """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
 
@@ -134,13 +125,13 @@ class GraphEngine:
             choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_gradients = "reduce_once" in passes
             kept_shards = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
-            fixed = Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
+            fixed = memory_plan.Fixed(backend=choice.backend, sharding=kept_shards if rt.topology.sharded else None)
             # train.memory=speed recomputes only what Inductor fuses, which costs no time.
             kept = cfg.compile.activation_memory_budget
             again = cfg.train.memory != "speed" or "full_inductor" in passes
             kept = 1.0 if kept is None and not again else kept
             planned = replace(cfg.compile, activation_memory_budget=kept, backend="inductor")
-            self._plan = plan = make_plan(replace(cfg, compile=planned), orig_model, layout, rt, fixed)
+            self._plan = plan = memory_plan.make_plan(replace(cfg, compile=planned), orig_model, layout, rt, fixed)
             on_plan(plan)
             # Weights come to the device as shards. The model is wrapped before: the loss reads the head without calling
             # it, so the wrapper has to know that this weight is a shard too.
@@ -158,7 +149,7 @@ class GraphEngine:
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             self._at_close = stack.pop_all()
         # Nothing is captured yet: the warm-up does that.
-        size = checkpoint_bytes(orig_model, plan)
+        size = memory_plan.checkpoint_bytes(orig_model, plan)
         self.setup = engine.Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
         self.captured = capture.CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
         train_step = step.TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
@@ -189,11 +180,11 @@ class GraphEngine:
             self.compiled = cfg.compile.enabled
         # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
-            dump(self.captured.stages, rt.output_dir(self._run_dir))
-        with oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim):
+            capture.dump(self.captured.stages, rt.output_dir(self._run_dir))
+        with memory_plan.oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim):
             # The peak of a step, with room held for optimizer states that do not exist yet. The optimizer's own warm-up
             # may make them, so it comes after that room is given back.
-            with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+            with memory_plan.reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 losses = self._run_shapes()
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on a capture or compile is late, and so is a hook: graphs do not contain it.
@@ -257,7 +248,7 @@ class GraphEngine:
                     print_line(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
                 known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
-            print_line(against_measured(self._plan, hardware.peak_memory_gib(self._rt.device)))
+            print_line(memory_plan.against_measured(self._plan, hardware.peak_memory_gib(self._rt.device)))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -266,7 +257,7 @@ class GraphEngine:
         cfg = self._cfg
         on_recompile = cfg.compile.on_recompile
         contract = step_contract(on_recompile, self.watch.graph_break_reasons())
-        oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
+        oom = memory_plan.oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
 

@@ -44,7 +44,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sftkit.config.rules import DIVIDED
 from sftkit.config.topology import Topology
 from sftkit.errors import config_error
 from sftkit.graph import compat
@@ -52,7 +51,7 @@ from sftkit.models.experts import weighted_sums
 from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.tensors import local_region
-from sftkit.parallel.tensor import COLUMNWISE, HEAD_NORMS, NORMS, ROWWISE, TENSOR_MODEL_TYPES, Activations, check_split
+from sftkit.parallel import tensor
 from sftkit.runtime.start import replaced_in_each
 
 
@@ -61,12 +60,12 @@ def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _Exchanged.apply(shard, compat.all_gather, compat.reduce_scatter, dim, group)
 
 
-def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def add_and_scatter(value: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
-    return _Exchanged.apply(tensor, compat.reduce_scatter, compat.all_gather, dim, group)
+    return _Exchanged.apply(value, compat.reduce_scatter, compat.all_gather, dim, group)
 
 
-class Exchange(Activations):
+class Exchange(tensor.Activations):
     """Between the layers of a tensor-parallel model; in `without_sequence_parallel` every rank has all positions."""
 
     def gather(self, positions: Tensor) -> Tensor:
@@ -85,11 +84,11 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, exchange: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
+        ctx: Any, value: Tensor, exchange: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
     ) -> Tensor:
         ctx.transpose = transpose
         ctx.where = where
-        return exchange(tensor, *where)
+        return exchange(value, *where)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -299,7 +298,7 @@ class TensorPlan:
     "norms behind which whole rows are needed"
     replicated: tuple[str, ...]
     "what every rank computes with whole weights, of its own positions or heads"
-    divided: tuple[str, ...] = DIVIDED
+    divided: tuple[str, ...] = tensor.DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
     "routed experts, a share of them on each rank; nothing else is sharded, and each rank computes its own positions"
@@ -307,17 +306,19 @@ class TensorPlan:
 
 _DEEPSEEK_V3 = TensorPlan(
     columns=(*("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), *("mlp.gate_proj", "mlp.up_proj")),
-    rows=ROWWISE,
-    gathered=NORMS,
+    rows=tensor.ROWWISE,
+    gathered=tensor.NORMS,
     replicated=(
         *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
         *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
     ),
-    divided=(*DIVIDED, "n_routed_experts"),
+    divided=(*tensor.DIVIDED, "n_routed_experts"),
     experts=("mlp.experts",),
 )
 PLANS = {
-    **dict.fromkeys(TENSOR_MODEL_TYPES, TensorPlan(COLUMNWISE, ROWWISE, NORMS, HEAD_NORMS)),
+    **dict.fromkeys(
+        tensor.TENSOR_MODEL_TYPES, TensorPlan(tensor.COLUMNWISE, tensor.ROWWISE, tensor.NORMS, tensor.HEAD_NORMS)
+    ),
     "deepseek_v3": _DEEPSEEK_V3,
 }
 "By model_type."
@@ -336,7 +337,7 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
         )
     plan = PLANS[model_type]
     known = {*plan.columns, *plan.rows, *plan.gathered, *plan.replicated, *plan.experts}
-    check_split(orig_model, size, plan.divided, known)
+    tensor.check_split(orig_model, size, plan.divided, known)
 
 
 def make_graph_meshes(topology: Topology, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -400,7 +401,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
             # A block with experts gathers before attention alone: its feed-forward layer exchanges tokens by itself.
-            if name == NORMS[0] or not _of_plan(block, plan.experts):
+            if name == tensor.NORMS[0] or not _of_plan(block, plan.experts):
                 module.register_forward_hook(lambda _, __, output: exchange.gather(output))
         for module in _of_plan(block, plan.rows).values():
             module.__class__ = _adding_up(type(module))  # type: ignore[arg-type]  # torch hashes modules

@@ -69,12 +69,8 @@ SLOW_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smbfs", "fuse.sshfs", "9p", "lustre
 
 def findings() -> Iterator[Diagnosis]:
     """Yield what was found, one subject after the other."""
-    yield from versions()
-    yield from gpus()
-    yield from compiler()
-    yield from extras()
-    yield from disks()
-    yield from host()
+    for subject in (versions, gpus, compiler, extras, disks, host):
+        yield from subject()
 
 
 def _required() -> list[str]:

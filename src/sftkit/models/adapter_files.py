@@ -12,19 +12,7 @@ from typing import Any
 from sftkit.config.commands import invocation
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig, NamedAdapter
 from sftkit.errors import ConfigError, config_error, did_you_mean
-from sftkit.models.files import (
-    COPY_AGAIN,
-    FLOATS,
-    GATED,
-    fields_of,
-    folder_of,
-    header_of,
-    json_object,
-    of_fields,
-    shapes_in,
-    text_name,
-    weight_files,
-)
+from sftkit.models import files as model_files
 from sftkit.rundir.files import digest_of_files, read_base_digest
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
 
@@ -36,7 +24,7 @@ def name_in_model(key: str) -> str:
     the text model of a larger model, of that.
     """
     name = key.removeprefix(PEFT_PREFIX)
-    return text_name(name) or name
+    return model_files.text_name(name) or name
 
 
 "What peft puts in front of the name of a parameter."
@@ -140,17 +128,17 @@ def known_shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, int]], set[st
     """Return the outputs and inputs of the linear layers in the blocks of a model by the headers of its files, and
     which of the names are experts; None: not known before it is loaded. The fields of its config tell them where only
     that is in the hub's cache."""
-    fields = fields_of(model)
-    folder = folder_of(resolve(model.path or ""), model.revision)
-    if fields is None or fields.get("model_type") not in (*GATED, *MIXTURES, *AS_STORED) or folder is None:
+    fields = model_files.fields_of(model)
+    folder = model_files.folder_of(resolve(model.path or ""), model.revision)
+    if fields is None or fields.get("model_type") not in (*model_files.GATED, *MIXTURES, *AS_STORED) or folder is None:
         return None
     try:
-        shapes = shapes_in(folder)
+        shapes = model_files.shapes_in(folder)
     except ConfigError:
         if os.path.isdir(model.path or ""):
             raise
         return None  # the start continues an interrupted download
-    if not shapes and of_fields(fields) is not None:
+    if not shapes and model_files.of_fields(fields) is not None:
         return _shapes_of_fields(fields), set()
     found: dict[str, tuple[int, int]] = {}
     experts: set[str] = set()
@@ -186,7 +174,7 @@ def num_factor_elements(model: ModelConfig, config: AdapterConfig, several: Sequ
         if (known := known_shapes(model)) is None:
             return 0
         shapes, experts = known
-        fields = fields_of(model) or {}
+        fields = model_files.fields_of(model) or {}
         count = next((fields[name] for name in EXPERT_COUNTS if fields.get(name)), 0)
         columns = 0  # inputs and outputs of all layers: elements for each rank
         for name in target_layers(shapes, replace(config, rank=1), experts=experts):
@@ -233,8 +221,8 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
         if (pickled := folder / ADAPTER_WEIGHTS.replace(".safetensors", ".bin")).is_file():
             cure = f"It is not loaded here. Merge it: {merge_command(folder)}"
             raise ConfigError(f"{pickled}: an adapter in the older format of torch.save. {cure}")
-        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} next to {ADAPTER_CONFIG}. {COPY_AGAIN}")
-    found = json_object(path)
+        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} next to {ADAPTER_CONFIG}. {model_files.COPY_AGAIN}")
+    found = model_files.json_object(path)
     parameters = {str(name).rpartition(".")[2] for name in found.get("target_parameters") or ()}
     kind = str(found.get("peft_type"))
     cure = f"Merge it: {merge_command(folder)}"
@@ -255,7 +243,7 @@ def adapter_in(folder: Path, model: ModelConfig, *, with_base: bool = True) -> A
     rank, alpha, base = given
     numbers = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and math.isfinite(alpha)
     if not (numbers and isinstance(base, str) and base):
-        raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
+        raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {model_files.COPY_AGAIN}")
     try:
         nested = with_base and (Path(resolve(base)) / ADAPTER_CONFIG).is_file()
     except ConfigError as error:
@@ -293,19 +281,19 @@ def check_adapter(files: AdapterFiles, folder: Path | None) -> list[str]:
     cure = f"merge it: {merge_command(files.folder)}"
     wanted = {"A.weight", "B.weight", *(["magnitude_vector"] if files.dora else [])}
     there: dict[str, dict[str, list[int]]] = {}
-    for key, tensor in header_of(path).items():
+    for key, tensor in model_files.header_of(path).items():
         if (own := name_in_model(key)).removesuffix(TRAINED_ROWS) in files.tokens:
             continue
         name, _, factor = own.rpartition(".lora_")
-        if not name or tensor["dtype"] not in FLOATS:
+        if not name or tensor["dtype"] not in model_files.FLOATS:
             raise ConfigError(f"{path}: {key} ({tensor['dtype']}) is no factor that is loaded here: {cure}")
         there.setdefault(name, {})[factor] = tensor["shape"]
     if not there:
-        raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {COPY_AGAIN}")
+        raise ConfigError(f"{path}: it holds no adapter, so its model would be used alone. {model_files.COPY_AGAIN}")
     known = known_shapes(files.base)
     for name, found in there.items():
         if different := sorted(found.keys() ^ wanted):
-            word = f"not loaded here: {cure}" if different[0] in found else f"missing. {COPY_AGAIN}"
+            word = f"not loaded here: {cure}" if different[0] in found else f"missing. {model_files.COPY_AGAIN}"
             raise ConfigError(f"{path}: {PEFT_PREFIX}{name}.lora_{different[0]} is {word}")
         if (known is None and files.experts) or (known is not None and name.removesuffix(".base_layer") in known[1]):
             continue  # factors of all experts are in one tensor
@@ -335,7 +323,7 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
     """
     if not given:
         return {}
-    header = header_of(file)
+    header = model_files.header_of(file)
     names = {n: name_in_model(n).removesuffix(TRAINED_ROWS) for n in header if n.endswith(TRAINED_ROWS)}
     found = {}
     for key, name in names.items():
@@ -346,10 +334,14 @@ def _token_ids(file: Path, given: Any) -> dict[str, tuple[int, ...]]:
         )
         ids = tuple(lists[0]) if lists and isinstance(lists[0], list) else ()
         if len(ids) != header[key]["shape"][0] or not all(type(one) is int and one >= 0 for one in ids):
-            raise ConfigError(f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {COPY_AGAIN}")
+            raise ConfigError(
+                f"{file}: {key} are not the rows of trainable_token_indices={given!r}. {model_files.COPY_AGAIN}"
+            )
         found[name] = ids
     if not found:
-        raise ConfigError(f"{file}: the rows of trainable_token_indices={given!r} are not in it. {COPY_AGAIN}")
+        raise ConfigError(
+            f"{file}: the rows of trainable_token_indices={given!r} are not in it. {model_files.COPY_AGAIN}"
+        )
     return found
 
 
@@ -364,7 +356,7 @@ def base_digest(folder: Path) -> str:
     Raises:
         ConfigError: it has none that are known here.
     """
-    files = weight_files(folder) or sorted(folder.glob("*.bin"))
+    files = model_files.weight_files(folder) or sorted(folder.glob("*.bin"))
     if not files:
         raise ConfigError(f"{folder}: no weights in it (safetensors or .bin), so adapters could not name their model")
     return digest_of_files(folder, files)
@@ -374,7 +366,7 @@ def merge_command(folder: Path) -> str:
     """Return the command that merges an adapter into its model with peft, in a folder next to it, with the tokenizer:
     peft does not write that of the model."""
     own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = folder if own else json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    tokenizer = folder if own else model_files.json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     names = "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T"
     code = f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{folder}-merged')"
     code += f"; T.from_pretrained('{tokenizer}').save_pretrained('{folder}-merged')"
@@ -396,7 +388,7 @@ def check_continued(files: AdapterFiles, config: AdapterConfig, layers: Collecti
     if (method, files.rank, files.scale) != (config.method, config.rank, scale_of(config)):
         words = {"method": method, "scale": scale_of(config), "alpha": files.scale * files.rank}
         raise config_error("other adapter than continued", files=files, config=config, **words)
-    names = {name_in_model(key).partition(".lora_")[0] for key in header_of(files.folder / ADAPTER_WEIGHTS)}
+    names = {name_in_model(key).partition(".lora_")[0] for key in model_files.header_of(files.folder / ADAPTER_WEIGHTS)}
     there = {name.removesuffix(".base_layer") for name in names}  # of experts, which have two pairs
     if layers is not None and (odd := sorted({n for n in there if TRAINED_ROWS not in n} ^ {*layers})):
         where = "only in the files" if odd[0] in there else "not in the files"

@@ -24,23 +24,11 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.adapter_files import (
-    EXPERT_WEIGHTS,
-    PEFT_PREFIX,
-    ROUTER,
-    TRAINED_ROWS,
-    AdapterFiles,
-    check_adapter,
-    name_in_model,
-    scale_of,
-    target_layers,
-)
+from sftkit.models import adapter_files, towers, vocabulary
 from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, embedding_of, num_experts, output_projection
 from sftkit.models.token_rows import add_token_rows, fill_token_rows, in_front, merge_token_rows, rows_as_written
-from sftkit.models.towers import whole_of
 from sftkit.models.trained import ADAPTERS, TOKEN_ADAPTER, adapters_of, factors
-from sftkit.models.vocabulary import make_room_for, set_new_rows
 from sftkit.ops.low_rank import adapted_linear, low_rank
 from sftkit.ops.nf4 import Nf4, Nf4Linear, dequantize, frozen_linear, matrix_of, quantize, quantize_layer
 from sftkit.ops.tensors import local, local_part, local_region
@@ -80,7 +68,7 @@ class Adapters:
     @property
     def scale(self) -> float:
         """Return the factor of what an adapter adds."""
-        return scale_of(self.config)
+        return adapter_files.scale_of(self.config)
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
@@ -283,7 +271,7 @@ def _layers_in_nf4(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
     for name, module in orig_model.named_modules():
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise config_error("experts in nf4", name=name)
-    layers = {name: layer for name, layer in _linears(orig_model).items() if not ROUTER.search(name)}
+    layers = {name: layer for name, layer in _linears(orig_model).items() if not adapter_files.ROUTER.search(name)}
     for name, layer in layers.items():
         if layer.in_features % 2:
             raise ConfigError(f"adapter.base: {name} has {layer.in_features} inputs, an odd number: set it to bf16")
@@ -327,7 +315,7 @@ def target_modules(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[s
         if name in shapes:
             found[name] = module
     head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
-    return {name: found[name] for name in target_layers(shapes, config, head, experts)}
+    return {name: found[name] for name in adapter_files.target_layers(shapes, config, head, experts)}
 
 
 def fill_factors(orig_model: PreTrainedModel, device: torch.device | None = None) -> None:
@@ -386,8 +374,8 @@ def peft_name(orig_model: torch.nn.Module, name: str) -> str:
     """Return what the files of an adapter call a parameter: peft gives names to the whole model, of which a text model
     may be a part.
     """
-    whole = whole_of(orig_model)
-    return f"{PEFT_PREFIX}{name if whole is None else whole.live_name(name)}"
+    whole = towers.whole_of(orig_model)
+    return f"{adapter_files.PEFT_PREFIX}{name if whole is None else whole.live_name(name)}"
 
 
 @torch.no_grad()
@@ -432,11 +420,11 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
                 local(weight).copy_(before[name])
 
 
-def adapters_in(files: AdapterFiles) -> Adapters:
+def adapters_in(files: adapter_files.AdapterFiles) -> Adapters:
     """Return the adapters that a model gets which computes with those of a folder, not merged."""
     path = files.folder / ADAPTER_WEIGHTS
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = [name_in_model(key).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
+        keys = [adapter_files.name_in_model(key).partition(".lora_")[0] for key in file.keys() if ".lora_" in key]  # noqa: SIM118
     config = AdapterConfig(
         rank=files.rank,
         alpha=files.scale * files.rank,
@@ -462,7 +450,9 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: T
 
 
 @torch.no_grad()
-def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.dtype | None = None) -> None:
+def merge_files(
+    orig_model: PreTrainedModel, files: adapter_files.AdapterFiles, nf4_of: torch.dtype | None = None
+) -> None:
     """Add the adapter of a folder to the weights of a model that has none, each rank to its own part; no collective.
 
     Args:
@@ -474,18 +464,18 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles, nf4_of: torch.
     """
     from sftkit.models.expert_adapters import expert_weights, merged_experts
 
-    layers = check_adapter(files, None)
+    layers = adapter_files.check_adapter(files, None)
     path = files.folder / ADAPTER_WEIGHTS
     owners = dict(orig_model.named_modules())
     of_experts = expert_weights(orig_model) if files.experts else {}
     for layer in () if nf4_of is None else _layers_in_nf4(orig_model):
         layer.weight.data = dequantize(quantize(layer.weight.to(nf4_of)), layer.weight.dtype)
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
-        keys = {name_in_model(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
+        keys = {adapter_files.name_in_model(key): key for key in file.keys()}  # noqa: SIM118 - of safetensors, which has no iterator
         for name, ids in files.tokens.items():
-            make_room_for(orig_model, ids)
-            merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{TRAINED_ROWS}"]))
-            set_new_rows(orig_model, None)
+            vocabulary.make_room_for(orig_model, ids)
+            merge_token_rows(orig_model, name, ids, file.get_tensor(keys[f"{name}{adapter_files.TRAINED_ROWS}"]))
+            vocabulary.set_new_rows(orig_model, None)
         for name in layers:
             if not isinstance(owners.get(name), torch.nn.Linear) and name not in of_experts:
                 raise config_error("layer of another model", files=files, path=path, name=name)
@@ -515,7 +505,7 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
     # In a mixture peft takes these names among target_modules for the experts of older files, whatever is before them.
     taken = ("gate_proj", "up_proj", "down_proj") if num_experts(orig_model) else ()
     mistaken = [name for name in adapters.modules if name.rpartition(".")[2] in taken]
-    parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in EXPERT_WEIGHTS]
+    parameters = [f"{name}.{one}" for name in _suffixes(orig_model, experts) for one in adapter_files.EXPERT_WEIGHTS]
     parameters += [f"{name}.weight" for name in _suffixes(orig_model, mistaken)]
     return {
         "peft_type": "LORA",
@@ -542,13 +532,13 @@ def peft_config(orig_model: PreTrainedModel, adapters: Adapters | None = None) -
 
 
 def _in_whole(orig_model: PreTrainedModel, name: str) -> str:
-    return peft_name(orig_model, name).removeprefix(PEFT_PREFIX)
+    return peft_name(orig_model, name).removeprefix(adapter_files.PEFT_PREFIX)
 
 
 def _suffixes(orig_model: PreTrainedModel, modules: Collection[str]) -> list[str]:
     """Return the last parts of names, if they name these modules and no others with weights; else the names
     themselves."""
-    if whole_of(orig_model) is not None:  # other parts of the whole model have layers of the same names
+    if towers.whole_of(orig_model) is not None:  # other parts of the whole model have layers of the same names
         return sorted(_in_whole(orig_model, name) for name in modules)
     last = {name.rpartition(".")[2] for name in modules}
     named = {

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import config_error
 from sftkit.models import structure
-from sftkit.ops import recurrent
-from sftkit.ops.attention import CHUNKED, attention_chunk
+from sftkit.ops import attention, recurrent
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +279,7 @@ def mixes_tokens(orig_model: PreTrainedModel) -> str | None:
             return f"the layer {name} ({reason})"
     known = list(mixers(orig_model))
     kinds = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
-    others = {"full_attention", "sliding_attention", CHUNKED, structure.BESIDE_ATTENTION, "mlp", "moe"}
+    others = {"full_attention", "sliding_attention", attention.CHUNKED, structure.BESIDE_ATTENTION, "mlp", "moe"}
     odd = kinds - others - {mixer.layer_type for *_, mixer in known}
     if odd:
         return f"a layer of type {', '.join(sorted(map(str, odd)))}"
@@ -321,7 +320,7 @@ def check_trees(orig_model: PreTrainedModel) -> None:
     found = {
         "an encoder": orig_model.config.is_encoder_decoder,
         "recurrent layers": state_besides_keys(orig_model) is not None,
-        "attention within chunks of a document": attention_chunk(orig_model.config) is not None,
+        "attention within chunks of a document": attention.attention_chunk(orig_model.config) is not None,
         "longrope": structure.longrope_limit(orig_model.config) is not None,
     }
     if names := [name for name, there in found.items() if there]:

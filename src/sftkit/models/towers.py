@@ -27,10 +27,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sftkit.errors import config_error
+from sftkit.models import quantized, structure, trained
 from sftkit.models.files import HEADER_BYTES, UNCHANGED, files_of_weights, header_of, text_name
-from sftkit.models.quantized import PACKED
-from sftkit.models.structure import decoder, output_projection
-from sftkit.models.trained import adapters_of
 from sftkit.rundir.files import content_stamp, read_manifest, sha256_of
 
 WHOLE_MODEL = "sftkit_whole"
@@ -141,7 +139,7 @@ def bytes_outside(orig_model: torch.nn.Module) -> int:
     """Return the size of the tensors outside a text model in its first checkpoint, which later ones share; an adapter
     is saved alone.
     """
-    whole = None if adapters_of(orig_model) else whole_of(orig_model)
+    whole = None if trained.adapters_of(orig_model) else whole_of(orig_model)
     return 0 if whole is None else whole.unchanged_bytes
 
 
@@ -185,12 +183,12 @@ def belongs_to_whole(orig_model: PreTrainedModel, config: PretrainedConfig, fold
     head = head or (body.removesuffix(_BODY) + _HEAD if body.endswith(f"language_model.{_BODY}") else _HEAD)
     headers = {path: header_of(path) for path in {*files.values()}}
     unchanged = {name: (path, headers[path][name]) for name, path in files.items() if text_name(name) is None}
-    if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in PACKED]:
+    if odd := [name for name, (_, one) in unchanged.items() if one["dtype"] in quantized.PACKED]:
         raise config_error("quantized beside a text model", folder=folder, name=odd[0])
     stamps = {path: content_stamp(path) for path, _ in unchanged.values()}
     made = skeleton(config)
     modules = {id(module): name for name, module in made.named_modules()}
-    live = f"{modules[id(decoder(made))]}.", f"{modules[id(output_projection(made))]}."
+    live = f"{modules[id(structure.decoder(made))]}.", f"{modules[id(structure.output_projection(made))]}."
     processors = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
     whole = Whole(copy.deepcopy(config), folder, body, head, live, unchanged, stamps, processors)
     setattr(orig_model, WHOLE_MODEL, whole)

@@ -16,8 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import config_error
 from sftkit.models import files as model_files
-from sftkit.models import load, structure
-from sftkit.models.towers import belongs_to_whole, whole_of
+from sftkit.models import load, structure, towers
 from sftkit.models.trained import adapters_of, factors, members_in
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
 from sftkit.ops.nf4 import fill_layer, matrix_of
@@ -98,8 +97,8 @@ def load_checkpoint(orig_model: PreTrainedModel, folder: Path) -> None:
         load_factors(orig_model, folder)
     else:
         load_weights(orig_model, folder)
-        if whole_of(orig_model) is not None:  # of the checkpoint: the start may have changed
-            belongs_to_whole(orig_model, AutoConfig.from_pretrained(folder), folder)
+        if towers.whole_of(orig_model) is not None:  # of the checkpoint: the start may have changed
+            towers.belongs_to_whole(orig_model, AutoConfig.from_pretrained(folder), folder)
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:

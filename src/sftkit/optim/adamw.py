@@ -233,10 +233,6 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             group["attempts"] += 1
-        self._update_all(clip)
-
-    def _update_all(self, clip: Tensor | None) -> None:
-        """Update every parameter that has a gradient, like `step`."""
         numbered = self._numbered()
         if not numbered:
             return

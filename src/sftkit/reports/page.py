@@ -14,17 +14,8 @@ from urllib.parse import quote
 
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text, visible
-from sftkit.reports import details, values
+from sftkit.reports import collect, details, values
 from sftkit.reports.card import licence, model_card
-from sftkit.reports.collect import (
-    EVALUATION_COLUMNS,
-    adapter_table,
-    gather_report,
-    is_part,
-    run_of,
-    speed_words,
-    standing,
-)
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, PROOF, REPORT, REPORT_DATA
 
@@ -110,7 +101,7 @@ def curves(report: values.Report) -> values.Html:
 
 def _adapters(report: values.Report) -> values.Html | None:
     """Return the newest values of several adapters side by side; None: the run has not several."""
-    columns, rows = adapter_table(report["adapters"])
+    columns, rows = collect.adapter_table(report["adapters"])
     return values.html_table(columns, rows, "Adapters, newest values") if rows else None
 
 
@@ -131,7 +122,7 @@ _MAX_CHARTS = 12
 
 def evaluations_section(report: values.Report) -> values.Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
-    newest = standing(report)
+    newest = collect.standing(report)
     validation = _validation(report)
     if not newest:
         lead = None if validation else "No evaluation was made."
@@ -165,7 +156,7 @@ def _evaluation_table(report: values.Report, newest: values.Rows) -> values.Html
         cell += [_share(first.get((row["task"], row["metric"]), {}).get("value"))] if moved else []
         cell += [_others_at(row, other)] if other else []
         cells.append(cell)
-    head = EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
+    head = collect.EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
     return values.html_table(head, cells, text=(1,))
 
 
@@ -218,7 +209,7 @@ def _over_steps(report: values.Report) -> list[values.Html]:
             points = [(row["step"], row["value"]) for row in rows]
             series.append(values.Series(label, points, other=run is not report, intervals=bars))
         # A single point is in the table already, and parts of a task would be as many charts as it has families.
-        if len(own) < 2 or is_part(own[-1]):
+        if len(own) < 2 or collect.is_part(own[-1]):
             continue
         chance = next((row["chance"] for row in reversed(own) if row["chance"] is not None), None)
         charts.append(values.figure(_task(task), metric, series, values.ValueAxis(level=chance)))
@@ -329,7 +320,7 @@ def _comparison(report: values.Report) -> tuple[list[list[Any]], list[str]]:
     for row in found["rows"]:
         change = None if row["change"] is None else f"{100 * row['change']:+.1f} %"
         rows.append([row["name"], row["step"], row["value"], row["other"], change, row["how"]])
-    speed = speed_words(found, report["run"]["name"], report["against"]["run"]["name"])
+    speed = collect.speed_words(found, report["run"]["name"], report["against"]["run"]["name"])
     return rows, [speed, *found["notes"]]
 
 
@@ -346,7 +337,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
         ConfigError: `run_dir` or `against` is no run.
         OSError: a file cannot be written.
     """
-    report = gather_report(run_dir, against)
+    report = collect.gather_report(run_dir, against)
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
     content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -387,5 +378,5 @@ def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, ma
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
     """Write again the report of the run that a folder with results lies in; do nothing if it lies in none."""
-    if (run_dir := run_of(folder)) is not None:
+    if (run_dir := collect.run_of(folder)) is not None:
         try_report(run_dir, print_line)

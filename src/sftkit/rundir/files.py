@@ -28,19 +28,7 @@ from typing import Any, NamedTuple
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.errors import ConfigError, hint
-from sftkit.rundir.names import (
-    ARCHIVED,
-    FINAL,
-    MADE_FROM,
-    MANIFEST,
-    RECIPE,
-    RESULTS,
-    STATE,
-    TRAINING_STATE,
-    latest_checkpoint,
-    step_dirs,
-    step_of,
-)
+from sftkit.rundir import names
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, NotADirectoryError)
 """Errors of reading a text that is no JSON, or JSON of another form; RecursionError if it is nested thousands deep."""
@@ -124,7 +112,7 @@ def archive(folder: Path) -> Path:
     """Rename a folder to the first free NAME.old-1, NAME.old-2, ..., and return that path. Nothing is overwritten."""
     # The caller holds the lock of the directory, so no other process takes a number in between.
     number = 1
-    while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():
+    while (aside := folder.with_name(f"{folder.name}{names.ARCHIVED}{number}")).exists():
         number += 1
     os.rename(folder, aside)
     flush(aside.parent)  # before the name is given away: else a power failure could leave the new folder alone
@@ -172,9 +160,9 @@ def drop_evals_after(folder: Path, step: int) -> None:
     """Drop the details of evaluations after a step, as their rows are; evals/final too if its model is dropped."""
     for path in folder.glob("*"):
         # The folder `final` has no step in its name; its results name the checkpoint that they are of.
-        final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
-        names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
-        found = step_of(names[0].rpartition("/")[2])
+        final = read_results(path / names.RESULTS) if path.name == Path(names.FINAL).name else []
+        models = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
+        found = names.step_of(models[0].rpartition("/")[2])
         if found is not None and found > step:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -247,8 +235,8 @@ def verify(folder: Path) -> str | None:
     files = read_manifest(folder)
     if isinstance(files, str):
         return files
-    if TRAINING_STATE not in files:
-        return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
+    if names.TRAINING_STATE not in files:
+        return f"{folder}: {names.MANIFEST} lists no {names.TRAINING_STATE}"
     return _damage(folder, files, sha256_of)
 
 
@@ -263,8 +251,8 @@ def check_loadable(path: str) -> None:
         ConfigError: the file, what was expected and found, and what to do.
     """
     folder = Path(path)
-    own = (folder / RECIPE).is_file() or (folder / STATE).is_dir()
-    if not (own and (folder / MANIFEST).is_file()):
+    own = (folder / names.RECIPE).is_file() or (folder / names.STATE).is_dir()
+    if not (own and (folder / names.MANIFEST).is_file()):
         return
     try:
         problem = _problem_of_loaded(folder)
@@ -278,23 +266,24 @@ def _problem_of_loaded(folder: Path) -> str | None:
     files = read_manifest(folder)
     if isinstance(files, str):
         return files
-    state = {TRAINING_STATE} if (folder / STATE).is_dir() else set()  # may be deleted: the model loads without
-    files = {name: entry for name, entry in files.items() if not name.startswith(f"{STATE}/") or name in state}
+    # The folder may be deleted: the model loads without it.
+    state = {names.TRAINING_STATE} if (folder / names.STATE).is_dir() else set()
+    files = {name: entry for name, entry in files.items() if not name.startswith(f"{names.STATE}/") or name in state}
     return _damage(folder, files, partial(_hashes, folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | str:
     """Return name -> entry of every file that a manifest lists, or a text that says what is wrong with it."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = json.loads((folder / names.MANIFEST).read_text())["files"]
         return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (FileNotFoundError, *UNREADABLE) as error:
-        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
+        return f"{folder}: no readable {names.MANIFEST} ({type(error).__name__})"
 
 
 def read_base_digest(folder: Path) -> str | None:
     """Return the digest of the weights under the adapter in a step directory (BASE); None: it says nothing of them."""
-    found = read_object(folder / MANIFEST).get(BASE)
+    found = read_object(folder / names.MANIFEST).get(BASE)
     return str(found["sha256"]) if isinstance(found, dict) and found.get("sha256") else None
 
 
@@ -308,7 +297,7 @@ def digest_of_files(folder: Path, paths: Sequence[Path]) -> str:
 def digest(folder: Path) -> str | None:
     """Return the sha256 of a step directory's manifest, which identifies the bytes of all its files;
     None without one."""
-    return hash_of(folder / MANIFEST)
+    return hash_of(folder / names.MANIFEST)
 
 
 def hash_of(path: Path) -> str | None:
@@ -325,13 +314,13 @@ def _damage(folder: Path, files: Mapping[str, Entry], hashes: Callable[[Sequence
             return problem
         path = folder / name
         if not path.is_file():
-            return f"{path}: missing, and {MANIFEST} lists it"
+            return f"{path}: missing, and {names.MANIFEST} lists it"
         if (size := path.stat().st_size) != entry.size:
-            return f"{path}: not {entry.size} bytes, as {MANIFEST} says, but {size}"
+            return f"{path}: not {entry.size} bytes, as {names.MANIFEST} says, but {size}"
     paths = [folder / name for name in files]
     for path, entry, found in zip(paths, files.values(), hashes(paths), strict=True):
         if found != entry.sha256:
-            return f"{path}: content does not match its sha256: {found}, and {MANIFEST} says {entry.sha256}"
+            return f"{path}: content does not match its sha256: {found}, and {names.MANIFEST} says {entry.sha256}"
     return None
 
 
@@ -339,7 +328,7 @@ def _misplaced(folder: Path, name: str) -> str | None:
     """Return why a name in a manifest leads out of its folder; None: it does not. The manifest decides what is read."""
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-        return f"{folder}/{MANIFEST}: {name!r} leads out of the folder"
+        return f"{folder}/{names.MANIFEST}: {name!r} leads out of the folder"
     path = folder
     for part in parts:
         path = path / part
@@ -349,11 +338,11 @@ def _misplaced(folder: Path, name: str) -> str | None:
 
 
 def _what_to_do(folder: Path) -> str:
-    others = [step for step in step_dirs(folder.parent) if step.name != folder.name]
+    others = [step for step in names.step_dirs(folder.parent) if step.name != folder.name]
     other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
     return (
         f"The disk or a copy has damaged it, or somebody changed it: {other}copy it again from where it is whole. If "
-        f"the change is meant, remove {folder / MANIFEST}"
+        f"the change is meant, remove {folder / names.MANIFEST}"
     )
 
 
@@ -483,7 +472,8 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     inputs: Stamps = {str(path): content_stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
         # Without the folder's name: a later step of a run may have the same files.
-        inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
+        texts = (path for path in _matching(folder, _TEXTS) if path.name != names.MANIFEST)
+        inputs |= {f"{key}: {path.name}": hash_of(path) for path in texts}
     if model.chat_template is not None and Path(model.chat_template).is_file():
         inputs["model.chat_template"] = hash_of(Path(model.chat_template))
     return Provenance(inputs, {str(path): content_stamp(path) for path in _matching(parent, WEIGHTS)})
@@ -503,13 +493,13 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     # others by now.
     if resumes and "model.path" not in cfg.train.resume_changes and (before := read_provenance(Path(cfg.run.dir))):
         began = now._replace(weights=before.weights)
-    replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
+    replace_text(folder / names.MADE_FROM, json.dumps(began._asdict(), indent=1))
     return weights_changed(cfg.model, began, now)
 
 
 def read_provenance(run_dir: Path) -> Provenance | None:
     """Return what the run of a directory was made from; None: it has not written it down."""
-    found = read_object(run_dir / MADE_FROM)
+    found = read_object(run_dir / names.MADE_FROM)
     return Provenance(**found) if set(found) == set(Provenance._fields) else None
 
 
@@ -529,7 +519,7 @@ def _folder(path: str | None) -> Path | None:
     if path is None or not Path(path).is_dir():
         return None
     folder = Path(path)
-    return folder if (folder / "config.json").is_file() else latest_checkpoint(folder) or folder
+    return folder if (folder / "config.json").is_file() else names.latest_checkpoint(folder) or folder
 
 
 def _matching(folder: Path | None, patterns: Iterable[str]) -> list[Path]:
@@ -542,8 +532,7 @@ def _files(path: Path) -> list[Path]:
 
 def content_stamp(path: Path) -> list[int] | None:
     """Return size of a file and time of its content in ns; None: it cannot be read."""
-    try:
+    with suppress(OSError):
         found = path.stat()
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns]
+        return [found.st_size, found.st_mtime_ns]
+    return None

@@ -18,17 +18,14 @@ from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, check_fit,
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.data.batches import epoch, loader, pack
-from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.order import mixture_of
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.errors import ConfigError, config_error
 from sftkit.models import files as model_files
-from sftkit.models import kind, load, vocabulary
-from sftkit.models.structure import count_parameters, positions
+from sftkit.models import kind, load, structure, vocabulary
 from sftkit.models.trained import adapters_of, freeze, learning_rate_scales
-from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import NextToken, Objective
 from sftkit.rundir import files, names, status
 from sftkit.runtime import start as runtime
@@ -43,9 +40,9 @@ if TYPE_CHECKING:
     from sftkit.memory.plan import MemoryPlan
 
 
-def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
+def about_run(run: Run, orig_model: PreTrainedModel, batches: loader.Batches, setup: Setup) -> dict[str, Any]:
     """Return the recipe's sections together with `resolved` and `environment`."""
-    rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
+    rt, layout, parameters = run.rt, batches.layout, structure.count_parameters(orig_model)
     environment = files.read_object(run.dir / names.ENVIRONMENT) if rt.is_main else {}
     # Choices and counts made before the first step.
     resolved = {
@@ -167,14 +164,14 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         raise ConfigError(f"train.neftune_alpha: {orig_model.config.model_type} has an encoder: set it to null")
     freeze(orig_model, cfg.train.freeze)
     learning_rate_scales(orig_model, cfg.optim.lr_scale or {})  # a pattern without a parameter ends the run here
-    longest = positions(orig_model)
+    longest = structure.positions(orig_model)
     max_length, resolved = load.resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     check_topology(orig_model, rt.topology)
     if cfg.data.layout == "tree":
         check_trees(orig_model)
     rt.print(resolved)
-    added = describe_added_tokens(orig_model, tokenizer)
+    added = vocabulary.describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
         rt.print(line)
     rates = {f"adapter {one.name}, lr={one.lr or cfg.optim.lr:g}": one.lr or cfg.optim.lr for one in cfg.adapters or ()}
@@ -186,7 +183,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         from sftkit.models.adapter_files import adapter_words
 
         what = f"{adapter_words(asdict(cfg.adapter), len(cfg.adapters or ()))}: " if cfg.adapter else ""
-        rt.print(f"{what}{count_parameters(orig_model).describe()}")
+        rt.print(f"{what}{structure.count_parameters(orig_model).describe()}")
     if (adapters := adapters_of(orig_model)) is not None and adapters.tokens:
         rows = sum(map(len, adapters.tokens.values()))
         rt.print(
@@ -248,7 +245,7 @@ def lay_out(
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
     check_data: Callable[[Examples, pack.Layout], None] = lambda *_: None,
-) -> Batches:
+) -> loader.Batches:
     """Return this rank's batches of the documents in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost.
 
@@ -268,8 +265,8 @@ def lay_out(
     check_data(examples, layout)
     share = epoch.RankRows(rt.data_rank, epoch.row_shard(rt.topology, rt.rank))
     noise = None if cfg.train.neftune_alpha is None else (cfg.run.seed, cfg.train.neftune_alpha)
-    dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise, trees)
-    batches = Batches(
+    dataset = loader.StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples), noise, trees)
+    batches = loader.Batches(
         dataset,
         cfg.run.seed,
         num_workers=cfg.data.num_workers,
@@ -380,7 +377,9 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     step = resumed["step"]
-    check_steps_left(run, data.batches, step)
+    last = data.batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
+    if run.resume.folder is not None and not rt.resumes and step >= last:
+        raise config_error("no steps left", setting=run.resume.setting, step=step, dir=cfg.run.dir, last=last)
     # a new run that starts from another run's checkpoint is a separate run on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
@@ -393,17 +392,6 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         services = TrainServices(evaluate, checkpoints, tracker, resumed, first, check, round_trip)
         trained = loop.train(cfg, rt, engine, data.batches, services)
     end.write_summary(run_dir, trained, rt)
-
-
-def check_steps_left(run: Run, batches: Batches, step: int) -> None:
-    """Reject a new run that continues from the last step of another: it would train nothing and save nothing.
-
-    Raises:
-        ConfigError: names the remedies.
-    """
-    last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
-    if run.resume.folder is not None and not run.rt.resumes and step >= last:
-        raise config_error("no steps left", setting=run.resume.setting, step=step, dir=run.cfg.run.dir, last=last)
 
 
 def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:

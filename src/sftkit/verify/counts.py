@@ -21,10 +21,8 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.reference import documents_of, plain_logits
 from sftkit.evals.suite import validate
-from sftkit.models import hybrids
-from sftkit.models.load import from_config
+from sftkit.models import hybrids, load, trained
 from sftkit.models.structure import Work, attention_windows, decoder_blocks, inference, positions, train_flops
-from sftkit.models.trained import adapters_of, members_in
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
@@ -173,16 +171,16 @@ def flops_check(model: ModelWithLoss) -> Check:
     if kinds is None or recurrent or experts or orig_model.config.is_encoder_decoder:
         words = "not counted for models with experts, an encoder, recurrent or other layers"
         return Check(name, None, words, expected, how)
-    adapters = adapters_of(orig_model)
+    adapters = trained.adapters_of(orig_model)
     if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
         return Check(name, None, "not counted for adapters of the method dora", expected, how)
-    if len({member.config.rank for member in members_in(orig_model)}) > 1:
+    if len({member.config.rank for member in trained.members_in(orig_model)}) > 1:
         return Check(name, None, "not counted for adapters of several ranks", expected, how)
     frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:
         with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
-            plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
+            plain = load.from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
             plain.tie_weights()
             if adapters is not None:
                 from sftkit.models.adapters import add_adapters

@@ -18,16 +18,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import PlainDocument, documents, documents_of, plain_logits
 from sftkit.errors import ConfigError, config_error
-from sftkit.models.hybrids import mixes_tokens
-from sftkit.models.structure import (
-    decoder_blocks,
-    from_last,
-    inference,
-    logit_scale,
-    logit_softcap,
-    output_projection,
-    vocab_size,
-)
+from sftkit.models import hybrids, structure
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import attention_chunk, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -158,7 +149,7 @@ def check_documents(
     orig_model, name = model.orig_model, type(model.orig_model).__name__
     limit = min(limit, REFUSED_FROM) if _rounds(orig_model) else REFUSED_FROM
     # A convolution or a recurrent layer carries tokens across documents regardless of the masks.
-    mixer = mixes_tokens(orig_model)
+    mixer = hybrids.mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
     plain = plain or PlainModel(model, device)
@@ -166,8 +157,8 @@ def check_documents(
     try:
         with (
             as_whole(orig_model),
-            inference(orig_model),
-            inference(plain.orig_model),
+            structure.inference(orig_model),
+            structure.inference(plain.orig_model),
             without_sequence_parallel(orig_model),
         ):
             with short_windows(orig_model), short_windows(plain.orig_model):
@@ -226,13 +217,13 @@ def _compare(
         alone = _batch(examples, row, tree=tree).to(device)
         with _choosing(model.orig_model, alone, [chosen[i] for i in row]):
             found = forward.sums(alone, backend).measured[monitored]
-        sums.append(from_last(model.orig_model, found))
+        sums.append(structure.from_last(model.orig_model, found))
     expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
     # Measure leakage by its effect: with every token of the first document replaced that the second does not share,
     # the second must not change.
     others = first[~torch.isin(first, second)]
-    replaced = replace(batch, inputs=_first_replaced(batch, others, vocab_size(model.orig_model)))
+    replaced = replace(batch, inputs=_first_replaced(batch, others, structure.vocab_size(model.orig_model)))
     with _choosing(model.orig_model, batch, chosen):
         moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
@@ -249,7 +240,7 @@ def _compare(
 
 def _two_documents(model: ModelWithLoss, length: int, *, tree: bool = False) -> Examples:
     """Return the same two documents in every run, so that the checks of two starts can be compared."""
-    ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
+    ids = np.random.default_rng(0).integers(0, structure.vocab_size(model.orig_model), sum(_SIZES) + 2)
     if tree:
         branch_off(ids, _SIZES[0] + 1)
     return Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
@@ -315,7 +306,7 @@ class _TopK(TorchFunctionMode):
         self._decide = decide
         self._block, self._call = -1, 0
         self._hooks = ExitStack()
-        for number, block in enumerate(decoder_blocks(orig_model)):
+        for number, block in enumerate(structure.decoder_blocks(orig_model)):
             hook = block.register_forward_pre_hook(lambda *_, number=number: self._enter(number))
             self._hooks.callback(hook.remove)
 
@@ -464,7 +455,7 @@ def _at_limits(
     compared: Compared = {}
     for positions in limits:
         sizes = (min(positions + _BEYOND, longest), _SIZES[1])
-        ids = np.random.default_rng(positions).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
+        ids = np.random.default_rng(positions).integers(0, structure.vocab_size(model.orig_model), sum(sizes) + 2)
         tree = layout.kind == "tree"
         if tree:
             branch_off(ids, sizes[0] + 1)
@@ -502,7 +493,7 @@ def _at_limits(
 
 def _last_positions(orig_model: PreTrainedModel, count: int) -> AbstractContextManager[object]:
     """Make the head project only the last positions within the context: the logits of a long document take GiB."""
-    return output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
+    return structure.output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
 
 
 @contextmanager
@@ -537,8 +528,8 @@ def _batch(examples: Examples, row: tuple[int, ...], *, tree: bool) -> Batch:
 
 def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of hidden states [B, T, H] by the run's head: fp32 [B, T, V]."""
-    projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
-    logits = logit_scale(model.orig_model) * projection(hidden).float()
+    projection, softcap = structure.output_projection(model.orig_model), structure.logit_softcap(model.orig_model)
+    logits = structure.logit_scale(model.orig_model) * projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

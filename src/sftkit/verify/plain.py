@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,20 +49,6 @@ MAX_LIMIT = 0.5
 "No limit is wider: an attention scale wrong by a factor of 1.2 moves gradients by 0.7 and more."
 
 
-class Start(NamedTuple):
-    """The source of a run's weights."""
-
-    model: ModelConfig
-    "model section of the recipe"
-    checkpoint: Path | None = None
-    "step directory that the run resumes from; None: a new run"
-
-    @classmethod
-    def of(cls, model: ModelConfig | None, checkpoint: Path | None) -> Start | None:
-        """Return the start of a run; None for a model made in this process, without a recipe."""
-        return None if model is None else cls(model, checkpoint)
-
-
 class PlainModel:
     """A transformers model with the weights of the start files and the run's objective. Every rank makes one.
 
@@ -71,13 +57,20 @@ class PlainModel:
     """
 
     def __init__(
-        self, model: ModelWithLoss, device: torch.device, start: Start | None = None, rt: Runtime | None = None
+        self,
+        model: ModelWithLoss,
+        device: torch.device,
+        source: ModelConfig | None = None,
+        checkpoint: Path | None = None,
+        rt: Runtime | None = None,
     ) -> None:
         """Load the files, compare the trained model's weights with them, and make the plain model ready to compute.
 
         Args:
             model: trained model, on the device, whole or distributed.
-            start: start of the run; if None or without files (model.scratch), config and weights come from `model`.
+            source: model section of the recipe; if None or without files (model.scratch), config and weights come
+                from `model`.
+            checkpoint: step directory that the run resumes from; None: a new run.
             rt: runtime; None: a single process.
 
         Raises:
@@ -92,9 +85,9 @@ class PlainModel:
         self._rows, self._stages = without_padding(live), stages_of(live)
         adapters = adapters_of(live)
         precision = "bf16" if live.dtype == torch.bfloat16 else "fp32"
-        files = None if start is None else model_of_files(start.model, start.checkpoint, adapters, precision, device)
+        files = None if source is None else model_of_files(source, checkpoint, adapters, precision, device)
         self.has_files = files is not None
-        self.orig_model = _skeleton(live, start) if files is None else files
+        self.orig_model = _skeleton(live, source) if files is None else files
         if adapters is not None:
             from sftkit.models.adapters import as_written
 
@@ -107,7 +100,7 @@ class PlainModel:
         "name of a parameter or buffer -> share of its compared elements that differ from the files, over all ranks"
         self._vocabulary = set(map(id, vocabulary_of(live)))
         # A checkpoint has these rows; that of an adapter lacks the table behind them.
-        held = start is None or (start.checkpoint is not None and adapters is None)
+        held = source is None or (checkpoint is not None and adapters is None)
         self._new = None if held else new_rows(live)
         if self.has_files:
             found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
@@ -278,11 +271,11 @@ def _is_nf4(parameter: Tensor) -> bool:
     return parameter.dtype == torch.uint8
 
 
-def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
+def _skeleton(live: PreTrainedModel, source: ModelConfig | None) -> PreTrainedModel:
     """Return a transformers model with the config and the buffers of another model, its parameters on the
     meta device.
     """
-    trusted = start is not None and start.model.trust_remote_code
+    trusted = source is not None and source.trust_remote_code
     with no_init_weights(), init_empty_weights(include_buffers=False):
         fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
     fresh.tie_weights()
@@ -370,11 +363,10 @@ def _differing_buffers(fresh: PreTrainedModel, live: PreTrainedModel) -> dict[st
     there, parameters = live.state_dict(), {name for name, _ in fresh.named_parameters(remove_duplicate=False)}
     found = {}
     for name, value in fresh.state_dict().items():
-        if name in parameters:
-            continue
-        mine = there.get(name)
-        same = mine is not None and not mine.is_meta and torch.equal(value.to(mine.dtype), local(mine).cpu())
-        found[name] = float(not same)
+        if name not in parameters:
+            mine = there.get(name)
+            same = mine is not None and not mine.is_meta and torch.equal(value.to(mine.dtype), local(mine).cpu())
+            found[name] = float(not same)
     return found
 
 

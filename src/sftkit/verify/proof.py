@@ -37,7 +37,7 @@ from sftkit.tracking.meter import ShapeCounts
 from sftkit.tracking.names import Check, does_not_apply
 from sftkit.verify.documents import check_documents, document_checks
 from sftkit.verify.gradients import Sides, check_gradients, gradients_check, limits
-from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.plain import PlainModel
 
 
 def prompt_check(found: PromptedTargets | None) -> Check:
@@ -146,7 +146,7 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     eager = eager_backend(model.backend, orig_model, trees=layout.kind == "tree")
     # Before compilation: check that the forward pass computes the same as the plain model. No other model is trained.
     with random_state_kept():  # transformers draws numbers for some models that it loads, and a resumed run loads again
-        plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
+        plain = PlainModel(model, rt.device, training.source, training.checkpoint, rt)
     # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
     moved: AbstractContextManager[None] = nullcontext()
     if adapters_of(orig_model) is not None:

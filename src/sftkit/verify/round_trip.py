@@ -162,9 +162,8 @@ def open_plainly(
         from sftkit.models.adapters import adapters_in, add_adapters
 
         path, revision = str(adapter.base.path), adapter.base.revision or "main"
-        if name != files.CAUSAL or files.stored_format(
-            adapter.base
-        ):  # of a larger model, its text model has the layers
+        # The layers are those of a larger model's text model.
+        if name != files.CAUSAL or files.stored_format(adapter.base):
             precision = "bf16" if dtype == torch.bfloat16 else "fp32"
             model, info = full_model(path, precision, load_options(path, adapter.base), independent=True), {}
         else:
@@ -277,8 +276,7 @@ def reopen(folder: Path, expected: Expected) -> dict[str, Any]:
         model, problems, how = open_plainly(folder, dtype, base=expected.base, trusted=expected.trusted, peft=True)
     problems += _differences(folder, expected, model)
     logits = row_logits(model, expected.ids)[:, : expected.logits.shape[1]]
-    answer = torch.tensor(expected.ids[-ANSWERED:])
-    same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == answer).sum())
+    same = int((logits[-ANSWERED - 1 : -1].argmax(-1) == torch.tensor(expected.ids[-ANSWERED:])).sum())
     difference = relative(logits, expected.logits)
     limit = expected.limit
     if not difference <= limit:  # a GPU and the host round otherwise in every product

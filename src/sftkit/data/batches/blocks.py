@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from sftkit.config.schema import LARGEST
 from sftkit.data.batches.epoch import GlobalBatch, global_batches, plan_rows
 from sftkit.data.batches.order import BLOCK, Cursor, Order, Step, Steps
 from sftkit.data.batches.pack import Layout, PlanSegment, SourcePlan
+from sftkit.data.hygiene import mixed
 from sftkit.errors import config_error, hint
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 WINDOW = 2**22
 "Documents of a source that are shuffled among themselves in the order window."
@@ -39,19 +39,11 @@ _ROUNDS = 4
 _U = np.uint64
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Return a hash of each number, uint64 [n]."""
-    numbers = (numbers ^ (numbers >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> _U(27))) * _U(0x94D049BB133111EB)
-    mixed: np.ndarray = numbers ^ (numbers >> _U(31))
-    return mixed
-
-
 def key_of(*numbers: int | np.ndarray) -> np.ndarray:
     """Return the key of a permutation for each combination of numbers, uint64 [1] or [n]."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
-        key = _mixed(key + np.asarray(number).astype(np.uint64).reshape(-1) + _U(0x9E3779B97F4A7C15))
+        key = mixed(key + np.asarray(number).astype(np.uint64).reshape(-1) + _U(0x9E3779B97F4A7C15))
     return key
 
 
@@ -67,15 +59,15 @@ def permuted(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     low = _U(bits // 2)
     of_low = _U(2 ** (bits // 2) - 1)
     of_high = _U(2 ** (bits - bits // 2) - 1)
-    keys = [_mixed(key + _U(n + 1)) for n in range(2 * _ROUNDS)]
+    keys = [mixed(key + _U(n + 1)) for n in range(2 * _ROUNDS)]
     found = indices.astype(np.uint64)
     outside = np.arange(len(found))
     while len(outside):
         x = found[outside]
         for n in range(0, 2 * _ROUNDS, 2):
             first, second = (k if len(k) == 1 else k[outside] for k in keys[n : n + 2])
-            x ^= _mixed((x >> low) + first) & of_low
-            x ^= (_mixed((x & of_low) + second) & of_high) << low
+            x ^= mixed((x >> low) + first) & of_low
+            x ^= (mixed((x & of_low) + second) & of_high) << low
         found[outside] = x
         outside = outside[x >= size]
     return found.astype(np.int64)
@@ -534,8 +526,12 @@ class BlockOrder(Order):
 
     def batches(self, first_step: int, last_step: int) -> Iterator[Step]:
         """Yield steps first_step + 1 .. last_step. Blocks are planned one ahead, in a thread."""
-        for chunk in _one_ahead(self.chunks(first_step, last_step)):
-            yield from chunk
+        chunks = self.chunks(first_step, last_step)
+        with ThreadPoolExecutor(1, "plans") as pool:
+            following = pool.submit(next, chunks, None)
+            while (chunk := following.result()) is not None:
+                following = pool.submit(next, chunks, None)
+                yield from chunk
 
     def _chunks_of(self, part: _Part, step: int, end: int) -> Iterator[list[Step]]:
         """Yield the steps step + 1 .. end of a part in blocks; a batch on a border is counted in the later block."""
@@ -702,12 +698,3 @@ def _last_pass(source: SourcePlan) -> tuple[int, int]:
     copies = math.ceil(source.repeat)
     documents = source.documents // copies
     return documents, round(documents * (source.repeat - copies + 1))
-
-
-def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items, each made in a thread while the one before it is used."""
-    with ThreadPoolExecutor(1, "plans") as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item

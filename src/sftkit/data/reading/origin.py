@@ -24,14 +24,6 @@ from typing import Any, TypeVar
 from sftkit.config.commands import WILDCARD, similar_paths
 from sftkit.config.schema import DataConfig, SourceConfig, where_columns
 from sftkit.data.reading import columns, readers
-from sftkit.data.reading.readers import (
-    KINDS_OF_FILES,
-    PICTURE_SUFFIXES,
-    TOKEN_SUFFIXES,
-    RawRow,
-    suffix_of,
-    without_fill,
-)
 from sftkit.errors import ConfigError, DataError, config_error, did_you_mean
 from sftkit.rundir.files import kept_sha256_of, sha256_of
 from sftkit.runtime.hub import commit_of, hub_answers, not_found, unavailable_reason, unreachable
@@ -148,7 +140,7 @@ def files_of(source: SourceConfig, root: AnyPath, present: Sequence[AnyPath]) ->
     if not files:
         of = f' with subset "{source.subset}"' if source.subset else ""
         advice = ""
-        if {path.suffix.lower() for path in present} & {*PICTURE_SUFFIXES}:
+        if {path.suffix.lower() for path in present} & {*readers.PICTURE_SUFFIXES}:
             advice = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
         raise DataError(f"{root}: no file{of} of the kinds {_kinds(source)} in this folder{advice}")
     # The folders of a DatasetDict have the exact names of its splits.
@@ -279,11 +271,13 @@ def _matching(source: SourceConfig, root: Path, patterns: Iterable[str]) -> list
 
 def _is_of_kind(source: SourceConfig, path: PurePath) -> bool:
     """Return whether the name of a file is one of files with rows, or with tokens if the source has these."""
-    return suffix_of(path) is not None if source.tokenizer_of is None else path.suffix.lower() in TOKEN_SUFFIXES
+    if source.tokenizer_of is None:
+        return readers.suffix_of(path) is not None
+    return path.suffix.lower() in readers.TOKEN_SUFFIXES
 
 
 def _kinds(source: SourceConfig) -> str:
-    return KINDS_OF_FILES if source.tokenizer_of is None else ", ".join(TOKEN_SUFFIXES)
+    return readers.KINDS_OF_FILES if source.tokenizer_of is None else ", ".join(readers.TOKEN_SUFFIXES)
 
 
 def _is_data(source: SourceConfig, path: PurePath, relative: PurePath, *, named: bool) -> bool:
@@ -304,7 +298,7 @@ def _is_data(source: SourceConfig, path: PurePath, relative: PurePath, *, named:
 def _is_silent(path: PurePath, relative: PurePath) -> bool:
     """Return whether a file that is left out needs no word: a picture, which rows name, or a hidden one of no data."""
     hidden = any(part.startswith(".") for part in relative.parts)
-    return path.suffix.lower() in PICTURE_SUFFIXES or (hidden and suffix_of(path) is None)
+    return path.suffix.lower() in readers.PICTURE_SUFFIXES or (hidden and readers.suffix_of(path) is None)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
@@ -357,7 +351,7 @@ def content_identity(files: Sequence[Path]) -> list[list[object]]:
         digests = sha256_of(files) if sum(sizes) <= REHASHED_BYTES else kept_sha256_of(files)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return [[suffix_of(file), size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
+    return [[readers.suffix_of(file), size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
 
 
 def has_configurations(root: Path) -> bool:
@@ -391,9 +385,10 @@ def _by_configuration(source: SourceConfig, folder: Path) -> Origin:
 def _of_datasets(source: SourceConfig, load: Callable[[], Any]) -> Origin:
     """Return the origin of a datasets.Dataset, loaded when it is first asked for."""
 
-    def raw_rows() -> Iterator[RawRow]:
+    def raw_rows() -> Iterator[readers.RawRow]:
         types = dict(load().features or {})
-        return ((f"{source.path}[{source.split}]:{i}", without_fill(row, types)) for i, row in enumerate(load()))
+        place = f"{source.path}[{source.split}]"
+        return ((f"{place}:{i}", readers.without_fill(row, types)) for i, row in enumerate(load()))
 
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
@@ -504,17 +499,17 @@ STAND_IN = "a text"
 class Origin:
     """A source that exists: how to read its rows, and what identifies its content."""
 
-    rows: Callable[[], Iterator[RawRow]]
+    rows: Callable[[], Iterator[readers.RawRow]]
     "all rows of its split"
     identity: Callable[[], object]
     "what identifies these rows, wherever they are; files are read for it"
-    beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
+    beginning: Callable[[], Iterator[readers.RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None
     "of its files; None: it has none here"
     said: str = ""
     "of a folder: which files are of which split, and which are left out"
-    slice: Callable[[Callable[[], Iterator[RawRow]]], tuple[int, int | None]] = lambda _: (0, None)
+    slice: Callable[[Callable[[], Iterator[readers.RawRow]]], tuple[int, int | None]] = lambda _: (0, None)
     "takes `rows`; returns the first row of the slice that is asked for, and one past the last"
     max_rows: int | None = None
     files: Sequence[Path] = ()
@@ -528,7 +523,7 @@ class Origin:
         most = None if self.max_rows is None else first + self.max_rows
         return first, past if most is None else most if past is None else min(past, most)
 
-    def part(self) -> Iterator[RawRow]:
+    def part(self) -> Iterator[readers.RawRow]:
         """Yield the rows that are asked for."""
         return islice(self.rows(), *self.span())
 
@@ -560,7 +555,7 @@ def _with_settings(found: Origin, source: SourceConfig) -> Origin:
             problem = f"data source {source.path}: columns.{name} is no column that rows are read by{meant}"
             raise ConfigError(problem)
 
-    def read(rows: Callable[[], Iterator[RawRow]]) -> Iterator[RawRow]:
+    def read(rows: Callable[[], Iterator[readers.RawRow]]) -> Iterator[readers.RawRow]:
         raw_rows = rows()
         if source.tree is not None:
             from sftkit.data.reading import rare
@@ -662,7 +657,7 @@ def _builtin(source: SourceConfig) -> Origin:
 
     made = getattr(builtin, name)
 
-    def raw_rows() -> Iterator[RawRow]:
+    def raw_rows() -> Iterator[readers.RawRow]:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
@@ -688,7 +683,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
 def _of_files(source: SourceConfig, files: Sequence[Path], said: str = "") -> Origin:
     """Return the origin of some files."""
 
-    def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
+    def raw_rows(*, beginning: bool = False) -> Iterator[readers.RawRow]:
         of_rows = files if source.tokenizer_of is None else ()
         return (row for file in of_rows for row in readers.rows_of(file, beginning=beginning))
 
@@ -716,7 +711,7 @@ def _remote(source: SourceConfig, data: DataConfig | None) -> Origin:
         fetch = partial(remote.mapped_copies, groups, data)
         return Origin(lambda: iter(()), list, said=said, slice=partial(slice_of, source), fetch=fetch)
 
-    def raw_rows() -> Iterator[RawRow]:
+    def raw_rows() -> Iterator[readers.RawRow]:
         return (row for copy in remote.local_copies(chosen, data) for row in readers.rows_of(copy))
 
     how = partial(slice_of, source)

@@ -21,17 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sftkit.data.reading import columns as findings
-from sftkit.data.store.shards import (
-    DOCS,
-    HERE,
-    LINES_FILE,
-    MOST_REASONS,
-    RowSpan,
-    Shard,
-    Store,
-    is_whole,
-    runs_of_targets,
-)
+from sftkit.data.store import shards
 from sftkit.data.types import TokenizedExample
 from sftkit.rundir.files import alone, flush, make_folder, own_name, write_stamp
 from sftkit.rundir.lock import Holder, pid_scope, process_start
@@ -81,7 +71,7 @@ class TokenizedRows:
 
 
 @contextmanager
-def claim(store: Store, span: RowSpan) -> Iterator[bool]:
+def claim(store: shards.Store, span: shards.RowSpan) -> Iterator[bool]:
     """Take the lock of a shard for the block; False: another process, here or on another machine, makes it. The
     lock of a process that is gone is taken over, by one process at a time. Two makers, which there may be on a file
     system that cannot lock, would only work twice."""
@@ -109,13 +99,13 @@ def claim(store: Store, span: RowSpan) -> Iterator[bool]:
                 lock.unlink()
 
 
-def renew(store: Store, span: RowSpan) -> None:
+def renew(store: shards.Store, span: shards.RowSpan) -> None:
     """Tell other machines that the shard is being made."""
     with suppress(OSError):
         os.utime(store.folder / f"{span}.lock")
 
 
-def is_claimed(store: Store, span: RowSpan) -> bool:
+def is_claimed(store: shards.Store, span: shards.RowSpan) -> bool:
     """Return whether a process that is not known to be gone makes a shard."""
     lock = store.folder / f"{span}.lock"
     try:
@@ -126,7 +116,9 @@ def is_claimed(store: Store, span: RowSpan) -> bool:
     return holder.lives() if holder.is_here() else age < ABANDONED_SECONDS
 
 
-def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool) -> Shard:
+def write_shard(
+    store: shards.Store, span: shards.RowSpan, parts: Iterator[TokenizedRows], path: str, *, on_disk: bool
+) -> shards.Shard:
     """Write the shard of some rows: its files, then its line.
 
     Args:
@@ -163,7 +155,7 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
                 whole = len(bits) // 8 * 8
                 write("mask.bin", np.packbits(bits[:whole], bitorder="little").tobytes())
                 left = bits[whole:]
-                docs.append(np.array(part.docs, DOCS))
+                docs.append(np.array(part.docs, shards.DOCS))
                 answers.append(_told(docs[-1], part.is_target[0], np.array(part.answers, np.int64).reshape(-1, 2)))
             total.given += part.given
             total.odd += part.odd
@@ -174,8 +166,8 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
                 chunks[-1][2].append((one.kind, one.reason, _freed(one.first, path), one.rows))
                 findings.add(total.tally, *chunks[-1][2][-1])
         write("mask.bin", np.packbits(left, bitorder="little").tobytes())
-        table = np.concatenate(docs) if docs else np.zeros(0, DOCS)
-        reasons = list(dict.fromkeys(reason for _, reason in total.odd))[:MOST_REASONS]
+        table = np.concatenate(docs) if docs else np.zeros(0, shards.DOCS)
+        reasons = list(dict.fromkeys(reason for _, reason in total.odd))[: shards.MOST_REASONS]
         for row, reason in total.odd:
             if reason in reasons:
                 table["odd"][slice(*np.searchsorted(table["row"], (row, row + 1)))] |= 1 << reasons.index(reason)
@@ -206,7 +198,7 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
         }
         if not on_disk:
             contents = {ending: sink.file.getvalue() for ending, sink in sinks.items()}  # type: ignore[attr-defined]
-            return Shard(line, store.dtype, None, contents)
+            return shards.Shard(line, store.dtype, None, contents)
         for sink in sinks.values():
             sink.finish()
     finally:
@@ -216,19 +208,19 @@ def write_shard(store: Store, span: RowSpan, parts: Iterator[TokenizedRows], pat
     _append(store, line)
     names = [f"{span}.{ending}" for ending in line["files"]]
     store.keep_stamps({name: write_stamp(store.folder / name) for name in names})
-    return Shard(line, store.dtype, store.folder)
+    return shards.Shard(line, store.dtype, store.folder)
 
 
-def _append(store: Store, line: dict[str, Any]) -> None:
+def _append(store: shards.Store, line: dict[str, Any]) -> None:
     """Append a line to the manifest if it is not there, after what a torn one has left is cut off."""
     text = json.dumps(line, sort_keys=True) + "\n"
-    new = not (store.folder / LINES_FILE).exists()
-    with (store.folder / LINES_FILE).open("a+b", buffering=0) as file:
+    new = not (store.folder / shards.LINES_FILE).exists()
+    with (store.folder / shards.LINES_FILE).open("a+b", buffering=0) as file:
         with suppress(OSError):  # a file system without locks: two writers write the same
             fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         lines: list[bytes] = file.read().splitlines(keepends=True)
-        whole = b"".join([*takewhile(is_whole, lines)])
+        whole = b"".join([*takewhile(shards.is_whole, lines)])
         size = len(whole)
         if text.encode() not in whole:
             file.truncate(size)
@@ -286,7 +278,7 @@ def _told(docs: np.ndarray, is_target: np.ndarray, answers: np.ndarray) -> np.nd
     owner = np.repeat(np.arange(len(docs)), docs["answers"])
     past = np.cumsum(docs["length"], dtype=np.int64)
     first = past - docs["length"]
-    runs = runs_of_targets(is_target)
+    runs = shards.runs_of_targets(is_target)
     owner_of_run = np.searchsorted(past, runs[:, 0], side="right")
     same = np.bincount(owner_of_run, minlength=len(docs)) == docs["answers"]
     differ = (answers[same[owner]] != (runs - first[owner_of_run, None])[same[owner_of_run]]).any(1)
@@ -326,7 +318,7 @@ class _Sink:
 
 def _freed(text: str, path: str) -> str:
     """Return a text about a row without the path of its source."""
-    return HERE + text[len(path) :] if text.startswith(path) else text
+    return shards.HERE + text[len(path) :] if text.startswith(path) else text
 
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d*)?(\D*)", re.DOTALL)

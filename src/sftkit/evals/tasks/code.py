@@ -13,7 +13,6 @@ from sftkit.evals.results import ExampleScores, Question, Task
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read, conversation, settings_of
 from sftkit.generation.repl import Answer
 from sftkit_sandbox import programs
-from sftkit_sandbox.programs import ProgramLimits, ProgramTests
 
 HUMANEVAL = DatasetSplit(("humaneval_test", "humaneval"), "openai/openai_humaneval")
 MBPP_TEST = DatasetSplit(("mbpp_test", "mbpp"), "google-research-datasets/mbpp", "full", "test")
@@ -54,7 +53,7 @@ def build(name: str, read: Read, shots: int | None, format: str, max_examples: i
         settings = settings_of(rows, format, max_examples, shots, pool, "tasks 2, 3, 4")
     settings |= {
         "python": f"{platform.python_version()}, the standard library alone",
-        "limits": asdict(ProgramLimits()),
+        "limits": asdict(programs.ProgramLimits()),
         "memory": memory,
     }
 
@@ -79,7 +78,7 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def _program_tests(target: dict[str, Any], written: str) -> ProgramTests:
+def _program_tests(target: dict[str, Any], written: str) -> programs.ProgramTests:
     """Return the program of an answer with its tests.
 
     HumanEval: the prompt with its completion. The tests take the asked function from there; imports and helpers, which
@@ -88,7 +87,7 @@ def _program_tests(target: dict[str, Any], written: str) -> ProgramTests:
     """
     prompt = target.get("prompt", "")
     names = target["names"] if "names" in target else [target["name"]]
-    return ProgramTests(prompt + written, target["tests"], tuple(names), preamble=prompt)
+    return programs.ProgramTests(prompt + written, target["tests"], tuple(names), preamble=prompt)
 
 
 def question_texts(name: str, read: Read) -> Iterator[tuple[str, str]]:
