@@ -116,7 +116,10 @@ class RowBatches:
         """Return the documents of each row, or its error."""
         specials = tuple(special_tokens_of(self.tokenizer))
         # A template may write the date.
-        known = len(self.tokenizer), specials, self.tokenizer.chat_template, date.today()
+        tokens = len(self.tokenizer), tuple(self.tokenizer.added_tokens_decoder), specials
+        known = *tokens, self.tokenizer.chat_template, date.today()
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.backend_tokenizer.no_padding()
         if known != self._known:  # the first rows, or the tokenizer was changed
             self._read_tokenizer(specials)
             self._known = known
@@ -187,8 +190,6 @@ class RowBatches:
         found = [None if words is None else words.encode(text, split=split) for text in texts]
         left = [(i, texts[i]) for i, ids in enumerate(found) if ids is None]
         backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
         backend.encode_special_tokens = split
         ends = zip(accumulate(len(text) for _, text in left), left, strict=True)
         for _, group in groupby(ends, lambda one: one[0] // CHARACTERS_OF_A_CALL):
@@ -215,7 +216,7 @@ class RowBatches:
                 except DataError as error:
                     self._results[i] = error
         encoded = self._encode([given for given, _ in found.values()], split=special_tokens != "parse")
-        before, after = text.around(self.tokenizer)
+        before, after = (np.array(part, np.int32) for part in text.around(self.tokenizer))
         for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
             # Special tokens that are parsed are counted otherwise.
             if self._sizes.sizes.take(ids).sum() == len(given.encode()):

@@ -20,9 +20,13 @@ from tokenizers import Tokenizer
 from sftkit.data.tokens.encode import BYTE_OF
 
 MOST_WORDS = 2**17
-"Words that are kept, some 250 bytes each."
+"Words that are kept, some 100 bytes each."
+LONGEST_WORD = 64
+"Characters of a word that is kept."
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 "The pattern of ByteLevel: byte_level.rs of tokenizers."
+PROBE = "It's I'LL 'twas 1234 a12 12  b\n\n c\r\n\t!? _x() ../é½٣世界の한글 ไทย عربى \u00a0«…»€ a\u0301\n "
+"Text that a tokenizer must split as here."
 _CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
 
 
@@ -33,7 +37,7 @@ class Words(dict[str, bytes]):
         """Keep how texts are split.
 
         Args:
-            patterns: each isolates words in what those before have left.
+            patterns: the words are what the first matches and what is between, then the same inside each for the next.
             nfc: whether the tokenizer normalizes.
         """
         self._model = backend.model
@@ -41,27 +45,31 @@ class Words(dict[str, bytes]):
         self._unknown = re.compile(f"[^{_ranges('')}]")
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: np.int32(i).tobytes() for i, token in added.items()}
-        tokens = {
-            split: [one.content for one in added.values() if not (split and one.special)] for split in (False, True)
-        }
-        either = {k: "|".join(map(re.escape, sorted(found, key=len, reverse=True))) for k, found in tokens.items()}
-        self._splits = {k: re.compile(f"({pattern or '(?!)'})").split for k, pattern in either.items()}
+        self._special = {token.content for token in added.values() if token.special}
+        either = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
+        self._split = re.compile(f"({either or '(?!)'})").split
         self._stages = [(re.compile(one).findall, re.compile(f"({one})").split) for one in patterns]
 
     def __missing__(self, word: str) -> bytes:
-        if len(self) >= MOST_WORDS:
-            self.clear()
         characters = "".join(map(_CHARACTERS.__getitem__, word.encode()))
         ids = np.array([token.id for token in self._model.tokenize(characters)], np.int32).tobytes()
-        self[word] = ids
+        if len(word) <= LONGEST_WORD:
+            if len(self) >= MOST_WORDS:
+                self.clear()
+            self[word] = ids
         return ids
 
     def encode(self, text: str, *, split: bool) -> np.ndarray | None:
-        """Return the ids of a text, int32 [n], without those that a tokenizer puts around it; None: it has characters
-        that tokenizers may split in several ways. `split`: special tokens in the text are ordinary characters."""
+        """Return the ids of a text, int32 [n], not to be written to, without those that a tokenizer puts around it.
+
+        None: the text is to be normalized, or tokenizers may split it in several ways. `split`: special tokens in it
+        are ordinary characters.
+        """
         if self._unknown.search(text) or (self._nfc and not unicodedata.is_normalized("NFC", text)):
             return None
-        pieces: list[Any] = self._splits[split](text)
+        pieces: list[Any] = self._split(text)
+        if split and not self._special.isdisjoint(pieces[1::2]):
+            return None
         pieces[1::2] = map(self._added.__getitem__, pieces[1::2])
         pieces[::2] = [b"".join(map(self.__getitem__, self._words(piece))) if piece else b"" for piece in pieces[::2]]
         return np.frombuffer(b"".join(pieces), np.int32)
@@ -92,48 +100,71 @@ def word_encoder(backend: Tokenizer) -> Words | None:
         and normalizer.get("type", "NFC") == "NFC"
         and not any(one.lstrip or one.rstrip or one.single_word for one in added)
         and len({one.normalized for one in added}) < 2
+        and not (normalizer and any(not unicodedata.is_normalized("NFC", one.content) for one in added))
     )
     if not known or None in patterns:
         return None
-    return Words(backend, patterns, nfc=bool(normalizer))  # type: ignore[arg-type]
+    words = Words(backend, patterns, nfc=bool(normalizer))  # type: ignore[arg-type]
+    # What else may be otherwise shows here: how an added token is matched, or how a pattern is read.
+    probes = [PROBE, unicodedata.normalize("NFC", PROBE), *(f"a{one.content} {one.content}b" for one in added)]
+    split_before = backend.encode_special_tokens
+    agrees = True
+    for split in (False, True):
+        backend.encode_special_tokens = split
+        alone = backend.encode_batch_fast(probes, add_special_tokens=False)
+        found = (words.encode(probe, split=split) for probe in probes)
+        agrees &= all(ids is None or ids.tolist() == one.ids for ids, one in zip(found, alone, strict=True))
+    backend.encode_special_tokens = split_before
+    return words if agrees else None
 
 
 def _pattern(step: dict[str, Any]) -> str | None:
     """Return the pattern whose matches a step of a pre-tokenizer isolates; None: it does something else."""
     if step["type"] == "Digits":
         return _translated(r"\p{N}" + ("" if step["individual_digits"] else "+") + r"|[^\p{N}]+")
-    is_known = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
-    return _translated(step["pattern"].get("Regex", "(")) if is_known else None
+    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"] or "Regex" not in step["pattern"]:
+        return None
+    return _translated(step["pattern"]["Regex"])
+
+
+# First contractions: nothing but their own letters, in two cases, is a variant of them.
+_PARTS = re.compile(
+    r"\(\?i:(?:'?(?:\[[sdmt]+\]|s|t|re|ve|m|ll|d)(?:\||(?=\))))+\)"
+    r"|\\p\{\w+\}|\\.|\[\^?\]?|&&|\(\?[:!]|\{[\d,]*\}[+?]?|.",
+    re.DOTALL,
+)
 
 
 def _translated(pattern: str) -> str | None:
     """Return a pattern of Oniguruma, as tokenizers have it, in the syntax of re; None: they may differ in it."""
     parts = []
     inside = False  # square brackets
-    for part in re.findall(r"\\p\{\w+\}|\\.|\[\^?|&&|.", pattern, re.DOTALL):
-        if part[:2] == r"\p" and len(part) > 2:
+    for part in _PARTS.findall(pattern):
+        if part.startswith(r"\p{"):
             if not (ranges := _ranges(part[3:-1])):
                 return None
             parts.append(ranges if inside else f"[{ranges}]")
             continue
-        if (part[0] == "\\" and part[1].isalnum() and part[1] not in "sSdDrnt") or part == "&&":
+        escapes_otherwise = part[0] == "\\" and part[1].isalnum() and part[1] not in "sSdDrnt"
+        repeats_otherwise = part[0] == "{" and len(part) > 1 and (part[1] == "," or part[-1] in "+?")
+        nests = part[0] == "[" and (inside or part[-1] == "]")
+        outside_only = part in ("(", "^", "$") and not inside
+        if escapes_otherwise or repeats_otherwise or nests or outside_only or part == "&&":
             return None
-        if (part[0] == "[") == inside if part[0] in "[]" else not inside and part in "^$":
-            return None
-        inside = part[0] == "[" or (inside and part != "]")
+        inside = part in ("[", "[^") or (inside and part != "]")
         parts.append(part)
     try:
         translated = "".join(parts)
-        return None if re.compile(translated).groups else translated
+        return None if re.compile(f"({translated})").fullmatch("") else translated
     except re.error:
         return None
 
 
 @cache
 def _ranges(category: str) -> str:
-    """Return the characters of a category, as between square brackets, that each Unicode since 3.2 has in the same one.
+    """Return the characters that are in a category in Unicode 3.2 and in that of Python, as between square brackets.
 
-    Left out are separators that only Python counts as spaces, and letters that have a lower case in ASCII.
+    Left out are separators that only Python counts as spaces, and what case folding makes an ASCII letter.
     """
     old, new = unicodedata.ucd_3_2_0.category, unicodedata.category
     ranges: list[list[int]] = []
