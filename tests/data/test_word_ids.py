@@ -11,7 +11,7 @@ import pytest
 from conftest import SENTENCES
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from sftkit.data.tokens import batch, words
+from sftkit.data.tokens import batch, chat, words
 from sftkit.data.tokens import text as texts
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.tokens.words import Words, word_encoder
@@ -243,6 +243,35 @@ def test_a_token_that_is_added_later_splits_texts(make_tokenizer: Any) -> None:
     found = tokenize.many(rows)
     assert not any(map(batch.same, before, found))
     assert all(batch.same(tokenize(row), one) for row, one in zip(rows, found, strict=True))
+
+
+def test_a_long_text_is_encoded_by_its_words_or_tokenized_by_itself(
+    make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "LONGEST_TEXT", 100)
+    long = " ".join(SENTENCES)
+    given = {"first": "compared", "long": long, "unknown": f"{long} \U0001fae0"}
+    rows = [Row(where=where, text=said) for where, said in given.items()]
+    tokenize = RowTokenizer(texts.tokenize, make_tokenizer(), 2**10, special_tokens="split")
+    alone = [tokenize(row) for row in rows]
+    by_itself = batch.RowBatches.by_itself
+    asked: list[str] = []
+    monkeypatch.setattr(
+        batch.RowBatches, "by_itself", lambda self, row: asked.append(row.where) or by_itself(self, row)
+    )
+    found = tokenize.many(rows)
+    assert asked == ["first", "unknown"]
+    assert all(map(batch.same, alone, found))
+
+    ask = {"role": "user", "content": "Say it."}
+    answers = {where: [ask, {"role": "assistant", "content": said}] for where, said in given.items()}
+    rows = [Row(where, messages=messages) for where, messages in answers.items() for _ in range(20)]
+    tokenize = RowTokenizer(chat.tokenize, make_tokenizer(), 2**10)
+    alone = [tokenize(row) for row in rows]
+    tokenize.many(rows)  # learns how answers are rendered
+    asked.clear()
+    assert all(map(batch.same, alone, tokenize.many(rows)))
+    assert {where: asked.count(where) for where in given} == {"first": 0, "long": 0, "unknown": 20}
 
 
 def test_words_that_are_kept_are_limited(of_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ from sftkit.errors import DataError, hint
 COMPARED_ONE_IN = 128
 "One of this number of rows is also tokenized alone, for comparison."
 LONGEST_TEXT = 2**18
-"Characters of a text that is encoded in one call: tokenizers need some 600 bytes for each."
+"Characters of a text that a tokenizer encodes in one call: it needs some 600 bytes for each."
+LONGEST_OF_WORDS = 2**23
+"Characters of a text that is encoded by its words, some 20 bytes each."
 CHARACTERS_OF_A_CALL = 2**20
 "Characters of the texts of a call."
 LONGEST_HEADER = 256
@@ -184,11 +186,12 @@ class RowBatches:
                 log.warning("%s", hint("rows differ in a batch", where=row.where))
                 return
 
-    def _encode(self, texts: Sequence[str], *, split: bool) -> list[np.ndarray]:
-        """Return the ids of texts. `split`: special tokens in a text are ordinary characters."""
+    def _encode(self, texts: Sequence[str], *, split: bool) -> list[Any]:
+        """Return the ids of texts, int32 [n] each; None for those of more than LONGEST_TEXT characters whose words are
+        not known. `split`: special tokens in a text are ordinary characters."""
         words = self._words
         found = [None if words is None else words.encode(text, split=split) for text in texts]
-        left = [(i, texts[i]) for i, ids in enumerate(found) if ids is None]
+        left = [(i, texts[i]) for i, ids in enumerate(found) if ids is None and len(texts[i]) <= LONGEST_TEXT]
         backend = self.tokenizer.backend_tokenizer
         backend.encode_special_tokens = split
         ends = zip(accumulate(len(text) for _, text in left), left, strict=True)
@@ -196,7 +199,7 @@ class RowBatches:
             places, call = zip(*(one for _, one in group), strict=True)
             for i, encoded in zip(places, backend.encode_batch_fast(call, add_special_tokens=False), strict=True):
                 found[i] = np.array(encoded.ids, np.int32)
-        return found  # type: ignore[return-value]
+        return found
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class RowBatches:
         before, after = (np.array(part, np.int32) for part in text.around(self.tokenizer))
         for (i, (given, odd)), ids in zip(found.items(), encoded, strict=True):
             # Special tokens that are parsed are counted otherwise.
-            if self._sizes.sizes.take(ids).sum() == len(given.encode()):
+            if ids is not None and self._sizes.sizes.take(ids).sum() == len(given.encode()):
                 max_length = self.settings["max_length"]
                 whole = np.concatenate([before, ids, after])
                 self._results[i] = text.documents_of_text(whole, odd, self.tokenizer, max_length, self._sizes)
@@ -251,6 +254,8 @@ class RowBatches:
             alike: dict[ChatShape, list[tuple[_Waiting, np.ndarray]]] = {}
             following = []
             for one, ids in zip(waiting, encoded, strict=True):
+                if ids is None:
+                    continue
                 if one.shape is None:
                     following += self._after(one, ids)
                 else:
@@ -375,7 +380,7 @@ def _is_encoded_here(given: str) -> bool:
         given.encode()
     except UnicodeEncodeError:
         return False
-    return len(given) <= LONGEST_TEXT
+    return len(given) <= LONGEST_OF_WORDS
 
 
 def same(one: RowResult, other: RowResult) -> bool:
