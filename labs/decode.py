@@ -42,7 +42,7 @@ from sftkit.config.terminal import print_text
 from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
-from sftkit.generation import decode as rows_of_batches
+from sftkit.generation import kv_cache
 from sftkit.generation.decode import Batching, Decoding, generate
 from sftkit.generation.kv_cache import StaticStep, fixed_layers
 from sftkit.models.encoders import PIXELS, VisionToText
@@ -155,7 +155,7 @@ class Task:
 
         with ExitStack() as patched:
             patched.enter_context(mock.patch.object(Decoding, "step", timed))
-            patched.enter_context(mock.patch.object(rows_of_batches, "StaticStep", way.step or StaticStep))
+            patched.enter_context(mock.patch.object(kv_cache, "StaticStep", way.step or StaticStep))
             if way.encoder_compiled:
                 patched.enter_context(mock.patch.object(VisionToText, "encode", encode_compiled))
             answers = generate(
