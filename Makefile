@@ -7,6 +7,9 @@ PIP_INSTALL = $(PY) -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile
 BASE_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/base.yaml)
 MID_RECIPE = $(if $(RECIPE),$(RECIPE),recipes/default/mid.yaml)
 
+# A test that hangs fails, under its name and with the stack of each thread, before CI runs out of its time.
+HANGS = -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 2
+
 # A variable that no target reads would be ignored without a word.
 KNOWN := RECIPE ARGS PLAN PYTHON CONSTRAINTS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
@@ -45,7 +48,7 @@ dev: .venv/.installed-dev ## the same with what tests and lint need; they run it
 	@touch $@
 
 test: dev ## the tests; ARGS="-m slow": those that take minutes; ARGS="-m gpu": those of a GPU
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
 
 lint: dev ## ruff and mypy
 	$(PY) -m ruff check .
