@@ -91,7 +91,8 @@ def test_each_character_that_is_known_is_split_as_the_tokenizer_splits_it(
     assert encoder is not None
     found = [encoder.encode(text, split=False) for text in known_texts()]
     left = sum(ids is None for ids in found)
-    assert left < (len(found) / 2 if normalizer else 4)  # compositions; separators and letters of known_texts' own kind
+    # Each text has 50 characters: some of these are left to the tokenizer, and NFC changes others.
+    assert left < (len(found) / 2 if normalizer else 4)
     for ids, text in zip(found, known_texts(), strict=True):
         assert ids is None or ids.tolist() == alone(backend, text)
 

@@ -253,6 +253,8 @@ def _graph(get: Get) -> Iterator[Problem]:
 
 PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose decoder is an embedding, layers that are alike, and a norm."
+TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"Architectures whose blocks have the layers that parallel/tensor.py shards, and no other."
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 "Numbers of a model's config that tensor-parallel ranks must divide."
 

@@ -17,13 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from sftkit.config.rules import DIVIDED
+from sftkit.config.rules import DIVIDED, TENSOR_MODEL_TYPES
 from sftkit.errors import config_error
 from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import replaced
 
-TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose blocks have the layers below and no other."
 COLUMNWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")

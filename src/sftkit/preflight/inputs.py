@@ -624,8 +624,8 @@ def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
         return
     if size > 1 and get("train.fp8") is not None:
         yield "train.fp8", hint("float8 with tensor parallelism", fp8=get("train.fp8"))
-    if size > 1 and get("train.engine") == "blocks" and kind is not None:  # the graph engine has plans of its own
-        if kind not in (known := recipe_rules.PIPELINE_MODEL_TYPES):
+    if size > 1 and get("train.engine") == "blocks" and kind is not None:  # the graph engine has its own plans
+        if kind not in (known := recipe_rules.TENSOR_MODEL_TYPES):
             yield "model", hint("no tensor-parallel plan", size=size, model_type=kind, known=", ".join(known))
         for name in recipe_rules.DIVIDED if kind in known else ():
             if isinstance(number := fields.get(name), int) and number % size:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from sftkit.data.reading.conversation import special_pattern
 from sftkit.data.tokens.encode import BYTE_OF
 
 MOST_WORDS = 2**17
@@ -46,8 +47,7 @@ class Words(dict[str, bytes]):
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: np.int32(i).tobytes() for i, token in added.items()}
         self._special = {token.content for token in added.values() if token.special}
-        either = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
-        self._split = re.compile(f"({either or '(?!)'})").split
+        self._split = re.compile(f"({special_pattern(tuple(self._added)).pattern})").split
         self._stages = [(re.compile(one).findall, re.compile(f"({one})").split) for one in patterns]
 
     def __missing__(self, word: str) -> bytes:
