@@ -44,7 +44,8 @@ def traces(folder: Path, out: Path) -> None:
     """Write a summary of each run of a bench that recorded a trace.
 
     For each run and rank it has the shares in trace/rankN.json, milliseconds and kernels per step by kind,
-    milliseconds of communication per step by kernel with the part that does not overlap, the host's time in the calls
+    the 40 kernels that take longest, milliseconds of communication per step by kernel with the part that does not
+    overlap, the host's time in the calls
     that start kernels, and for rank 0 every kernel of one tenth of a second, as [start, length, stream, name] in
     microseconds, for a picture.
     """
@@ -67,11 +68,13 @@ def of_rank(summary: Path, *, excerpt: bool) -> dict[str, Any]:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]
     kinds: dict[str, list[float]] = defaultdict(list)
+    names: dict[str, list[float]] = defaultdict(list)
     exchanges: dict[str, list[tuple[float, float]]] = defaultdict(list)
     computing = []
     for event in kernels:
         kind, start, length = kind_of_kernel(event["name"]), event["ts"], event["dur"]
         kinds[kind].append(length)
+        names[short(event["name"])].append(length)
         if kind == COMMUNICATION:
             exchanges[short(event["name"])].append((start, start + length))
         else:
@@ -80,10 +83,13 @@ def of_rank(summary: Path, *, excerpt: bool) -> dict[str, Any]:
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = [event["dur"] for event in calls if "Launch" in event["name"]]
     waits = [event["dur"] for event in calls if "Synchronize" in event["name"]]
+
+    def times(found: dict[str, list[float]]) -> dict[str, Any]:
+        return {name: {"ms": sum(each) / 1e3 / steps, "kernels": len(each) / steps} for name, each in found.items()}
+
     return {
-        "by_kind": {
-            kind: {"ms": sum(each) / 1e3 / steps, "kernels": len(each) / steps} for kind, each in kinds.items()
-        },
+        "by_kind": times(kinds),
+        "longest": times(dict(sorted(names.items(), key=lambda one: -sum(one[1]))[:40])),
         "exchanges": {
             name: {
                 "ms": sum(end - start for start, end in spans) / 1e3 / steps,
