@@ -79,11 +79,6 @@ TESTED = {
 """(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in
 scripts/test_pipeline_script.py; `_` only tells shapes."""
 ONLY_TIMED = {
-    ("labs/fused/rotary.py", "_"): 6,
-    ("labs/fused/rotary_kernel.py", "repeat_heads"): 1,
-    ("labs/fused/rotary_kernel.py", "rotate_heads"): 1,
-    ("labs/fused/rotary_kernel.py", "rotate_heads_back"): 2,
-    ("labs/fused/squares_kernel.py", "sum_of_squares"): 1,
     ("labs/bench/machine.py", "copy_tb_per_sec"): 2,
     ("labs/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,

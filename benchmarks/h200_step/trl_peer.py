@@ -29,9 +29,10 @@ from labs.bench.plan import Job, read_job
 from labs.bench.run import measured_row, run_job
 from labs.bench.worker import ModelSpec, new_model, rows_in_order, synthetic_documents
 from sftkit.data.batches.collate import IGNORE
+from sftkit.data.batches.epoch import causal_pairs
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.structure import Work, train_flops
+from sftkit.models.structure import Work, attention_windows, train_flops
 from sftkit.ops.flash import document_attention
 from sftkit.ops.recurrent import fla_unsupported_reason
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
@@ -186,7 +187,7 @@ def window_lines(
     """Windows in the words of metrics.jsonl; a loss is the mean of its steps' means.
 
     Args:
-        counts: (useful tokens, targets, attention pairs) of each step.
+        counts: (useful tokens, targets, attention pairs of all layers) of each step.
     """
     peak = peak_flops(clock.device) if model.dtype == torch.bfloat16 else None
     by_step = {entry["step"]: entry for entry in logged if "loss" in entry}
@@ -231,8 +232,16 @@ def run(job: Job) -> dict[str, Any]:
     size = job.config.train.global_batch_size
     steps = [[i for row in rows[j : j + size] for i in row] for j in range(0, len(rows), size)]
     lengths, targets = examples.lengths, examples.num_targets
+    kinds = attention_windows(model)
+    if kinds is None:
+        raise ConfigError(f"{job.fields['model_type']}: a layer whose attention is not known")
     counts = [
-        (int(lengths[d].sum()), int(targets[d].sum()), int((lengths[d] * (lengths[d] + 1) // 2).sum())) for d in steps
+        (
+            int(lengths[d].sum()),
+            int(targets[d].sum()),
+            sum(n * int(causal_pairs(lengths[d], one.keys, chunked=one.chunked).sum()) for one, n in kinds.items()),
+        )
+        for d in steps
     ]
     clock = Clock(job.steps.window, device)
     trainer = SFTTrainer(

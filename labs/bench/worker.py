@@ -34,7 +34,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.adapters import Adapters, add_adapters, quantize_layers
 from sftkit.models.joined_adapters import join_layers
 from sftkit.models.kind import check_causal, kind_of
-from sftkit.models.load import DTYPES, compute_here, scratch_config
+from sftkit.models.load import DTYPES, compute_here, scratch_config, settle_generation_config
 from sftkit.models.many_adapters import members_of
 from sftkit.models.structure import count_parameters, decoder_blocks, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
@@ -168,6 +168,7 @@ def new_model(
     if tokenizer is not None:
         check_rows(model, tokenizer)
         kind_of(config).prepare(model, tokenizer)
+        settle_generation_config(model, tokenizer)
     # The fp32 weights of the initialisation do not count in the run's peak.
     if device.type == "cuda":
         torch.cuda.empty_cache()
