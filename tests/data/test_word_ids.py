@@ -288,3 +288,27 @@ def test_words_that_are_kept_are_limited(of_steps: Any, monkeypatch: pytest.Monk
     long = "s" * (words.LONGEST_WORD + 1)
     encoder.encode(long, split=False)
     assert long not in encoder
+
+
+def test_a_long_piece_that_recurs_is_split_once_and_pieces_that_are_kept_are_limited(
+    of_steps: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "MOST_PIECES", 2)
+    monkeypatch.setattr(words, "LONG_PIECES", range(10, 100))
+    backend = of_steps(byte_level())
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    encoder = word_encoder(backend)
+    assert isinstance(encoder, Words)
+    split_of: list[str] = []
+    by_words = encoder._words
+    monkeypatch.setattr(encoder, "_words", lambda piece: split_of.append(piece) or by_words(piece))
+    tools, long = "She sells sea shells", "by the sea shore " * 6
+    for answer in ("one", "two", "one", "the sea shore", "the sea shells"):
+        text = f"{tools}<end>{answer}<end>{long}"
+        ids = encoder.encode(text, split=False)
+        assert ids is not None
+        assert ids.tolist() == alone(backend, text)
+    # Short and longest pieces are never kept; the third that is kept takes the place of the others.
+    assert [split_of.count(piece) for piece in (tools, "one", long)] == [1, 2, 5]
+    encoder.encode(tools, split=False)
+    assert split_of.count(tools) == 2

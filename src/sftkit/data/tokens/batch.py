@@ -26,7 +26,7 @@ from sftkit.data.tokens.encode import encode, token_bytes
 from sftkit.data.tokens.loss_mask import Seen
 from sftkit.data.tokens.shapes import ChatShape, Shapes
 from sftkit.data.tokens.template import Span, special_tokens_of
-from sftkit.data.tokens.words import word_encoder
+from sftkit.data.tokens.words import keep, word_encoder
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, hint
 
@@ -368,9 +368,7 @@ class RowBatches:
     def _header_ids(self, header: str) -> list[int]:
         """Return the ids of a header by itself."""
         if header not in self._headers:
-            if len(self._headers) >= MOST_HEADERS:
-                self._headers.clear()
-            self._headers[header] = encode(self.tokenizer, header).ids.tolist()
+            keep(self._headers, header, encode(self.tokenizer, header).ids.tolist(), MOST_HEADERS)
         return self._headers[header]
 
 

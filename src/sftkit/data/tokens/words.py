@@ -24,11 +24,20 @@ MOST_WORDS = 2**17
 "Words that are kept, some 100 bytes each."
 LONGEST_WORD = 64
 "Characters of a word that is kept."
+LONG_PIECES, MOST_PIECES = range(512, 2**14), 2**11
+"Characters of a piece between added tokens that is kept whole, as tools and system prompts recur; how many are kept."
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 "The pattern of ByteLevel: byte_level.rs of tokenizers."
 PROBE = "It's I'LL 'twas 1234 a12 12  b\n\n c\r\n\t!? _x() ../é½٣世界の한글 ไทย عربى \u00a0«…»€ a\u0301\n "
 "Text that a tokenizer must split as here."
 _CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
+
+
+def keep(kept: dict[str, Any], key: str, value: object, most: int) -> None:
+    """Keep a value; if there are as many as may be, they go first."""
+    if len(kept) >= most:
+        kept.clear()
+    kept[key] = value
 
 
 class Words(dict[str, bytes]):
@@ -48,15 +57,14 @@ class Words(dict[str, bytes]):
         self._added = {token.content: np.int32(i).tobytes() for i, token in added.items()}
         self._special = {token.content for token in added.values() if token.special}
         self._split = re.compile(f"({special_pattern(tuple(self._added)).pattern})").split
+        self._pieces: dict[str, bytes] = {}
         self._stages = [(re.compile(one).findall, re.compile(f"({one})").split) for one in patterns]
 
     def __missing__(self, word: str) -> bytes:
         characters = "".join(map(_CHARACTERS.__getitem__, word.encode()))
         ids = np.array([token.id for token in self._model.tokenize(characters)], np.int32).tobytes()
         if len(word) <= LONGEST_WORD:
-            if len(self) >= MOST_WORDS:
-                self.clear()
-            self[word] = ids
+            keep(self, word, ids, MOST_WORDS)
         return ids
 
     def encode(self, text: str, *, split: bool) -> np.ndarray | None:
@@ -71,8 +79,15 @@ class Words(dict[str, bytes]):
         if split and not self._special.isdisjoint(pieces[1::2]):
             return None
         pieces[1::2] = map(self._added.__getitem__, pieces[1::2])
-        pieces[::2] = [b"".join(map(self.__getitem__, self._words(piece))) if piece else b"" for piece in pieces[::2]]
+        pieces[::2] = map(self._ids, pieces[::2])
         return np.frombuffer(b"".join(pieces), np.int32)
+
+    def _ids(self, piece: str) -> bytes:
+        if (ids := self._pieces.get(piece)) is None:
+            ids = b"".join(map(self.__getitem__, self._words(piece)))
+            if len(piece) in LONG_PIECES:
+                keep(self._pieces, piece, ids, MOST_PIECES)
+        return ids
 
     def _words(self, piece: str) -> list[str]:
         words = [piece]
