@@ -44,8 +44,8 @@ from sftkit.models.weights import make_room
 from sftkit.objectives.objective import Caption, NextToken, Objective
 from sftkit.ops.attention import plain_implementation
 from sftkit.ops.nf4 import fill_layer
-from sftkit.rundir.files import read_metric_rows
-from sftkit.rundir.names import METRICS_FILE
+from sftkit.rundir.files import read_metric_rows, read_object
+from sftkit.rundir.names import METRICS_FILE, PROOF
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.tracker import Tracker
@@ -392,6 +392,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),
+        "checks": {check["name"]: check["found"] for check in read_object(job.folder / PROOF).get("rows", ())},
         **measured_row(read_metric_rows(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
         **over_ranks(rt.gathered(mine)),
         "warm_up_seconds": trained.warm_up_seconds,

@@ -709,6 +709,9 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
     assert compiled["first_step_seconds"] > compiled["warm_up_seconds"] > 0
     assert compiled["losses"] == pytest.approx(eager["losses"], abs=1e-4)
     assert compiled["losses"]["9"] < compiled["losses"]["3"]
+    assert compiled["checks"]["Documents in a row do not see each other"].startswith(
+        "the other document moves by 0.0e+00"
+    )
     assert results["machine"]["versions"]["torch"]
     assert (out / "report.md").read_text() == markdown_report(results)
     assert markdown_report(results) in ended.stdout

@@ -25,8 +25,10 @@ from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.structure import Work, attention_windows, count_parameters, decoder_blocks, train_flops
 from sftkit.models.trained import factors
 from sftkit.objectives.objective import ModelWithLoss, NextToken
+from sftkit.ops import recurrent
 from sftkit.ops.attention import document_boundaries, plain_attention
 from sftkit.optim.protocol import build_optimizer
+from sftkit.verify.documents import check_documents, document_checks
 
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 SCANS = ("falcon_h1", "nemotron_h", "granitemoehybrid", "bamba")
@@ -279,3 +281,23 @@ def test_every_row_of_the_table_is_a_family_that_is_tested() -> None:
     classes = {type(layer).__name__ for name in FAMILIES for _, layer, _ in hybrids.mixers(build(name))}
     assert classes == {*hybrids.MIXERS}
     assert COMMON["num_hidden_layers"] == len(FAMILIES["qwen3_5_text"][1]["layer_types"])
+
+
+@pytest.mark.parametrize("max_length", [300, 40])
+@pytest.mark.parametrize("part", ["head", "tail", "kept"])
+def test_state_that_crosses_the_border_of_a_chunk_into_another_document_is_found_at_the_start(
+    part: str, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelWithLoss(lively("qwen3_5_text"), "reference", NextToken(LossConfig()))
+    layout = make_layout_of("packed", [max_length, 5], row_length=320)
+    given = model, "reference", torch.device("cpu"), layout
+    assert check_documents(*given).leak == 0.0
+    of = recurrent._Chunks.of
+
+    def other(_: object, *parts: torch.Tensor) -> recurrent._Chunks:
+        return (made := of(*parts))._replace(**{part: torch.ones_like(getattr(made, part))})
+
+    monkeypatch.setattr(recurrent._Chunks, "of", classmethod(other))
+    logits, _, isolation = document_checks(check_documents(*given), torch.float32, "reference")
+    assert logits.ok, "documents of 8 and 5 positions lie in one chunk"
+    assert isolation.ok is False

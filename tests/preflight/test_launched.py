@@ -103,6 +103,16 @@ FP8, PLAIN = "train.fp8=rowwise", ("train.engine=reference", "train.precision=fp
             "train.fp8=rowwise does not work with tensor parallelism: set parallelism_config_tp_size to 1",
         ),
         (CONTEXT, (MIXED,), "model: lfm2 is not supported with context parallelism: a layer of type conv carries a "),
+        (
+            CONTEXT,
+            ("model.scratch={model_type: falcon_h1}",),
+            "model: falcon_h1 is not supported with context parallelism: a layer of type falcon_h1 carries a ",
+        ),
+        (
+            Topology(),
+            (MIXED, "data.layout=tree"),
+            "data.layout: tree does not support lfm2, which has recurrent layers: set data.layout=packed",
+        ),
         (CONTEXT, ("attention.backend=flex",), "attention.backend: flex attends within whole rows, which context "),
         (SHARDS, PLAIN, "train.engine=reference computes in fp32 with a whole model on every process"),
         (

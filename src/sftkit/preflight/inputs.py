@@ -609,8 +609,8 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     return [OfLaunch(_shared), OfLaunch(_pipeline), *(OfLaunch(partial(rule, here=here)) for rule in (_graph, _nf4))]
 
 
-RECURRENT = frozenset(("conv", "linear_attention", "mamba"))
-"Types of layers, in a model's config, that carry a state along the row."
+RECURRENT = frozenset(("conv", "linear_attention", "mamba", "bamba", "falcon_h1", "nemotron_h"))
+"Types of layers in a model's config, and of models without a list of them, that carry a state along the row."
 
 
 def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -632,8 +632,11 @@ def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
                 yield "model", hint("number that ranks do not divide", size=size, name=name, number=number)
     if topology.context > 1 and (backend := get("attention.backend")) in ("sdpa", "flex"):
         yield "attention.backend", f"{backend} attends within whole rows, which context parallelism cuts: take auto"
-    if topology.context > 1 and (found := RECURRENT & {*(fields.get("layer_types") or ())}):
-        yield "model", hint("recurrent layers in chunks", model=kind, reason=f"a layer of type {min(found)}")
+    if found := RECURRENT & {kind, *(fields.get("layer_types") or ())}:
+        if topology.context > 1:
+            yield "model", hint("recurrent layers in chunks", model=kind, reason=f"a layer of type {min(found)}")
+        if get("data.layout") == "tree":
+            yield "data.layout", hint("model that has no trees", model_type=kind, names="recurrent layers")
 
 
 def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:

@@ -30,6 +30,8 @@ from sftkit.verify.plain import APART, DRAWS, PlainModel, rounded_at_random
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
+_LONG = 264
+"Positions of longer documents: beyond the tiles of attention kernels and the chunks of recurrent layers, at most 256."
 COMMON = 3
 "Positions that two documents share in rows of trees."
 _BEYOND = 8
@@ -167,6 +169,9 @@ def check_documents(
                 found = _compare(model, forward or model, plain, backend, device, length, tree=tree)
             if layout is not None:
                 found = _at_limits(model, forward or model, plain, backend, device, layout, found, limit)
+                if layout.packs and not orig_model.config.is_encoder_decoder:
+                    with _rotary_state_kept(orig_model):
+                        found = _among_neighbours(model, forward or model, backend, device, layout, found)
             if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
                     moved, changed = _roundings(plain, _two_documents(model, length), device)
@@ -347,16 +352,21 @@ def _by_position(indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor 
 
 def _logits_and_choices(plain: PlainModel, document: PlainDocument) -> tuple[torch.Tensor, ExpertChoices]:
     """Return the plain model's logits of a document, and what its routers chose."""
+    noting, noted = _noting(plain.orig_model, len(document.targets))
+    with noting:
+        return plain_logits(plain, document), noted
+
+
+def _noting(orig_model: PreTrainedModel, length: int) -> tuple[_TopK, ExpertChoices]:
+    """Return a context, and what routers choose within it for a row of so many positions."""
     noted: ExpertChoices = {}
-    length = len(document.targets)
 
     def note(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
         if (own := _by_position(indices, (1, length))) is not None:
             noted[key] = own
         return indices
 
-    with _TopK(plain.orig_model, note):
-        return plain_logits(plain, document), noted
+    return _TopK(orig_model, note), noted
 
 
 def _choosing(
@@ -491,6 +501,39 @@ def _at_limits(
     return found
 
 
+def _among_neighbours(
+    model: ModelWithLoss,
+    forward: ForwardPass,
+    backend: str,
+    device: torch.device,
+    layout: Layout,
+    found: DocumentCheck,
+) -> DocumentCheck:
+    """Add how far the documents of half a longer row move if all of the other half are replaced. Every second document
+    is as long as the run's, up to _LONG, and each half as long as _LONG at least."""
+    orig_model = model.orig_model
+    short = _SIZES[1]
+    longest = min(_LONG, layout.max_length, structure.positions(orig_model) or _LONG)
+    half = 2 * -(-_LONG // (longest + short))
+    sizes = [longest, short] * half
+    total = sum(sizes)
+    ids = np.random.default_rng(1).integers(0, structure.vocab_size(orig_model), total + len(sizes))
+    shape = BatchShape(total, max_docs=2 * len(sizes) + 2, max_doc_length=total, tree=layout.kind == "tree")
+    batch = collate(Examples.of(ids, sizes), (tuple(range(len(sizes))),), shape).to(device)
+    noting, chosen = _noting(orig_model, total)
+    with noting:
+        hidden = forward.hidden_states(batch, backend)
+    columns = [document.columns for document in documents(batch)]
+    first, second = torch.cat(columns[:half]), torch.cat(columns[half:])
+    for replaced, kept in ((first, second), (second, first)):
+        inputs = _first_replaced(batch, replaced, structure.vocab_size(orig_model))
+        with _taking(orig_model, [(torch.arange(total), chosen)], (1, total)):
+            moved = (forward.hidden_states(replace(batch, inputs=inputs), backend) - hidden).float().abs()
+        leak, changed = float(moved[:, kept].max()), float(moved[:, replaced].max())
+        found = replace(found, leak=float(np.maximum(found.leak, leak)), changed=min(found.changed, changed))
+    return found
+
+
 def _last_positions(orig_model: PreTrainedModel, count: int) -> AbstractContextManager[object]:
     """Make the head project only the last positions within the context: the logits of a long document take GiB."""
     return structure.output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
@@ -577,8 +620,8 @@ def document_checks(
             None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no change beyond rounding",
-            "every token of one document is replaced that the other does not share; largest change of the other "
-            "document's hidden states",
+            "every token of one document is replaced that the other does not share, then half of the documents of a "
+            f"row, of up to {_LONG} positions each; largest change of the others' hidden states",
         ),
     ]
 
