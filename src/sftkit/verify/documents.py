@@ -132,7 +132,8 @@ def check_documents(
     limit: float = 1.0,
 ) -> DocumentCheck:
     """Compare the logits of two documents and padding in one row through our forward pass with those of each document
-    alone through the plain model, and likewise longer documents at the limits of the model.
+    alone through the plain model, and likewise longer documents at the limits of the model. No document may move when
+    others are replaced, in a row that is longer than the tiles of kernels and the chunks of recurrent layers too.
 
     Sliding windows are shortened below the two documents for this comparison; at the limits they keep their size.
 
@@ -145,8 +146,8 @@ def check_documents(
         limit: relative difference of the logits from which on rounding noise is measured, at most REFUSED_FROM.
 
     Raises:
-        ConfigError: the logits differ, or the model does not accept our arguments: this architecture does something
-            that our attention or head leaves out, or mixes the tokens of a row outside attention.
+        ConfigError: the logits differ, documents see each other, or the model does not accept our arguments: this
+            architecture does something that our attention or head leaves out, or mixes the tokens of a row.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
     limit = min(limit, REFUSED_FROM) if _rounds(orig_model) else REFUSED_FROM
@@ -182,6 +183,8 @@ def check_documents(
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
     if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond and found.experts_hold:
+        if found.leak > REFUSED_FROM * found.changed:
+            raise config_error("documents that see each other", name=name, found=found)
         return found
     if plain.differing:
         raise config_error("weights in memory", differing=first_of(sorted(plain.differing)), found=found)
