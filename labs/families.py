@@ -31,7 +31,7 @@ from sftkit.config.commands import Parser
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.terminal import print_text
 from sftkit.data.batches.collate import collate
-from sftkit.data.batches.pack import BatchShape
+from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.hybrids import mixes_tokens
@@ -56,6 +56,8 @@ RESULTS = FOLDER / "results.json"
 NEWER = FOLDER / "results_newer.json"
 LARGEST = 20_000_000
 "Parameters of a tiny model: at most."
+ROWS = Layout("packed", (1024,), 1, 1, 1, max_length=512, max_doc_length=512, docs_per_row=8)
+"Longer than the chunks that layers compute in."
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -183,7 +185,7 @@ def _checked(config: PretrainedConfig) -> dict[str, Any]:
         embedding_of(orig_model)[SIZES["pad_token_id"]] = 0.02
     model = ModelWithLoss(orig_model.train(), "reference", NextToken(LossConfig()))
     try:
-        check = check_documents(model, "reference", torch.device("cpu"))
+        check = check_documents(model, "reference", torch.device("cpu"), ROWS)
     except ConfigError:
         if _head_is_more(orig_model):
             raise ConfigError(HEAD) from None
