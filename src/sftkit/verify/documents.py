@@ -528,7 +528,8 @@ def _among_neighbours(
         hidden = forward.hidden_states(batch, backend)
     columns = [document.columns for document in documents(batch)]
     first, second = torch.cat(columns[:half]), torch.cat(columns[half:])
-    for replaced, kept in ((first, second), (second, first)):
+    for whole, kept in ((first, second), (second, first)):
+        replaced = whole[~torch.isin(whole, kept)]  # documents of a tree may begin alike
         inputs = _first_replaced(batch, replaced, structure.vocab_size(orig_model))
         with _taking(orig_model, [(torch.arange(total), chosen)], (1, total)):
             moved = (forward.hidden_states(replace(batch, inputs=inputs), backend) - hidden).float().abs()
