@@ -300,3 +300,39 @@ def test_state_that_crosses_the_border_of_a_chunk_into_another_document_is_found
     monkeypatch.setattr(recurrent._Chunks, "of", classmethod(other))
     with pytest.raises(ConfigError, match="documents of a row move by"):
         check_documents(*given)
+
+
+def test_a_document_whose_state_goes_on_into_the_next_one_is_found_at_the_start() -> None:
+    """Only one that is longer than the documents whose logits are compared."""
+    model = ModelWithLoss(build("qwen3"), "reference", NextToken(LossConfig()))
+    layout = make_layout_of("packed", [400, 90], row_length=1024)
+    assert check_documents(model, "reference", torch.device("cpu"), layout).leak == 0.0
+
+    def carry(_: object, __: object, named: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+        starts = [*torch.nonzero(named["position_ids"][0] == 0).flatten().tolist(), out.shape[1]]
+        carried = out.clone()
+        for begin, end, after in zip(starts, starts[1:], starts[2:], strict=False):
+            if end - begin > 256:
+                carried[:, end:after] += 10 * out[:, begin:end].mean(1, keepdim=True)
+        return carried
+
+    decoder_blocks(model.orig_model)[0].register_forward_hook(carry, with_kwargs=True)
+    with pytest.raises(ConfigError, match="documents of a row move by"):
+        check_documents(model, "reference", torch.device("cpu"), layout)
+
+
+def test_other_experts_by_rounding_alone_are_no_leak() -> None:
+    """With these weights replaced documents change the rounding of others, and with it two experts in a near tie."""
+    torch.manual_seed(137)
+    sizes = {"head_dim": 16, "hidden_size": 64, "num_experts": 128, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    orig_model = build("qwen3_moe", num_hidden_layers=20, max_position_embeddings=2048, **sizes)
+    generator = torch.Generator().manual_seed(137)
+    with torch.no_grad():
+        for parameter in orig_model.model.layers.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    orig_model.set_experts_implementation("grouped_mm")
+    model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
+    layout = make_layout_of("packed", [400, 90], row_length=1024)
+    found = check_documents(model, "reference", torch.device("cpu"), layout)
+    assert found.leak < 1e-4 * found.changed

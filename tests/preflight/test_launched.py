@@ -102,11 +102,11 @@ FP8, PLAIN = "train.fp8=rowwise", ("train.engine=reference", "train.precision=fp
             (FP8,),
             "train.fp8=rowwise does not work with tensor parallelism: set parallelism_config_tp_size to 1",
         ),
-        (CONTEXT, (MIXED,), "model: lfm2 is not supported with context parallelism: a layer of type conv carries a "),
+        (CONTEXT, (MIXED,), "model: lfm2 is not supported with context parallelism: a recurrent layer carries a "),
         (
             CONTEXT,
             ("model.scratch={model_type: falcon_h1}",),
-            "model: falcon_h1 is not supported with context parallelism: a layer of type falcon_h1 carries a ",
+            "model: falcon_h1 is not supported with context parallelism: a recurrent layer carries a ",
         ),
         (
             Topology(),
@@ -130,10 +130,16 @@ def test_what_processes_cannot_share_is_refused_before_torch_is_loaded(
 
 
 def test_the_model_types_and_backends_that_are_refused_early_are_those_of_the_engines() -> None:
+    from transformers import AutoConfig
+
     from sftkit.models.hybrids import MIXERS
     from sftkit.ops.attention import BACKENDS
 
     assert {mixer.layer_type for mixer in MIXERS.values()} <= inputs.RECURRENT
+    for kind in inputs.HYBRID:  # and configs of these types have such layers by default
+        config = AutoConfig.for_model(kind).get_text_config()
+        listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["mamba"]
+        assert not inputs.RECURRENT.isdisjoint(listed), kind
     for name, backend in BACKENDS.items():
         refused = problem(CONTEXT, f"attention.backend={name}", "data.layout=fixed")
         assert bool(refused) is not backend.in_chunks, name

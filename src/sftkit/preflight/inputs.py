@@ -609,8 +609,15 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     return [OfLaunch(_shared), OfLaunch(_pipeline), *(OfLaunch(partial(rule, here=here)) for rule in (_graph, _nf4))]
 
 
-RECURRENT = frozenset(("conv", "linear_attention", "mamba", "bamba", "falcon_h1", "nemotron_h"))
-"Types of layers in a model's config, and of models without a list of them, that carry a state along the row."
+RECURRENT = frozenset(("conv", "hybrid", "linear_attention", "mamba"))
+"Types of layers, in a model's config, that carry a state along the row."
+HYBRID = frozenset(
+    (
+        *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    )
+)
+"Types of models that have such layers if the config has no list of layers."
 
 
 def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -632,9 +639,10 @@ def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
                 yield "model", hint("number that ranks do not divide", size=size, name=name, number=number)
     if topology.context > 1 and (backend := get("attention.backend")) in ("sdpa", "flex"):
         yield "attention.backend", f"{backend} attends within whole rows, which context parallelism cuts: take auto"
-    if found := RECURRENT & {kind, *(fields.get("layer_types") or ())}:
+    listed = fields.get("layer_types") or fields.get("layers_block_type")
+    if RECURRENT & {*map(str, listed)} if isinstance(listed, list) else kind in HYBRID:
         if topology.context > 1:
-            yield "model", hint("recurrent layers in chunks", model=kind, reason=f"a layer of type {min(found)}")
+            yield "model", hint("recurrent layers in chunks", model=kind, reason="a recurrent layer")
         if get("data.layout") == "tree":
             yield "data.layout", hint("model that has no trees", model_type=kind, names="recurrent layers")
 

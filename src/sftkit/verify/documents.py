@@ -18,7 +18,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import ForwardPass
 from sftkit.engine.reference import PlainDocument, documents, documents_of, plain_logits
 from sftkit.errors import ConfigError, config_error
-from sftkit.models import hybrids, structure
+from sftkit.models import float8, hybrids, structure
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import attention_chunk, short_windows, windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -93,6 +93,8 @@ class DocumentCheck:
     """of the choices of experts, how many our forward pass makes otherwise than the plain model, and all; of several
     calls in a block those that differ most. None: no choices were compared, as in fp32
     """
+    float8: bool = False
+    "whether products of blocks are in float8, which may scale a matrix by all documents of a row"
     experts_rounded: float = 0.0
     "share of the plain model's choices that random rounding changes, 0-1; 0: not measured"
 
@@ -173,6 +175,7 @@ def check_documents(
                 if layout.packs and not orig_model.config.is_encoder_decoder:
                     with _rotary_state_kept(orig_model):
                         found = _among_neighbours(model, forward or model, backend, device, layout, found)
+            found = replace(found, float8=float8.position_multiple(orig_model) > 1)
             if not found.logits_difference < limit or not found.experts_hold:
                 with short_windows(plain.orig_model):
                     moved, changed = _roundings(plain, _two_documents(model, length), device)
@@ -183,7 +186,7 @@ def check_documents(
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
     if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond and found.experts_hold:
-        if found.leak > REFUSED_FROM * found.changed:
+        if not found.float8 and not found.leak <= REFUSED_FROM * found.changed:  # NaN is no less
             raise config_error("documents that see each other", name=name, found=found)
         return found
     if plain.differing:
@@ -375,7 +378,10 @@ def _noting(orig_model: PreTrainedModel, length: int) -> tuple[_TopK, ExpertChoi
 def _choosing(
     orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[ExpertChoices], compared: Compared | None = None
 ) -> AbstractContextManager[object]:
-    """Let routers choose within the context what was noted of each document of a batch, at its places."""
+    """Let routers choose within the context what was noted of each document of a batch, at its places; in fp32 what
+    they choose."""
+    if not _rounds(orig_model):
+        return nullcontext()
     rows, columns = batch.doc_ids.shape
     places = [document.row * columns + document.columns.cpu() for document in documents(batch)]
     return _taking(orig_model, list(zip(places, chosen, strict=True)), (rows, columns), compared)
@@ -386,15 +392,13 @@ def _taking(
     places: Sequence[tuple[torch.Tensor, ExpertChoices]],
     shape: tuple[int, int],
     compared: Compared | None = None,
-) -> AbstractContextManager[object]:
+) -> _TopK:
     """Let routers choose within the context what was noted for these positions of rows [B, C]. Passes over other rows
     than these, such as an engine's that takes documents one by one, choose for themselves.
 
     Args:
         compared: counts the choices that would differ.
     """
-    if not _rounds(orig_model):
-        return nullcontext()
 
     def take(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
         own = _by_position(indices, shape)
@@ -512,8 +516,9 @@ def _among_neighbours(
     layout: Layout,
     found: DocumentCheck,
 ) -> DocumentCheck:
-    """Add how far the documents of half a longer row move if all of the other half are replaced. Every second document
-    is as long as the run's, up to _LONG, and each half as long as _LONG at least."""
+    """Add how far documents of a longer row move if others are replaced: those of the first half or of the second, then
+    one of two neighbours. Every second document is as long as the run's, up to _LONG, and a half as long as _LONG.
+    """
     orig_model = model.orig_model
     short = _SIZES[1]
     longest = min(_LONG, layout.max_length, structure.positions(orig_model) or _LONG)
@@ -527,14 +532,16 @@ def _among_neighbours(
     with noting:
         hidden = forward.hidden_states(batch, backend)
     columns = [document.columns for document in documents(batch)]
-    first, second = torch.cat(columns[:half]), torch.cat(columns[half:])
-    for whole, kept in ((first, second), (second, first)):
+    halves = columns[:half], columns[half:]
+    for parts in (halves, halves[::-1], (columns[::2], columns[1::2]), (columns[1::2], columns[::2])):
+        whole, kept = map(torch.cat, parts)
         replaced = whole[~torch.isin(whole, kept)]  # documents of a tree may begin alike
         inputs = _first_replaced(batch, replaced, structure.vocab_size(orig_model))
         with _taking(orig_model, [(torch.arange(total), chosen)], (1, total)):
             moved = (forward.hidden_states(replace(batch, inputs=inputs), backend) - hidden).float().abs()
         leak, changed = float(moved[:, kept].max()), float(moved[:, replaced].max())
-        found = replace(found, leak=float(np.maximum(found.leak, leak)), changed=min(found.changed, changed))
+        leak, changed = float(np.maximum(found.leak, leak)), float(np.minimum(found.changed, changed))  # NaN stays
+        found = replace(found, leak=leak, changed=changed)
     return found
 
 
@@ -596,6 +603,7 @@ def document_checks(
     # Judged relative to the changed document: if that does not move either, nothing is shown.
     isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
+    moves += " (float8 may scale a matrix by all documents)" * (check.float8 and not isolated)
     alone = bool(stand_in) and isolated and layout_kind not in ("packed", "tree")
     noise = f" (rounding noise alone: {check.roundings:.2e})" if check.roundings else ""
     experts = "" if check.choices is None else f"; {check.other_experts:.1%} of the experts chosen otherwise"
@@ -621,7 +629,7 @@ def document_checks(
             "Documents in a row do not see each other",
             # If another kernel isolates, that says nothing about the run's own; if it leaks, the masks are
             # wrong for both.
-            None if isolated and stand_in else isolated,
+            None if (isolated and stand_in) or (check.float8 and not isolated) else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no change beyond rounding",
             "every token of one document is replaced that the other does not share, then half of the documents of a "
