@@ -304,7 +304,7 @@ def test_state_that_crosses_the_border_of_a_chunk_into_another_document_is_found
 
 def test_a_document_whose_state_goes_on_into_the_next_one_is_found_at_the_start() -> None:
     """Only one that is longer than the documents whose logits are compared."""
-    model = ModelWithLoss(build("qwen3"), "reference", NextToken(LossConfig()))
+    model = ModelWithLoss(build("qwen3", max_position_embeddings=512), "reference", NextToken(LossConfig()))
     layout = make_layout_of("packed", [400, 90], row_length=1024)
     assert check_documents(model, "reference", torch.device("cpu"), layout).leak == 0.0
 
