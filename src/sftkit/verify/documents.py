@@ -524,8 +524,8 @@ def _among_neighbours(
     longest = min(_LONG, layout.max_length, structure.positions(orig_model) or _LONG)
     half = 2 * -(-_LONG // (longest + short))
     sizes = [longest, short] * half
-    total = sum(sizes)
-    ids = np.random.default_rng(1).integers(0, structure.vocab_size(orig_model), total + len(sizes))
+    total = -(-sum(sizes) // _ROW_LENGTH) * _ROW_LENGTH  # with padding, as rows have it
+    ids = np.random.default_rng(1).integers(0, structure.vocab_size(orig_model), sum(sizes) + len(sizes))
     shape = BatchShape(total, max_docs=2 * len(sizes) + 2, max_doc_length=total, tree=layout.kind == "tree")
     batch = collate(Examples.of(ids, sizes), (tuple(range(len(sizes))),), shape).to(device)
     noting, chosen = _noting(orig_model, total)
