@@ -43,11 +43,10 @@ EXCERPT_US = 100_000.0
 def traces(folder: Path, out: Path) -> None:
     """Write a summary of each run of a bench that recorded a trace.
 
-    For each run and rank it has the shares in trace/rankN.json, milliseconds and kernels per step by kind,
-    the 40 kernels that take longest, milliseconds of communication per step by kernel with the part that does not
-    overlap, the host's time in the calls
-    that start kernels, and for rank 0 every kernel of one tenth of a second, as [start, length, stream, name] in
-    microseconds, for a picture.
+    For each run and rank it has the shares in trace/rankN.json, milliseconds and kernels per step by kind and for the
+    40 names with the longest time, milliseconds of communication per step by kernel with the part that does not
+    overlap, the host's time in the calls that start kernels, and for rank 0 every kernel of one tenth of a second, as
+    [start, length, stream, name] in microseconds, for a picture.
     """
     runs = {}
     for trace in sorted(folder.glob(f"*/{TRACE}")):

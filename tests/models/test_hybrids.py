@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,7 +299,7 @@ def test_state_that_crosses_the_border_of_a_chunk_into_another_document_is_found
         return (made := of(*parts))._replace(**{part: torch.ones_like(getattr(made, part))})
 
     monkeypatch.setattr(recurrent._Chunks, "of", classmethod(other))
-    with pytest.raises(ConfigError, match="documents of a row move by"):
+    with pytest.raises(ConfigError, match="replacing documents of a row changes"):
         check_documents(*given)
 
 
@@ -317,8 +318,29 @@ def test_a_document_whose_state_goes_on_into_the_next_one_is_found_at_the_start(
         return carried
 
     decoder_blocks(model.orig_model)[0].register_forward_hook(carry, with_kwargs=True)
-    with pytest.raises(ConfigError, match="documents of a row move by"):
+    with pytest.raises(ConfigError, match="replacing documents of a row changes"):
         check_documents(model, "reference", torch.device("cpu"), layout)
+
+
+def test_documents_of_a_tree_that_begin_alike_do_not_count_as_a_leak() -> None:
+    model = ModelWithLoss(build("qwen3"), "reference", NextToken(LossConfig()))
+    # Short documents: of 60 neighbours in the row some begin with the same token.
+    layout = replace(make_layout_of("tree", [4, 3], row_length=320), max_length=4)
+    found = check_documents(model, "reference", torch.device("cpu"), layout)
+    assert found.leak == 0.0 < found.changed
+
+
+def test_hidden_states_that_are_no_numbers_in_a_longer_row_are_found_at_the_start() -> None:
+    model = ModelWithLoss(build("qwen3"), "reference", NextToken(LossConfig()))
+
+    def spoil(_: object, __: object, out: torch.Tensor) -> torch.Tensor:
+        spoiled = out.clone()
+        spoiled[:, 100:] = torch.nan
+        return spoiled
+
+    decoder_blocks(model.orig_model)[0].register_forward_hook(spoil)
+    with pytest.raises(ConfigError, match="replacing documents of a row changes"):
+        check_documents(model, "reference", torch.device("cpu"), make_layout_of("packed", [40, 5], row_length=320))
 
 
 def test_other_experts_by_rounding_alone_are_no_leak() -> None:

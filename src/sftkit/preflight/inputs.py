@@ -640,7 +640,8 @@ def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
     if topology.context > 1 and (backend := get("attention.backend")) in ("sdpa", "flex"):
         yield "attention.backend", f"{backend} attends within whole rows, which context parallelism cuts: take auto"
     listed = fields.get("layer_types") or fields.get("layers_block_type")
-    if RECURRENT & {*map(str, listed)} if isinstance(listed, list) else kind in HYBRID:
+    recurrent = not RECURRENT.isdisjoint(map(str, listed)) if isinstance(listed, list) else kind in HYBRID
+    if recurrent:
         if topology.context > 1:
             yield "model", hint("recurrent layers in chunks", model=kind, reason="a recurrent layer")
         if get("data.layout") == "tree":

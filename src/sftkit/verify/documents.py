@@ -186,7 +186,8 @@ def check_documents(
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
     if found.logits_difference < found.allowed and found.beyond < found.allowed_beyond and found.experts_hold:
-        if not found.float8 and not found.leak <= REFUSED_FROM * found.changed:  # NaN is no less
+        # Written so that NaN raises too.
+        if not found.float8 and not found.leak <= REFUSED_FROM * found.changed:
             raise config_error("documents that see each other", name=name, found=found)
         return found
     if plain.differing:
@@ -364,7 +365,7 @@ def _logits_and_choices(plain: PlainModel, document: PlainDocument) -> tuple[tor
 
 
 def _noting(orig_model: PreTrainedModel, length: int) -> tuple[_TopK, ExpertChoices]:
-    """Return a context, and what routers choose within it for a row of so many positions."""
+    """Return a context that records the choices of routers for a row of `length` positions, and the record."""
     noted: ExpertChoices = {}
 
     def note(key: tuple[int, int], indices: torch.Tensor) -> torch.Tensor:
@@ -378,8 +379,8 @@ def _noting(orig_model: PreTrainedModel, length: int) -> tuple[_TopK, ExpertChoi
 def _choosing(
     orig_model: PreTrainedModel, batch: Batch, chosen: Sequence[ExpertChoices], compared: Compared | None = None
 ) -> AbstractContextManager[object]:
-    """Let routers choose within the context what was noted of each document of a batch, at its places; in fp32 what
-    they choose."""
+    """Let routers choose within the context what was noted of each document of a batch, at its places; in fp32
+    they choose for themselves."""
     if not _rounds(orig_model):
         return nullcontext()
     rows, columns = batch.doc_ids.shape
@@ -516,8 +517,8 @@ def _among_neighbours(
     layout: Layout,
     found: DocumentCheck,
 ) -> DocumentCheck:
-    """Add how far documents of a longer row move if others are replaced: those of the first half or of the second, then
-    one of two neighbours. Every second document is as long as the run's, up to _LONG, and a half as long as _LONG.
+    """Add the change of documents in a longer row when the others are replaced: first one half of the row, then every
+    second document. Long documents, as long as the run's and up to _LONG, alternate with short ones.
     """
     orig_model = model.orig_model
     short = _SIZES[1]
@@ -535,13 +536,15 @@ def _among_neighbours(
     halves = columns[:half], columns[half:]
     for parts in (halves, halves[::-1], (columns[::2], columns[1::2]), (columns[1::2], columns[::2])):
         whole, kept = map(torch.cat, parts)
-        replaced = whole[~torch.isin(whole, kept)]  # documents of a tree may begin alike
+        replaced = whole[~torch.isin(whole, kept)]  # documents of a tree may share positions
         inputs = _first_replaced(batch, replaced, structure.vocab_size(orig_model))
         with _taking(orig_model, [(torch.arange(total), chosen)], (1, total)):
             moved = (forward.hidden_states(replace(batch, inputs=inputs), backend) - hidden).float().abs()
-        leak, changed = float(moved[:, kept].max()), float(moved[:, replaced].max())
-        leak, changed = float(np.maximum(found.leak, leak)), float(np.minimum(found.changed, changed))  # NaN stays
-        found = replace(found, leak=leak, changed=changed)
+        found = replace(  # np.maximum and np.minimum keep NaN
+            found,
+            leak=float(np.maximum(found.leak, float(moved[:, kept].max()))),
+            changed=float(np.minimum(found.changed, float(moved[:, replaced].max()))),
+        )
     return found
 
 

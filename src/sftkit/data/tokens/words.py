@@ -25,8 +25,8 @@ MOST_WORDS = 2**17
 LONGEST_WORD = 64
 "Characters of a word that is kept."
 LONG_PIECES, MOST_PIECES = range(512, 2**14), 2**9
-"""Characters of a piece between added tokens that is kept whole, as tools and system prompts recur; how many are kept:
-some 20 MB of English, at most 120 MB."""
+"""Lengths of the texts between added tokens whose ids are cached, in characters, and the largest number of these texts:
+tools and system prompts recur."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 "The pattern of ByteLevel: byte_level.rs of tokenizers."
 PROBE = "It's I'LL 'twas 1234 a12 12  b\n\n c\r\n\t!? _x() ../é½٣世界の한글 ไทย عربى \u00a0«…»€ a\u0301\n "
@@ -35,7 +35,7 @@ _CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
 
 
 def keep(kept: dict[str, Any], key: str, value: object, most: int) -> None:
-    """Keep a value; if there are as many as may be, they go first."""
+    """Store a value; clear the dict first if it holds `most` values."""
     if len(kept) >= most:
         kept.clear()
     kept[key] = value
