@@ -54,6 +54,7 @@ train: {max_steps: 1}
         {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}},
         {"model_type": "falcon_h1", "mamba_d_conv": 4},
+        {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_value_heads": 32},
         {"model_type": "nemotron_h", "ssm_state_size": 128},
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         {"model_type": "marian", "is_encoder_decoder": True},

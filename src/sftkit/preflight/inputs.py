@@ -133,7 +133,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         partial(_adapter, stage=stage, made=made),
     )
     named = partial(named_stage, stage=stage)
-    return [named, *first, partial(_tokenizer, stage=stage), _chat_template, _trees, *data_rules(stage), *last]
+    return [named, *first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
 
 def named_stage(get: Get, stage: str | None) -> Iterator[Problem]:
@@ -152,6 +152,7 @@ def data_rules(stage: str | None) -> list[Rule]:
     return [
         *learned,
         partial(_special_tokens, stage=stage),
+        _trees,
         partial(_adapter_sources, require=require),
         partial(_sources, part="model.train_tokenizer.sources", require=None),
     ]
@@ -435,11 +436,9 @@ def _trees(get: Get) -> Iterator[Problem]:
     if get("data.layout") != "tree":
         return
     fields = _text_config(get)
-    # Granite's files have the sizes of recurrent layers, also where its layers are of attention alone.
     kinds = {*(fields.get("layer_types") or ())}
-    recurrent = not kinds and {"mamba_d_conv", "ssm_state_size"} & fields.keys()
     named = sorted(kinds - {"full_attention", "sliding_attention", "attention"})
-    if not named and (recurrent or fields.get("attention_chunk_size")):
+    if not named and (_is_recurrent(fields) or fields.get("attention_chunk_size")):
         named = ["layers that are not only attention over all positions or a window"]
     named += ["longrope"] * ("longrope" in str([fields.get(name) for name in ("rope_parameters", "rope_scaling")]))
     named += ["an encoder"] * bool(fields.get("is_encoder_decoder") or "encoder" in fields)
@@ -611,13 +610,8 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
 
 RECURRENT = frozenset(("conv", "hybrid", "linear_attention", "mamba"))
 "Types of layers, in a model's config, that carry a state along the row."
-HYBRID = frozenset(
-    (
-        *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    )
-)
-"Types of models that have such layers if the config has no list of layers."
+SIZES_OF_STATES = frozenset(("linear_num_value_heads", "mamba_d_conv", "ssm_state_size"))
+"Fields of a config without a list of layers that only recurrent layers need."
 
 
 def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -639,13 +633,17 @@ def _shared(get: Get, topology: Topology) -> Iterator[Problem]:
                 yield "model", hint("number that ranks do not divide", size=size, name=name, number=number)
     if topology.context > 1 and (backend := get("attention.backend")) in ("sdpa", "flex"):
         yield "attention.backend", f"{backend} attends within whole rows, which context parallelism cuts: take auto"
+    if topology.context > 1 and _is_recurrent(fields):
+        yield "model", hint("recurrent layers in chunks", model=kind, reason="a recurrent layer")
+
+
+def _is_recurrent(fields: Mapping[str, Any]) -> bool:
+    """Return whether a model's config has layers that carry a state along the row."""
+    # Granite's files have the sizes of recurrent layers even if all of its layers are of attention.
     listed = fields.get("layer_types") or fields.get("layers_block_type")
-    recurrent = not RECURRENT.isdisjoint(map(str, listed)) if isinstance(listed, list) else kind in HYBRID
-    if recurrent:
-        if topology.context > 1:
-            yield "model", hint("recurrent layers in chunks", model=kind, reason="a recurrent layer")
-        if get("data.layout") == "tree":
-            yield "data.layout", hint("model that has no trees", model_type=kind, names="recurrent layers")
+    if isinstance(listed, list):
+        return not RECURRENT.isdisjoint(map(str, listed))
+    return not SIZES_OF_STATES.isdisjoint(fields)
 
 
 def _nf4(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
