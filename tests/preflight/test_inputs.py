@@ -29,7 +29,7 @@ from sftkit.launch.chain import read_stages
 from sftkit.models.adapter_files import base_digest
 from sftkit.models.files import find_with_base, not_causal
 from sftkit.preflight import inputs
-from sftkit.preflight.inputs import FIRST_ROWS, input_rules
+from sftkit.preflight.inputs import FIRST_ROWS, checks_of_stage, input_rules
 from sftkit.runtime import hub
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +66,9 @@ def test_a_model_that_cannot_see_trees_is_found_before_torch(here: Path, fields:
 
     (told,) = with_fields(fields)
     assert told.startswith("data.layout: tree does not go with ")
+    with pytest.raises(ConfigError, match="tree does not go with"):  # inspect asks too
+        words = [f"model.scratch={json.dumps(fields)}", "data.layout=tree"]
+        read_config("recipe.yaml", words, 1, checks_of_stage("sft"))
     assert with_fields({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}) == []
     # Granite 4 without recurrent layers, whose files have their sizes all the same.
     alone = {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"], "mamba_d_conv": 4}
