@@ -66,8 +66,8 @@ def test_a_model_that_cannot_see_trees_is_found_before_torch(here: Path, fields:
 
     (told,) = with_fields(fields)
     assert told.startswith("data.layout: tree does not go with ")
+    words = [f"model.scratch={json.dumps(fields)}", "data.layout=tree"]
     with pytest.raises(ConfigError, match="tree does not go with"):  # inspect asks too
-        words = [f"model.scratch={json.dumps(fields)}", "data.layout=tree"]
         read_config("recipe.yaml", words, 1, checks_of_stage("sft"))
     assert with_fields({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}) == []
     # Granite 4 without recurrent layers, whose files have their sizes all the same.
